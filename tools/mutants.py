@@ -2014,7 +2014,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "stopped-only-within-steps",
         "if not isinstance(error, SystemExit) or error.code not in reasons or newest is None:",
         "if True:",
-        "tests/cli/test_train_command.py -k outside_its_steps",
+        "tests/cli/test_resume_command.py -k outside_its_steps",
         "a job that is asked to stop while it loads or writes weights is not started again",
     ),
     Mutant(

@@ -7,9 +7,9 @@ import pytest
 
 from shardwise.cli import main as cli
 from shardwise.config.check import struct_in
-from shardwise.config.foreign_words import WORDS
 from shardwise.config.loader import dotted_keys
 from shardwise.config.other_tools import hint
+from shardwise.config.other_tools_table import WORDS
 from shardwise.config.record import hints_of
 from shardwise.errors import ConfigError
 from shardwise.run.config import LOGGERS, RunConfig, load_config

@@ -22,7 +22,7 @@ from shardwise.cli import main as cli
 from shardwise.data import file_digest, part_file, token_cache, token_store
 from shardwise.data.corpus import TokenWindows, encode
 from shardwise.data.same_dataset import digest_of_dataset
-from shardwise.data.sft.encode import Encoder
+from shardwise.data.sft.encode_record import Encoder
 from shardwise.data.token_cache import TokenCache, cache_of
 from shardwise.data.token_store import open_tokens
 from shardwise.errors import ConfigError
@@ -115,7 +115,7 @@ def test_a_template_that_writes_the_date_is_rendered_anew_each_day(tmp_path, cou
         def date(self):
             return day
 
-    monkeypatch.setattr("shardwise.data.sft.encoding.datetime.datetime", Clock)
+    monkeypatch.setattr("shardwise.data.sft.encode_file.datetime.datetime", Clock)
     for day, num in (("2026-01-01", 3), ("2026-01-01", 3), ("2026-01-02", 6)):  # noqa: B007
         sw.SFTDataset(path, dated, seq_len=60, cache=tmp_path / "kept")
         assert len(counted) == num

@@ -22,7 +22,7 @@ from shardwise.cli.arguments import Parser
 from shardwise.errors import ConfigError, LayoutError, ShardwiseError
 
 if TYPE_CHECKING:
-    from shardwise.cli.train_command import Command
+    from shardwise.cli.resume_command import Command
     from shardwise.cli.train_display import Display
     from shardwise.cli.train_folder import RunFolder
     from shardwise.config.loader import Loaded
@@ -100,7 +100,7 @@ def more_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.cli.train_command import FOUND, Command, configuration_of
+    from shardwise.cli.resume_command import FOUND, Command, configuration_of
     from shardwise.config.render import print_config
     from shardwise.launch.environment import is_rank
     from shardwise.run.config import load_config
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _show_found(command: "Command", display: "Display") -> None:
     """Says which configuration was found, where none was named."""
-    from shardwise.cli.train_command import FOUND
+    from shardwise.cli.resume_command import FOUND
 
     if command.has_found:
         display.row("config", f"{FOUND}, found in this directory (--no-config: without it)")
@@ -134,7 +134,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.run.loggers import check_loggers
     from shardwise.run.reference_config import check_reference_args
     from shardwise.run.stored_dtype import check_stored_dtype
-    from shardwise.run.tokens import check_tokens
+    from shardwise.run.token_check import check_tokens
     from shardwise.techniques import fold
 
     config, origins = loaded.config, loaded.origins
@@ -172,7 +172,7 @@ def _check_functions(config: "RunConfig", origins: Mapping[str, str]) -> None:
 
 
 def _check_files(config: "RunConfig", origins: Mapping[str, str]) -> None:
-    from shardwise.run.data_files import check_data_files
+    from shardwise.run.data_files_check import check_data_files
 
     weights = config.model.weights
     if weights is not None and not Path(weights).exists():

@@ -12,7 +12,7 @@ from shardwise.launch.lock import release, try_lock
 from shardwise.launch.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from shardwise.cli.train_command import Command
+    from shardwise.cli.resume_command import Command
     from shardwise.cli.train_display import Display
     from shardwise.run.config import RunConfig
 

@@ -21,12 +21,12 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 import msgspec
 
 from shardwise.config.check import checked, struct_in
-from shardwise.config.foreign import replacement_for
 from shardwise.config.other_tools import file_error, override_error
 from shardwise.config.record import Options, default_of, hints_of
 from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
 from shardwise.config.suggest import closest, did_you_mean, missing_blank
 from shardwise.config.target import load_target, looks_like_target
+from shardwise.config.torch_options import replacement_for
 from shardwise.errors import ConfigError, ShardwiseError
 
 __all__ = ["Loaded", "dotted_keys", "load_config"]

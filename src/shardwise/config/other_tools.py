@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.config.foreign import Place
-from shardwise.config.foreign_word import Word
-from shardwise.config.foreign_words import WORDS
+from shardwise.config.other_tools_answers import Word
+from shardwise.config.other_tools_table import WORDS
+from shardwise.config.torch_options import Place
 from shardwise.errors import ConfigError
 
 __all__ = ["Hint", "command_line_error", "file_error", "hint", "override_error"]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from shardwise.config.check import checked
-from shardwise.config.foreign import why_and_fix
+from shardwise.config.torch_options import why_and_fix
 from shardwise.errors import ConfigError
 
 __all__ = ["Options", "default_of", "doc", "hints_of"]

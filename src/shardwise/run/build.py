@@ -15,7 +15,7 @@ from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
 from shardwise.run.attention import IMPLEMENTATIONS
 from shardwise.run.config import RunConfig
-from shardwise.run.datasets import Corpus
+from shardwise.run.datasets import RunData
 from shardwise.run.freeze import freeze_parameters
 from shardwise.run.optim import make_optimizer, make_scaler, make_scheduler
 from shardwise.run.pretrained import build_pretrained
@@ -105,7 +105,7 @@ def functions_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def build_model(config: RunConfig, world: World, corpus: Corpus | None = None) -> nn.Module:
+def build_model(config: RunConfig, world: World, corpus: RunData | None = None) -> nn.Module:
     """Builds the model of a config and shards it over the ranks of ``world``; every rank must call it. Where its data are the
     user's own, ``corpus`` shows what a batch looks like."""
     parallel = config.parallel

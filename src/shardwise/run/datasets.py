@@ -22,14 +22,14 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import Data, RunConfig
 from shardwise.run.vocabulary import vocabulary_of
 
-__all__ = ["Corpus", "limit_to_model", "open_data", "prompt_of", "vocab_of"]
+__all__ = ["RunData", "limit_to_model", "open_data", "prompt_of", "vocab_of"]
 
 _TOPICS = "Python's help topics"
 _SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class RunData:
     """The data of a run: datasets for training and validation, how their samples are put together (None: stacked), the
     training text if the tokens are bytes, and what is to be told of the records and of where tokens are kept."""
 
@@ -62,7 +62,7 @@ class Corpus:
         return sizes[0], sizes[1] or 0
 
 
-def prompt_of(corpus: Corpus) -> str:
+def prompt_of(corpus: RunData) -> str:
     """A prompt: the first eight words of a sentence in the validation text; if it has none, its first words, about 40
     bytes."""
     source: Any = corpus.val or corpus.train
@@ -76,7 +76,7 @@ def prompt_of(corpus: Corpus) -> str:
     return " ".join(taken) + " "
 
 
-def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say = lambda kind, text: None) -> Corpus:
+def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say = lambda kind, text: None) -> RunData:
     """Opens the data a config names and splits it into training and validation.
 
     Args:
@@ -102,15 +102,15 @@ def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say 
     kept = "\n".join(cache.notes) if cache is not None else ""
     if isinstance(whole, SFTDataset):
         report = str(whole.report)
-        return Corpus(
+        return RunData(
             name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=report, kept=kept
         )
     is_bytes = file is None and not is_tokens(data.path)
     text = bytes(parts[0].tokens[: 1 << 24]).decode(errors="replace") if is_bytes else None
-    return Corpus(name=whole.name, train=parts[0], val=parts[1], text=text, kept=kept)
+    return RunData(name=whole.name, train=parts[0], val=parts[1], text=text, kept=kept)
 
 
-def _own(data: Data, build: str) -> Corpus:
+def _own(data: Data, build: str) -> RunData:
     """The datasets that a function of the user returns: one, or one to train on and one to validate."""
     made = called(load_target(build, what="data.build"), data.args, f"data.args={data.args} for {build}")
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -130,7 +130,7 @@ def _own(data: Data, build: str) -> Corpus:
                 fix="give more samples, or data.val_fraction=0",
             )
         train, val = Subset(train, range(cut)), Subset(train, range(cut, len(train)))
-    return Corpus(name=build, train=train, val=val, text=None)
+    return RunData(name=build, train=train, val=val, text=None)
 
 
 def _open(
@@ -160,7 +160,7 @@ def vocab_of(config: RunConfig) -> int | None:
     return config.model.args.get("vocab", BYTES) if config.model.build is None else None
 
 
-def limit_to_model(corpus: Corpus, model: nn.Module) -> None:
+def limit_to_model(corpus: RunData, model: nn.Module) -> None:
     """Refuses tokens outside the vocabulary of a user's model, if it states its size: by ``get_input_embeddings()`` or
     ``config.vocab_size``, as models of transformers do.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.sft.encode import load_tokenizer
+from shardwise.data.sft.encode_record import load_tokenizer
 from shardwise.errors import ConfigError
 from shardwise.model import dtype_of
 from shardwise.run.build import build_plain

@@ -41,7 +41,7 @@ from shardwise.run.build import (
 from shardwise.run.callback import Callback
 from shardwise.run.checkpoints import RunCheckpoints
 from shardwise.run.config import RunConfig
-from shardwise.run.datasets import Corpus, limit_to_model, open_data, prompt_of, vocab_of
+from shardwise.run.datasets import RunData, limit_to_model, open_data, prompt_of, vocab_of
 from shardwise.run.device_use import DeviceUse
 from shardwise.run.disk_space import check_space, spare_folders
 from shardwise.run.loggers import Loggers
@@ -130,7 +130,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     return run.last
 
 
-def _num_steps(config: RunConfig, corpus: Corpus) -> int:
+def _num_steps(config: RunConfig, corpus: RunData) -> int:
     """Optimizer steps of the run, from its beginning; they are counted for a run of epochs.
 
     Raises:
@@ -157,7 +157,7 @@ class _Run:
 
     config: RunConfig
     world: World
-    corpus: Corpus
+    corpus: RunData
     model: nn.Module
     step: TrainStep
     steps: int

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.tokenizer import add_special, is_tokens, tokenizer_path
-from shardwise.data.sft.encode import load_tokenizer
+from shardwise.data.sft.encode_record import load_tokenizer
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.run.pretrained import vocab_in

@@ -19,7 +19,7 @@ from shardwise.parallel import Runtime, bytes_of, empty_in_large_pages, runtime_
 from shardwise.recipe import Slice, extents, owners
 from shardwise.state.extra import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
-from shardwise.state.names import Rename
+from shardwise.state.match_names import Rename
 from shardwise.state.report import LoadReport
 
 __all__ = ["full_state_dict", "gather_tensors", "load_full_state_dict"]

@@ -24,7 +24,7 @@ from shardwise.state.files import BUFFER
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
 from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
-from shardwise.state.names import Rename
+from shardwise.state.match_names import Rename
 from shardwise.state.report import LoadReport
 from shardwise.world import World
 from shardwise.world.collectively import collectively

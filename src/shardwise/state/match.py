@@ -16,7 +16,7 @@ from shardwise.state.extra import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.grown import GrownTable, grown
 from shardwise.state.integrity.reading import VerifiedFiles
-from shardwise.state.names import Matched, Rename, Wanted, match_names
+from shardwise.state.match_names import Matched, Rename, Wanted, match_names
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed

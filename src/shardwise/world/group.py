@@ -1,11 +1,12 @@
-"""The process group under a world: its device, its backend, and its rendezvous."""
+"""The process groups of a world: its device, its backend, and its rendezvous."""
 
 import contextlib
 import os
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ __all__ = [
     "has_cpu_backend",
     "is_fake_group",
     "message_device",
+    "new_group",
     "start_group",
     "start_watch",
 ]
@@ -134,6 +136,15 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
     finally:
         if not dist.is_initialized():
             forget_failed_group()
+
+
+def new_group(ranks: Sequence[int] | None, timeout_s: float, backend: str | None = None) -> Any:
+    """A further process group, of ``ranks``, which alone call this, or (None) of all."""
+    timeout = timedelta(seconds=timeout_s)
+    with one_gloo_thread():
+        if ranks is None:
+            return dist.new_group(backend=backend, timeout=timeout)
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.dtensor import forget_meshes
-from shardwise._torch.groups import one_gloo_thread
 from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
@@ -29,6 +27,7 @@ from shardwise.world.group import (
     has_cpu_backend,
     is_fake_group,
     message_device,
+    new_group,
     start_group,
     start_watch,
 )
@@ -330,13 +329,8 @@ class World:
         """The process group of ``ranks``; only they take part in making it. On accelerators the world's own group is
         used for all ranks, since a second group would use device memory."""
         if ranks not in self._groups:
-            self._groups[ranks] = self._new_group(ranks)
+            self._groups[ranks] = new_group(ranks, self.timeout_s)
         return self._groups[ranks]
-
-    def _new_group(self, ranks: tuple[int, ...]) -> Any:
-        timeout = timedelta(seconds=self.timeout_s)
-        with one_gloo_thread():
-            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
     def gradient_group(self) -> Any:
         """A group of the data-parallel ranks for reductions that overlap with others: ranks may start them at different
@@ -344,7 +338,7 @@ class World:
         None for one rank."""
         ranks = self.axis("dp").ranks
         if len(ranks) > 1 and self._gradients is None:
-            self._gradients = self._new_group(ranks)
+            self._gradients = new_group(ranks, self.timeout_s)
         return self._gradients
 
     def _make_mesh(self) -> DeviceMesh:

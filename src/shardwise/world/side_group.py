@@ -1,13 +1,12 @@
 """Communication parallel to the training: the same ranks in another process group, for use by a second thread."""
 
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise._torch.groups import one_gloo_thread
 from shardwise.world.agreement import Agreement
+from shardwise.world.group import new_group
 from shardwise.world.init import World
 
 __all__ = ["SideGroup"]
@@ -25,8 +24,7 @@ class SideGroup:
         self.rank, self.size = world.rank, world.size
         group: Any = dist.group.WORLD
         if not world.agreement.is_alone:
-            with one_gloo_thread():
-                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s))
+            group = new_group(None, world.timeout_s, backend="gloo")
         self._group = group if not world.agreement.is_alone else None
         self.agreement = Agreement(
             world.size,

@@ -13,8 +13,8 @@ from shardwise.config.tokenizer import tokenizer_path
 from shardwise.data.batch import IGNORED, default_collate
 from shardwise.data.padding import pad_collate
 from shardwise.data.sft.documents import Documents
-from shardwise.data.sft.encode import Encoder, load_tokenizer
-from shardwise.data.sft.encoding import Encoding, SFTReport, Unusable
+from shardwise.data.sft.encode_file import Encoding, SFTReport, Unusable
+from shardwise.data.sft.encode_record import Encoder, load_tokenizer
 from shardwise.data.sft.packing import Packs, check_attention, packs
 from shardwise.data.sft.refusals import beyond_vocabulary
 from shardwise.data.sft.saved import training_split

@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shardwise.config.foreign import Replacement
 from shardwise.config.record import Options, doc
+from shardwise.config.torch_options import Replacement
 from shardwise.errors import ConfigError
 from shardwise.techniques.targets import TARGETS, Targets, settle_targets, word_or_record
 

@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shardwise.config.foreign import Replacement
 from shardwise.config.record import Options, default_of, doc
+from shardwise.config.torch_options import Replacement
 from shardwise.errors import ConfigError
 
 __all__ = ["DDP", "FSDP2_ONLY", "NO_PREFETCH", "Prefetch", "Sharding"]

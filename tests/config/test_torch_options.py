@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise import DDP, Compile, Options, Remat, Sharding
-from shardwise.config.foreign import Replacement, replacement_for
+from shardwise.config.torch_options import Replacement, replacement_for
 from shardwise.errors import ConfigError
 from shardwise.run.config import Checkpoint, load_config
 

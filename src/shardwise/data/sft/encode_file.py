@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardwise.data.sft.documents import row_of
-from shardwise.data.sft.encode import Encoder
+from shardwise.data.sft.encode_record import Encoder
 from shardwise.data.sft.records import Record, Text, read_records
 from shardwise.data.sft.refusals import empty_answer, too_long, unusable
 from shardwise.errors import ConfigError

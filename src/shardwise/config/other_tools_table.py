@@ -1,13 +1,13 @@
 """Options of other tools, and what to write in their place: a table, as data. Torch-free.
 
-``WORDS`` has a :class:`~shardwise.config.foreign_word.Word` for each option, by its name with ``_`` for ``-``. A dotted name
+``WORDS`` has a :class:`~shardwise.config.other_tools_answers.Word` for each option, by its name with ``_`` for ``-``. A dotted name
 is a key of a configuration file of torchtune or torchtitan. ``config/other_tools.py`` finds a word and shows what to write.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardwise.config.foreign_word import Word, choice, fixed, none, switch, to
+from shardwise.config.other_tools_answers import Word, choice, fixed, none, switch, to
 
 __all__ = ["WORDS"]
 

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from shardwise.cli import main as cli
-from shardwise.cli.train_command import FOUND, Command
+from shardwise.cli.resume_command import FOUND, Command
 from shardwise.cli.train_display import Display, _continued
 from shardwise.cli.train_folder import RunFolder
 from shardwise.errors import ConfigError, NonFiniteError, Stopped
@@ -23,7 +23,7 @@ END = {
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwise.cli.train_command.program", lambda: "shardwise")
+    monkeypatch.setattr("shardwise.cli.resume_command.program", lambda: "shardwise")
     return tmp_path
 
 
