@@ -507,8 +507,3 @@ def test_launch_room_does_not_import_torch():
     code = "import sys, shardwise.launch, shardwise.testing.plugin; sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": SOURCE}
     assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 0
-
-
-def test_a_function_in_place_of_its_name_is_told():
-    with pytest.raises(ConfigError, match="each rank imports the function by its name"):
-        launch_local(test_a_function_in_place_of_its_name_is_told, nproc=2)  # type: ignore[arg-type]
