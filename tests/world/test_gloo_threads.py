@@ -28,7 +28,7 @@ def test_one_thread_for_each_group(ranks):
         assert found == [1] * 6  # the world's, of each axis and of both, of the gradients, of a second thread
 
 
-def timeout_and_devices(interface):
+def sum_and_timeout_s(interface):
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
         with sw.init("dp_shard=2", device="cpu", timeout_s=77) as world:
@@ -40,12 +40,13 @@ def timeout_and_devices(interface):
 
 @pytest.mark.parametrize("interface", ["lo", "lo,lo"])
 def test_the_network_interface_is_the_one_of_the_environment(ranks, interface):
-    assert ranks.run(timeout_and_devices, 2, interface) == [(2.0, 77.0)] * 2
+    assert ranks.run(sum_and_timeout_s, 2, interface) == [(2.0, 77.0)] * 2
 
 
 def test_an_interface_that_does_not_exist_is_named(ranks):
-    with pytest.raises(RankError, match="nosuch0"):
-        ranks.run(timeout_and_devices, 2, "nosuch0")
+    with pytest.raises(RankError, match=r"GLOO_SOCKET_IFNAME='nosuch0'") as error:
+        ranks.run(sum_and_timeout_s, 2, "nosuch0")
+    assert "has no network interface 'nosuch0'" in str(error.value) and "fix: name one of lo" in str(error.value)
 
 
 def test_torch_makes_its_own_groups_as_before(ranks):

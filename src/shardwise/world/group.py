@@ -132,6 +132,15 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
                 why=why,
                 fix="look whether rank 0 runs there and every rank was started; or take another MASTER_PORT",
             ) from error
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        here = [name for _, name in socket.if_nameindex()]
+        missing = [name for name in named.split(",") if name not in here] if named else []
+        if missing and "gloo" in chosen:
+            raise ConfigError(
+                f"GLOO_SOCKET_IFNAME={named!r}",
+                why=f"this machine has no network interface {', '.join(map(repr, missing))}",
+                fix=f"name one of {', '.join(here)}, or leave the variable out",
+            ) from error
         raise ConfigError(where, why=why, fix=_FIX_BACKEND) from error
     finally:
         if not dist.is_initialized():
