@@ -17,6 +17,8 @@ import itertools
 import os
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,6 +176,116 @@ def accelerated(size: Size, device: torch.device) -> Iterator[Step]:
 
 
 @contextlib.contextmanager
+def fabric(size: Size, device: torch.device) -> Iterator[Step]:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
+    fabric.launch()
+    module = size.build(device)
+    module, optim = fabric.setup(module, _adamw(module, device))
+
+    def step(window: list[dict[str, Tensor]]) -> float:
+        tokens, total = sum(batch["labels"].numel() for batch in window), 0.0
+        for number, batch in enumerate(window):
+            with fabric.no_backward_sync(module, enabled=number < len(window) - 1):
+                loss = _loss(module(input_ids=batch["input_ids"]).logits, batch["labels"]) / tokens
+                fabric.backward(loss)
+            total = total + loss.detach()
+        fabric.clip_gradients(module, optim, max_norm=NORM)
+        optim.step()
+        optim.zero_grad()
+        return float(total)
+
+    yield step
+
+
+@contextlib.contextmanager
+def trainer(size: Size, device: torch.device, *, compiled: bool = False) -> Iterator[Step]:
+    """The Trainer's own loop, in a thread: it waits before each step until it is asked for one."""
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    go, done, losses = threading.Semaphore(0), threading.Semaphore(0), []
+    stopped = threading.Event()
+
+    class Batches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            for window in size.windows(torch.device("cpu")):
+                for batch in window:
+                    labels = batch["labels"]
+                    yield {"input_ids": batch["input_ids"], "labels": labels, "shift_labels": labels}
+
+    class Turns(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            go.acquire()
+            losses.clear()
+            control.should_training_stop = stopped.is_set()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            losses[:] = [float(sum(losses))]
+            done.release()
+            control.should_training_stop = stopped.is_set()
+
+    class Kept(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(loss)
+            return loss
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = TrainingArguments(
+            folder,
+            max_steps=10**6,
+            gradient_accumulation_steps=size.micro,
+            learning_rate=LR,
+            lr_scheduler_type="constant",
+            weight_decay=0.01,
+            max_grad_norm=NORM,
+            bf16=True,
+            use_cpu=device.type == "cpu",
+            torch_compile=compiled,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            # The batches are whole already.
+            per_device_train_batch_size=1,
+        )
+        run = Kept(
+            size.build(device),
+            options,
+            train_dataset=Batches(),
+            data_collator=lambda rows: rows[0],
+            callbacks=[Turns()],
+        )
+        run.remove_callback(PrinterCallback)
+        failures: list[BaseException] = []
+
+        def train() -> None:
+            try:
+                run.train()
+            except BaseException as error:  # shown by the thread that waits for the step
+                failures.append(error)
+            finally:
+                done.release()
+
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+
+        def step(window: list[dict[str, Tensor]]) -> float:
+            go.release()
+            done.acquire()
+            if failures:
+                raise failures[0]
+            return losses[0]
+
+        yield step
+        stopped.set()
+        go.release()
+        thread.join(timeout=60)
+
+
+@contextlib.contextmanager
 def ours(size: Size, device: torch.device, *, fused: bool = False, **options: Any) -> Iterator[Step]:
     with sw.init("dp_shard=1", device=device.type) as world:
         module = sw.parallelize(size.build(device), world, precision="bf16", **options)
@@ -190,7 +302,10 @@ CONTENDERS: dict[str, Callable[[Size, torch.device], Any]] = {
     "plain torch: autocast, blocks compiled": lambda size, device: plain(size, device, compiled=True),
     "plain torch: FSDP2 per block": fsdp2,
     "plain torch: FSDP2 per block, compiled": lambda size, device: fsdp2(size, device, compiled=True),
-    "accelerate, bf16": accelerated,
+    "accelerate in bf16": accelerated,
+    "Fabric in bf16-mixed": fabric,
+    "transformers Trainer in bf16": trainer,
+    "transformers Trainer with `torch_compile` in bf16": lambda size, device: trainer(size, device, compiled=True),
     "Shardwise": _no_options(),
     'Shardwise, `compile="blocks"`': _no_options(compile="blocks"),
     'Shardwise, `compile="blocks"`, `fused=True`': _no_options(compile="blocks", fused=True),
