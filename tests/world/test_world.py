@@ -410,6 +410,37 @@ def test_an_exchange_sums_and_tells_equality(ranks):
 # ---- the end ------------------------------------------------------------------------------------------------------
 
 
+class _Counted:
+    """A collective under way that counts how often one asks whether it is done."""
+
+    def __init__(self, work):
+        self.work, self.num_looks = work, 0
+
+    def is_completed(self):
+        self.num_looks += 1
+        return self.work.is_completed()
+
+    def wait(self, *args):
+        return self.work.wait(*args)
+
+
+def _long_wait(seconds):
+    with sw.init("dp_shard=2", device="cpu", timeout_s=20) as world:
+        found = torch.full((3,), world.rank + 1.0)
+        if world.rank == 1:
+            time.sleep(seconds)
+        works = [_Counted(dist.all_reduce(found, async_op=True))]
+        world.agreement.carry_out(lambda: works, "a long wait")
+        return found.tolist(), works[0].num_looks
+
+
+def test_a_long_wait_leaves_the_processor_to_others(ranks):
+    """Ranks of one machine share its cores: one that polls takes them from those it waits for."""
+    (total, num_looks), (other, _) = ranks.run(_long_wait, 2, 0.6)
+    assert total == other == [3.0, 3.0, 3.0]
+    assert 5 < num_looks < 30  # one each 50 ms, where polling looked 300 times
+
+
 def _leaves_early():
     """Rank 1 closes its world in order while rank 0 waits for it."""
     world = sw.init("dp_shard=2", device="cpu", timeout_s=30)

@@ -6,7 +6,7 @@ from shardwise.world.env import Env, is_distributed, read_env
 from shardwise.world.fingerprint import agree_on, described, package_versions
 from shardwise.world.init import World, init
 from shardwise.world.rng import (
-    HostNumbers,
+    GlobalNumbers,
     derive_seed,
     forked_rng,
     forked_streams,
@@ -22,7 +22,7 @@ __all__ = [
     "Agreement",
     "Axis",
     "Env",
-    "HostNumbers",
+    "GlobalNumbers",
     "Watch",
     "World",
     "agree_on",

@@ -34,7 +34,7 @@ from shardwise.techniques.remat.operators import KeepChosen, keep_policy
 from shardwise.techniques.remat.recomputation_check import digest_of_result, same_output
 from shardwise.techniques.remat.selection import Selection
 from shardwise.techniques.technique import Act
-from shardwise.world import HostNumbers, World, generators_among, snapshot
+from shardwise.world import GlobalNumbers, World, generators_among, snapshot
 
 __all__ = ["RematAct"]
 
@@ -85,7 +85,7 @@ class RematAct(Act):
             selection = Selection([e.module for e in edits], tuple(args.get("save", ())), args.get("budget"))
         for edit in edits:
             target = modules[edit.module]
-            target.__dict__[_STATE] = _State(target, edit.module, edit.args, selection)
+            target.__dict__[_STATE] = _State(target, edit.module, edit.args, selection, world.device)
             target.forward = types.MethodType(_forward, target)
 
     def begin(self, runtime: Any) -> None:
@@ -118,8 +118,15 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 class _State:
     """What a block needs to run twice with equal results."""
 
-    def __init__(self, module: nn.Module, name: str, args: Mapping[str, Any], selection: Selection | None):
-        self.name, self.args, self.selection = name, args, selection
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        args: Mapping[str, Any],
+        selection: Selection | None,
+        device: torch.device,
+    ):
+        self.name, self.args, self.selection, self.device = name, args, selection, device
         self.offload = bool(args.get("offload"))
         # Where the code is compiled, results are kept by name.
         self.options: dict[str, Any] = {"context_fn": _contexts(tuple(args["save"]))} if "save" in args else {}
@@ -154,16 +161,17 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     choice = state.choice()
     if not torch.is_grad_enabled() or (choice is not None and choice.keeps_all):
         return _inner(module, state)(*args, **kwargs)
-    # Tensors are passed one by one: torch finds devices, whose random state it keeps, in positional arguments only.
     is_flat = not kwargs and all(isinstance(arg, _PLAIN) for arg in args)  # most blocks: flattening takes 50 us
     leaves, spec = (args, None) if is_flat else tree_flatten((args, kwargs))
+    # Tensors inside other objects are passed too: torch finds the device, whose autocast it keeps, in its arguments only.
     within = [x for leaf in leaves if not isinstance(leaf, _PLAIN) for x in leaves_of(leaf) if isinstance(x, Tensor)]
     runs = _Runs(module, state, spec, (args, kwargs))
     if state.selection is not None:
         runs.measurement = state.selection.measurement(
             state.name, [x for x in (*leaves, *within) if isinstance(x, Tensor)]
         )
-    options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": True}
+    # Torch would put its generators back whether or not the block draws from them: `_Runs` has them among its numbers.
+    options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": False}
     if choice is not None and choice.kept:
         options["context_fn"] = functools.partial(_chosen_contexts, choice.kept)
     elif "save" in state.args:
@@ -189,7 +197,7 @@ class _Runs:
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
         self.is_checked = _training(state) not in state.written or is_due  # whether both runs are compared
         self.digest: list[Tensor] = []
-        self.numbers = HostNumbers()
+        self.numbers = GlobalNumbers(state.device)
         self.generators: list[tuple[Any, Callable[[], Any]]] = []  # with functions that restore them for the second run
         self.modes = function_modes()
         self.measurement: Measurement | None = None  # of the first run

@@ -1,4 +1,4 @@
-"""Code that runs twice gets the numbers of Python's and numpy's global generators twice, and leaves them as one run does."""
+"""Code that runs twice gets the numbers of Python's, numpy's and torch's global generators twice, and leaves them as one run does."""
 
 import functools
 import random
@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from shardwise.world import rng
-from shardwise.world.rng import HostNumbers
+from shardwise.world.rng import GlobalNumbers
 
 
 def other_generator() -> float:
@@ -30,7 +31,11 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "the other of Python's pair": lambda: [random.gauss(0, 1) for _ in range(2)],
     "one of a pair": np.random.randn,
     "the other of a pair": lambda: np.random.randn(2).tolist(),
+    "torch": lambda: torch.rand(3).tolist(),
+    "one of torch's pair": lambda: torch.randn(1).item(),
+    "all three": lambda: (random.random(), np.random.rand(), torch.bernoulli(torch.full((9,), 0.5)).tolist()),
     "seeded": lambda: (np.random.seed(3), random.seed(4), np.random.rand(), random.random())[2:],
+    "torch, seeded": lambda: (torch.manual_seed(3), torch.rand(2).tolist())[1:],
     "another generator": other_generator,
 }
 
@@ -38,14 +43,16 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(autouse=True)
 def _as_before():
     bits, state, python = np.random.get_bit_generator(), np.random.get_state(), random.getstate()
+    of_torch = torch.get_rng_state()
     yield
+    torch.set_rng_state(of_torch)
     np.random.set_bit_generator(bits)
     np.random.set_state(state)
     random.setstate(python)
 
 
-def states() -> tuple[Any, str]:
-    return random.getstate(), repr(np.random.get_state())
+def states() -> tuple[Any, str, bytes]:
+    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 
 @pytest.mark.parametrize("reads_words", [True, False])
@@ -57,14 +64,16 @@ def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, rea
         monkeypatch.setattr(rng, "_reads_words_of_python", lambda: False)
     np.random.seed(1)
     random.seed(1)
+    torch.manual_seed(1)
+    torch.randn(before)
     for _ in range(before):
         random.gauss(0, 1)
     np.random.randn(before)  # with 1, the other number of a pair is left
     for _ in range(3):  # what is known of the state before
-        numbers = HostNumbers()
+        numbers = GlobalNumbers(torch.device("cpu"))
         first = DRAWS[draws]()
         numbers.end()
-        random.random(), np.random.randn()  # code after the block
+        random.random(), np.random.randn(), torch.rand(2)  # code after the block
         kept = states()
         with numbers.again():
             assert DRAWS[draws]() == first
@@ -83,7 +92,7 @@ def test_a_state_is_copied_once_where_nothing_is_drawn(monkeypatch, module, name
         counted.__self__ = copy.__self__
     monkeypatch.setattr(module, name, counted)
     for _ in range(5):
-        numbers = HostNumbers()
+        numbers = GlobalNumbers(torch.device("cpu"))
         numbers.end()
         assert not numbers.were_drawn
         with numbers.again():
