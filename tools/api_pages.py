@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "register_tp_plan", "column_parallel_linear", "row_parallel_linear", "parallel_embedding", "tp_copy", "tp_gather",
         "tp_reduce", "tp_scatter",
     ),
-    "Recipe and comparison": ("Recipe", "recipe_of", "apply_recipe", "verify"),
+    "Recipe and comparison": ("Recipe", "recipe_of", "verify"),
     "Errors": (
         "ShardwiseError", "CheckpointError", "ConfigError", "LayoutError", "NonFiniteError", "PlanError", "RankError",
         "UnsupportedError", "UsageError", "VerifyError",

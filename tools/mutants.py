@@ -1983,6 +1983,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a loss that is another one in training is not seen",
     ),
     Mutant(
+        "count-of-the-model-unseen",
+        'getattr(model, "count", None) if count is None and loss is None else count',
+        "count",
+        "tests/step/test_window.py -k count_of_its_own",
+        "in a loop over a model with a count of its own, gradients are divided by the number of labels",
+    ),
+    Mutant(
         "model-loss-of-other-counts",
         "return ModelLoss(count_of(loss, count)) if loss is model_loss else loss",
         "return ModelLoss() if loss is model_loss else loss",

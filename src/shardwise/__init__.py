@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from shardwise.layout import Layout
-    from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, world_of
+    from shardwise.parallel import describe, parallelize, recipe_of, world_of
     from shardwise.parallel.start import init
     from shardwise.recipe import Recipe
     from shardwise.state import (
@@ -96,7 +96,7 @@ _HOME = {
         "Stopped", "UnsupportedError", "UsageError", "VerifyError",
     ),
     "shardwise.layout": ("Layout",),
-    "shardwise.parallel": ("apply_recipe", "describe", "parallelize", "recipe_of", "world_of"),
+    "shardwise.parallel": ("describe", "parallelize", "recipe_of", "world_of"),
     "shardwise.parallel.start": ("init",),
     "shardwise.techniques": ("Parallel",),
     "shardwise.techniques.compile.options": ("Compile",),
@@ -174,7 +174,6 @@ __all__ = [
     "VerifyError",
     "World",
     "accumulate",
-    "apply_recipe",
     "clip_grad_norm_",
     "clip_grad_value_",
     "column_parallel_linear",

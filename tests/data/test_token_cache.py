@@ -507,15 +507,15 @@ def test_a_digest_is_remembered_only_while_the_file_cannot_have_changed(tmp_path
     read = []
     digest = file_digest.hashlib.file_digest
     monkeypatch.setattr(file_digest.hashlib, "file_digest", lambda *given: read.append(1) or digest(*given))
-    one = file_digest.digest_of(source, tmp_path)
-    assert file_digest.digest_of(source, tmp_path) == one and len(read) == 2  # changed just now: not remembered
+    one = file_digest.digest_of_file(source, tmp_path)
+    assert file_digest.digest_of_file(source, tmp_path) == one and len(read) == 2  # changed just now: not remembered
     monkeypatch.setattr(file_digest, "_SETTLED_S", -60.0)
-    assert {file_digest.digest_of(source, tmp_path) for _ in range(3)} == {one} and len(read) == 3
+    assert {file_digest.digest_of_file(source, tmp_path) for _ in range(3)} == {one} and len(read) == 3
     (note,) = tmp_path.glob("file-*.json")
     note.write_text(note.read_text().replace(one, "0" * 64))
-    assert file_digest.digest_of(source, tmp_path) == one and len(read) == 4
+    assert file_digest.digest_of_file(source, tmp_path) == one and len(read) == 4
     source.write_text("TEXT")
-    assert file_digest.digest_of(source, tmp_path) != one
+    assert file_digest.digest_of_file(source, tmp_path) != one
 
 
 def test_where_tokens_are_kept(monkeypatch, tmp_path):

@@ -152,6 +152,49 @@ def test_a_count_may_be_a_sum_of_weights(ranks):
         assert "a window of nan tokens" in text
 
 
+class Rows(nn.Module):
+    """A loss with a parameter, whose mean is over rows: it has a count of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, logits, batch):
+        return sum_loss(logits, batch) * self.scale.sum()
+
+    @staticmethod
+    def count(batch):
+        return 2 * batch["labels"].shape[0]
+
+
+def _counted_by_the_model(layout):
+    """A loop of one's own over a task, and what each verb counts."""
+    world, model = shard(layout, build=lambda: sw.TaskModel(build(), Rows()))
+    with world:
+        batches = mine([batch(i) for i in range(2)], world)
+        with sw.window(model, batches) as w:
+            for b in w:
+                (model(b) / w.num_tokens).backward()
+        found, counts = gradients(model), [w.num_valid, sw.count_tokens(model, batches)]
+        counts.append(sw.evaluate(model, batches, loss=None)["num_tokens"])
+        model.zero_grad()
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=None)
+        counts.append(step(batches).num_tokens)
+        return found, counts
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+def test_a_model_with_a_count_of_its_own_is_counted_by_it_in_every_loop(ranks, layout):
+    plain = sw.TaskModel(build(), Rows())
+    num = sum(Rows.count(batch(i)) for i in range(2))
+    assert num != sum(int((batch(i)["labels"] != -100).sum()) for i in range(2))
+    for i in range(2):
+        (plain(batch(i)) / num).backward()
+    for found, counts in ranks.run(_counted_by_the_model, 2, layout):
+        assert counts == [num] * 4
+        assert_close(found, {n: p.grad for n, p in plain.named_parameters()})
+
+
 # ---- windows that are refused -------------------------------------------------------------------------------------
 
 

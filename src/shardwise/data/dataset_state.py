@@ -6,16 +6,14 @@ that counts or draws random numbers resumes from its own state. Each rank has it
 
 import copy
 import functools
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from shardwise.world.rng import is_generator
+from shardwise.world.rng import is_generator, set_state, state_of
 
 __all__ = ["DatasetState", "load_states", "states_in"]
 
@@ -88,25 +86,11 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, np.random.Generator):
-        return copy.deepcopy(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        version, words, normal = value.getstate()
-        return version, np.array(words, dtype=np.uint32), normal
-    return copy.deepcopy(value.state_dict())
+    return state_of(value) if is_generator(value) else copy.deepcopy(value.state_dict())
 
 
 def _set_state(value: Any, state: Any) -> None:
-    if isinstance(value, torch.Generator | np.random.RandomState):
-        value.set_state(state)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = state
-    elif isinstance(value, random.Random):
-        version, words, normal = state
-        value.setstate((version, tuple(words.tolist()), normal))
+    if is_generator(value):
+        set_state(value, state)
     else:
         value.load_state_dict(copy.deepcopy(state))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardwise.data.sft.saved import open_rows
 
-__all__ = ["digest_of", "size_of", "state_of"]
+__all__ = ["digest_of_file", "size_of", "state_of"]
 
 _SETTLED_S = 2.0  # a change within the same tick of the clock leaves the times of a file as they are
 
@@ -34,7 +34,7 @@ def state_of(path: Path) -> list[int]:
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-def digest_of(path: Path, folder: Path) -> str:
+def digest_of_file(path: Path, folder: Path) -> str:
     """The SHA-256 of a file, or of those of a saved dataset. It is remembered in ``folder``, if that can be written, with :func:`state_of` the file.
 
     Raises:
@@ -42,7 +42,7 @@ def digest_of(path: Path, folder: Path) -> str:
     """
     if path.is_dir():
         rows = open_rows(path)
-        return _sha256(json.dumps([[digest_of(file, folder) for file in rows.files], rows.shown]).encode())
+        return _sha256(json.dumps([[digest_of_file(file, folder) for file in rows.files], rows.shown]).encode())
     state = state_of(path)
     note = folder / f"file-{_sha256(json.dumps(state).encode())[:32]}.json"
     known = _read(note, state)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.entry_note import leave_note, news_of, note_of, state_of_entry
-from shardwise.data.file_digest import digest_of, size_of, state_of
+from shardwise.data.file_digest import digest_of_file, size_of, state_of
 from shardwise.data.part_file import remove_left, size_of_parts, written
 from shardwise.data.token_store import ChangedTokensError, Produce, StoredTokens, in_memory, open_tokens, write_tokens
 from shardwise.errors import ConfigError, ShardwiseError
@@ -116,9 +116,9 @@ class TokenCache:
         place = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
         try:
             with self._alone(f"file-{place}", file, size / _READ_PER_S):
-                content = digest_of(file, self.folder)
+                content = digest_of_file(file, self.folder)
         except (_UnusableError, OSError):
-            content = digest_of(file, self.folder)
+            content = digest_of_file(file, self.folder)
         made_from = {**inputs, "content": content}
         name = f"tokens-{hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]}"
         path = self.folder / name
@@ -136,7 +136,7 @@ class TokenCache:
             if found is None:
                 raise
         is_new = state_of_entry(path) != before
-        if is_new and state_of(file) != state and digest_of(file, self.folder) != content:
+        if is_new and state_of(file) != state and digest_of_file(file, self.folder) != content:
             path.unlink(missing_ok=True)
             raise ConfigError(
                 f"data file {str(file)!r}",

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["digest_of"]
+__all__ = ["digest_of_values"]
 
 _BYTES = 1 << 16  # of each tensor, from its start and its end
 
 
-def digest_of(values: Mapping[str, object], *, unread: str, before: int = 1) -> int:
+def digest_of_values(values: Mapping[str, object], *, unread: str, before: int = 1) -> int:
     """A checksum of 32 bits.
 
     Args:

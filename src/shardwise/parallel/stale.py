@@ -15,7 +15,7 @@ from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
 
-__all__ = ["ModuleSnapshot", "mark_stale", "refuse_deepcopy", "refuse_pickling", "refuse_stale"]
+__all__ = ["ModuleSnapshot", "mark_stale", "refuse_deepcopy", "refuse_pickling", "refuse_stale", "replaced_name"]
 
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -34,11 +34,16 @@ def mark_stale(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Non
         _installed = True
 
 
+def replaced_name(param: Tensor) -> str | None:
+    """The name of a parameter that sharding has replaced; None: it has not."""
+    return getattr(param, _MARK, None)
+
+
 def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises UsageError for an optimizer that holds a parameter object which sharding has replaced."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            name = getattr(param, _MARK, None)
+            name = replaced_name(param)
             if name is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__} was built before the module was sharded",

@@ -24,6 +24,7 @@ from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
+from shardwise.parallel.stale import replaced_name
 from shardwise.parallel.step_threads import HookedThreads
 
 __all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "stepped_by", "watch_steps"]
@@ -167,7 +168,7 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch
             why="nothing sums its gradient over the ranks (a loss's own parameter, a module added later), so each rank would "
             "step it by its own",
             fix="put it in the model before parallelize: model = sw.TaskModel(model, loss); or step it by an optimizer of its own",
-            name=getattr(strange, "_shardwise_replaced", None),
+            name=replaced_name(strange),
         )
 
 

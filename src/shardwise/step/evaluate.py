@@ -17,12 +17,12 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffers
 from shardwise.step.fused import fused_forward
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
-from shardwise.step.guards import refuse_autocast
+from shardwise.step.guards import refuse_autocast, refuse_torch_loss
 from shardwise.step.loss import (
     Batch,
     Loss,
     as_sums,
-    count_of,
+    counter_of,
     forward_of,
     next_token_loss,
     refuse_uncallable,
@@ -72,10 +72,10 @@ def evaluate(
             :mod:`shardwise.data.labels`).
         RankError: a rank does not take part: it has exited, or makes another call.
     """
-    refuse_uncallable(loss=loss, forward=forward)
+    refuse_uncallable(loss=loss, count=count, forward=forward)
+    refuse_torch_loss(loss)
     refuse_autocast(runtime_of(model), "an evaluation")
-    own_count: Any = getattr(model, "count", None)
-    counter = count_of(loss, count if count is not None or loss is not None else own_count)
+    counter = counter_of(model, loss, count)
     loss = with_count(loss, count)
     call_model = forward_of(loss, forward)
     if fused:

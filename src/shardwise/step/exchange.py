@@ -13,7 +13,7 @@ from shardwise.model.tensors import checksums
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
-from shardwise.world.agreement import digest_of
+from shardwise.world.agreement import digest_of_text, minority
 
 __all__ = ["BufferMarks", "Exchange", "buffer_versions", "buffers_written", "sync_buffers"]
 
@@ -32,7 +32,7 @@ class Exchange:
     def entries(self) -> dict[str, Tensor]:
         runtime = self.runtime
         units = runtime.engine.entered()
-        found = {"units": runtime.world.agreement.same(digest_of("\n".join(units)))}
+        found = {"units": runtime.world.agreement.same(digest_of_text("\n".join(units)))}
         told = {"used": runtime.engine.used(), "late": runtime.engine.late()}
         found |= {name: flags for name, flags in told.items() if flags is not None}
         found |= self._whole.entries()
@@ -60,8 +60,7 @@ class Exchange:
 
     def _units_differ(self) -> RankError:
         lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")
-        usual = max(lists, key=lists.count)
-        ranks = tuple(rank for rank, units in enumerate(lists) if units != usual)
+        usual, ranks = minority(lists)
         other = lists[ranks[0]]
         at = next(
             (i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b), min(len(usual), len(other))

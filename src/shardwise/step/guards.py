@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.model.pytrees import leaves_of
 from shardwise.parallel import Runtime
+from shardwise.parallel.stale import replaced_name
 
 __all__ = [
     "explain_no_gradient",
@@ -21,6 +22,7 @@ __all__ = [
     "refuse_gradless",
     "refuse_other_state",
     "refuse_parameters",
+    "refuse_torch_loss",
     "refuse_unfit",
     "refuse_unused",
 ]
@@ -38,8 +40,8 @@ _FUNCTIONS = {
 }
 
 
-def refuse_parameters(loss: Any) -> None:
-    """Raises UsageError for a loss with parameters: nothing would shard them or reduce their gradients."""
+def refuse_torch_loss(loss: Any) -> None:
+    """Raises UsageError for a loss of torch's, which takes other arguments."""
     if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
         name = getattr(loss, "__name__", type(loss).__name__)
         function = _FUNCTIONS.get(name, name if name in _FUNCTIONS.values() else "cross_entropy")
@@ -48,6 +50,10 @@ def refuse_parameters(loss: Any) -> None:
             why="it takes (output, target); here a loss takes (output, batch) and returns a sum",
             fix=f'wrap it: loss=lambda output, batch: F.{function}(output, batch["labels"], reduction="sum")',
         )
+
+
+def refuse_parameters(loss: Any) -> None:
+    """Raises UsageError for a loss with parameters: nothing would shard them or reduce their gradients."""
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         name = next(iter(dict(loss.named_parameters())))
         raise UsageError(
@@ -111,7 +117,7 @@ def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -
             f"{type(optim).__name__} holds a parameter of shape {tuple(strange.shape)} that the model does not have",
             why="it was built before the module was sharded, or for another model: its steps would change nothing",
             fix="build the optimizer from model.parameters() after parallelize",
-            name=getattr(strange, "_shardwise_replaced", None),
+            name=replaced_name(strange),
         )
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "as_micro_batches",
     "as_sums",
     "count_of",
+    "counter_of",
     "forward_of",
     "logits_of",
     "next_token_loss",
@@ -104,6 +105,12 @@ def as_micro_batches(batches: Any) -> list[Batch]:
 
 
 next_token_loss.count = valid_labels  # type: ignore[attr-defined]
+
+
+def counter_of(model: Any, loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
+    """:func:`count_of` for a loop over ``model``: without a loss, the model's own ``count`` comes before valid labels
+    (:class:`TaskModel` has its loss's)."""
+    return count_of(loss, getattr(model, "count", None) if count is None and loss is None else count)
 
 
 def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
@@ -205,7 +212,8 @@ class TaskModel(nn.Module):
     """A model and its loss as one module, for a loss that has parameters: ``forward(batch)`` returns the sum. A
     subclass may take ``forward(batch, state)``, with the step's :class:`StepState`.
 
-    Use it with ``TrainStep(task, optim, loss=None, count=...)``. Its weights are saved and loaded as those of
+    Use it with ``TrainStep(task, optim, loss=None, count=...)``; where the loss has a ``count`` of its own, the task has it
+    too, and ``count=`` may be left out. Its weights are saved and loaded as those of
     ``model``, under the names they have there; the loss's own are saved next to them.
 
     Args:

@@ -6,7 +6,7 @@ from torch import Tensor
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import checksum
 from shardwise.parallel import Runtime
-from shardwise.world.agreement import digest_of
+from shardwise.world.agreement import digest_of_text
 
 __all__ = ["ParamWriteCheck"]
 
@@ -27,7 +27,7 @@ class ParamWriteCheck:
         equal."""
         self._found = self._written()
         told = [(name, None if self._is_lost(name) else int(checksum(t))) for name, t in self._found.items()]
-        return self.runtime.world.agreement.same(digest_of(repr(told)))
+        return self.runtime.world.agreement.same(digest_of_text(repr(told)))
 
     def check(self, summed: Tensor) -> None:
         """Raises UnsupportedError on every rank if a write is lost or ranks wrote different values."""

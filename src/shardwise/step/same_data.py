@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from shardwise.errors import RankError
-from shardwise.model.digest import digest_of
+from shardwise.model.digest import digest_of_values
 from shardwise.parallel import Runtime
 from shardwise.step.loss import Batch
 
@@ -69,7 +69,7 @@ def _digest(batches: Iterable[Batch], unread: str) -> int:
     """A checksum of micro-batches."""
     found = 1
     for batch in batches:
-        found = digest_of(batch, unread=unread, before=found)
+        found = digest_of_values(batch, unread=unread, before=found)
     return found
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.parallel import runtime_of
 from shardwise.world import agree_on, described
-from shardwise.world.agreement import digest_of
+from shardwise.world.agreement import digest_of_text
 
 if TYPE_CHECKING:
     from shardwise.step.step import TrainStep
@@ -21,7 +21,7 @@ _NUMBERS = (bool, int, float, complex, str, tuple, list, type(None))
 def digest_of_settings(optim: torch.optim.Optimizer) -> int:
     """A digest of the settings of every parameter group that can be read without waiting for a device: the loop, a
     scheduler outside the step or a resumed state may have changed them on one rank."""
-    return digest_of(
+    return digest_of_text(
         repr([[(key, _read(value)) for key, value in group.items() if key != "params"] for group in optim.param_groups])
     )
 

@@ -23,6 +23,7 @@ from shardwise.step.guards import (
     nothing_of,
     refuse_other_state,
     refuse_parameters,
+    refuse_torch_loss,
     refuse_unfit,
 )
 from shardwise.step.local_optimizer import local_optimizer
@@ -30,7 +31,7 @@ from shardwise.step.loss import (
     Batch,
     Loss,
     as_sums,
-    count_of,
+    counter_of,
     forward_of,
     next_token_loss,
     refuse_uncallable,
@@ -90,7 +91,8 @@ class TrainStep:
         loss: ``loss(output, batch)`` -> sum over valid tokens, 0-dim, or a mapping of such sums with the key
             ``"loss"``; :func:`model_loss`: the mean that the model computes itself; None: the forward returns the sum: the
             module's own, which takes the batch (:class:`TaskModel`), or ``forward``.
-        count: ``count(batch)`` -> valid tokens; default ``loss.count``, else labels that are not -100.
+        count: ``count(batch)`` -> valid tokens; default ``loss.count``, or without a loss the model's own ``count``, else
+            labels that are not -100.
         forward: ``forward(model, batch)`` -> output, how to call the model on a batch; or
             ``forward(model, batch, state)``, with the step's :class:`StepState`.
         scheduler: stepped after each step that was taken.
@@ -137,6 +139,7 @@ class TrainStep:
             )
         clipping = Clipping(max_grad_norm, norm_type, clip_grad_value)
         refuse_uncallable(loss=loss, count=count, forward=forward)
+        refuse_torch_loss(loss)
         refuse_parameters(loss)
         runtime = runtime_of(model)
         refuse_unfit(runtime, optim, scheduler)
@@ -144,8 +147,7 @@ class TrainStep:
         self.model, self.optim, self.scheduler = model, optim, scheduler
         loss = with_count(loss, count)
         self.loss, self.forward = loss, forward_of(loss, forward)
-        own_count: Any = getattr(model, "count", None)
-        self.count = count if count is not None or loss is not None else own_count
+        self.count = counter_of(model, loss, count)
         # A forward of the user's own may write parameters, also through .data, which shows in no version.
         self._gathers_once = forward is call
         if fused:
@@ -161,7 +163,7 @@ class TrainStep:
         self.eval_mode = EvalMode(is_main=runtime.world.is_main)
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
         self._scale = LossScale(runtime, optim, scaler)
-        self._sums = SumCheck(count_of(loss, self.count))
+        self._sums = SumCheck(self.count)
         self._means = ModelLossCheck(loss) if isinstance(loss, ModelLoss) else None
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
@@ -180,9 +182,7 @@ class TrainStep:
         self.eval_mode.warn_once(self.model)
         if self._runtime.step == 0:
             self.given.take()
-        with Window(
-            self.model, window, loss=self.loss, count=self.count, trains=True, gathers_once=self._gathers_once
-        ) as w:
+        with Window(self.model, window, count=self.count, trains=True, gathers_once=self._gathers_once) as w:
             may_skip = self.on_nonfinite == "skip" or self.scaler is not None
             kept = clone_buffers(self._runtime) if may_skip else {}
             sums, problem = self._forward_backward(w)

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.step.guards import refuse_gradless
 from shardwise.step.same_data import compare_shared, digest_of_data, judge_data, refuse_others
-from shardwise.world.agreement import digest_of
+from shardwise.world.agreement import digest_of_text, minority
 from shardwise.world.signals import EndOfRun
 
 __all__ = ["agree_on_count", "count_again", "refuse_other_count"]
@@ -72,7 +72,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
         {
             "samples": agreement.same(samples),
             **shared,
-            "data": agreement.same(digest_of(repr(data))),
+            "data": agreement.same(digest_of_text(repr(data))),
             "dataset": agreement.same(0 if loader is None else getattr(data, "digest", 0)),
             "tokens": tokens if runtime.world.counts else 0,
             "labels": labels,
@@ -147,19 +147,18 @@ def _on_host(batch: Batch, counter: Callable[[Batch], Any]) -> Batch:
 
 def _lengths_differ(runtime: Runtime, length: int, place: str) -> RankError:
     lengths = runtime.world.agreement.gather(length, place)
-    usual = max(set(lengths), key=lengths.count)
+    _, ranks = minority(lengths)
     return RankError(
         f"micro-batches per rank: {lengths}",
         why="every rank must run as many forwards as the others, or they wait for each other in vain",
         fix=_FIX_LENGTH,
-        ranks=tuple(rank for rank, length in enumerate(lengths) if length != usual),
+        ranks=ranks,
     )
 
 
 def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> RankError:
     told = runtime.world.agreement.gather(data, place)
-    usual = max(told, key=told.count)
-    ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
+    usual, ranks = minority(told)
     texts = ["data of no Loader" if each is None else f"epoch {each[0]} from sample {each[1]} on" for each in told]
     return RankError(
         f"ranks that came to {place} with micro-batches of different windows of a Loader",
@@ -172,8 +171,7 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
 
 def _datasets_differ(runtime: Runtime, loader: Loader | None, data: Any, place: str) -> RankError:
     told = runtime.world.agreement.gather(None if loader is None else (data.digest, loader.num_samples), place)
-    usual = max(told, key=told.count)
-    ranks = tuple(rank for rank, other in enumerate(told) if other != usual)
+    usual, ranks = minority(told)
     return RankError(
         "sw.Loader: the ranks have other samples in their datasets",
         why=f"rank {ranks[0]} has {_samples(told[ranks[0]])}, rank {told.index(usual)} {_samples(usual)}, which are others. A Loader gives each rank its part of one "

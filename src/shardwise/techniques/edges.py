@@ -1,6 +1,7 @@
 """Autograd functions and hooks at the edges of a unit: on its inputs, its outputs, and whole parameters' gradients."""
 
 import dataclasses
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -156,16 +157,16 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, list | dict) or dataclasses.is_dataclass(value)
 
 
-def calls(method: Callable[[int], None], number: int) -> Callable[[Tensor], None]:
+def calls(method: types.MethodType, number: int) -> Callable[[Tensor], None]:
     """A hook on a parameter that calls a bound method with ``number``. It keeps nothing alive, as hooks live in C++,
     where a cycle is never freed, and has no weak reference to a parameter, with which ``module.to`` could not swap
     it."""
-    call = weakref.WeakMethod(method)
+    owner, function = weakref.ref(method.__self__), method.__func__
 
     def hook(_tensor: Tensor) -> None:
-        bound = call()
-        if bound is not None:
-            bound(number)
+        found = owner()
+        if found is not None:
+            function(found, number)
 
     return hook
 

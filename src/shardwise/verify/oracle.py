@@ -1,7 +1,8 @@
 """The oracle: the reference training run in one process, in plain torch, without any of our parallel code.
 
 It runs the same micro-batches as all ranks together, in the same order, divides each loss sum by the window's count,
-clips with torch's own function and steps the same optimizer. It imports nothing of ``world``, ``parallel`` or the step.
+clips with torch's own function and steps the same optimizer. With the step it shares how a batch is counted,
+how the model is called on it, and the seeds of what a forward draws; nothing else.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.modules import cast_floating
 from shardwise.model.lift import LiftFloat32
-from shardwise.step.loss import count_of, forward_of
+from shardwise.step.loss import counter_of, forward_of
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 
@@ -154,7 +155,7 @@ def run_oracle(task: Task, *, otherwise: bool = False) -> list[StepRecord]:
 
 def _step(task: Task, model: nn.Module, optim: torch.optim.Optimizer, number: int, otherwise: bool) -> StepRecord:
     window = list(enumerate(task.windows[number]))
-    count = task.count or count_of(model, None)
+    count = task.count or counter_of(model, None, None)
     tokens = sum(float(count(batch)) for _, batch in window)
     total = 0.0
     divisor = tokens or 1.0

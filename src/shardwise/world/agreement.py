@@ -24,7 +24,7 @@ from shardwise._torch.reads import on_host
 from shardwise.errors import RankError, UsageError
 from shardwise.world.watch import Watch
 
-__all__ = ["Agreement", "digest_of"]
+__all__ = ["Agreement", "digest_of_text", "minority"]
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
 _SMALLEST = 64  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes
@@ -74,7 +74,7 @@ class Agreement:
         self.check_open(place)
         tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in entries.items()}
         what = f"{place} ({', '.join(name + str(list(t.shape) or '') for name, t in tensors.items())})"
-        head = self.same(digest_of(what))
+        head = self.same(digest_of_text(what))
         sizes = [len(head), *(tensor.numel() for tensor in tensors.values())]
         packed = torch.zeros(max(_SMALLEST, sum(sizes)), dtype=torch.float64)
         torch.cat([head, *on_host([*tensors.values()])], out=packed[: sum(sizes)])
@@ -220,8 +220,7 @@ class Agreement:
         told = self.gather((place, what), place)
         same_place = len({place for place, _ in told}) == 1  # then their entries differ
         places = [what if same_place else place for place, what in told]
-        usual = max(places, key=places.count)
-        ranks = tuple(rank for rank, other in enumerate(places) if other != usual)
+        usual, ranks = minority(places)
         who = "; ".join(f"rank {rank} came to {places[rank]}" for rank in ranks)
         return RankError(
             "ranks that came to different exchanges",
@@ -277,6 +276,14 @@ class Agreement:
             self.watch.at(place)
 
 
-def digest_of(text: str) -> int:
-    """A 60-bit digest of ``text``, the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 4
+def digest_of_text(text: str | bytes) -> int:
+    """A 60-bit digest of ``text``, the same in every process: as wide as :meth:`Agreement.same` takes."""
+    data = text if isinstance(text, bytes) else text.encode()
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 4
+
+
+def minority(values: Sequence[Any]) -> tuple[Any, tuple[int, ...]]:
+    """The value that most ranks have (of several that equally many have, the one of the first rank), and the ranks that
+    have another; ``values`` are by rank."""
+    usual = max(values, key=values.count)
+    return usual, tuple(rank for rank, value in enumerate(values) if value != usual)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from shardwise.errors import CheckpointError, RankError, ShardwiseError
-from shardwise.world.agreement import Agreement, digest_of
+from shardwise.world.agreement import Agreement, digest_of_text
 
 __all__ = ["Peers", "collectively"]
 
@@ -71,7 +71,7 @@ def collectively(
         )
     text = same(result) if same is not None and result is not None else ""
     agreement = world.agreement
-    entries = {"failed": float(problem is not None), "same": agreement.same(digest_of(text))}
+    entries = {"failed": float(problem is not None), "same": agreement.same(digest_of_text(text))}
     late = {"if_late": _ON_MAIN.format(place=place)} if on_main else {}
     summed = agreement.sum(entries, place, **late)
     if float(summed["failed"]):

@@ -1,7 +1,6 @@
 """Compares facts (layout, seed, versions, models) between ranks, and names which differ and on which ranks."""
 
 import functools
-import hashlib
 import re
 import sys
 import types
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from shardwise.errors import RankError
-from shardwise.world.agreement import Agreement
+from shardwise.world.agreement import Agreement, digest_of_text
 
 __all__ = ["Difference", "agree_on", "described", "difference", "package_versions"]
 
@@ -96,8 +95,7 @@ def difference(
         absent: whether it is a difference that a rank does not have a fact.
     """
     text = msgspec.json.encode(facts, order="deterministic")
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") & (1 << 60) - 1
-    summed = agreement.sum({"digest": agreement.same(digest)}, f"comparing {what}")
+    summed = agreement.sum({"digest": agreement.same(digest_of_text(text))}, f"comparing {what}")
     if agreement.all_same(summed["digest"]):
         return None
     answers = agreement.gather((dict(facts), {**facts, **(shown or {})}), f"naming how {what} differ")

@@ -5,6 +5,7 @@ numbers under every layout and after a resume. Seeds are derived by SHA-256, so 
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 import hashlib
@@ -25,8 +26,10 @@ __all__ = [
     "generators_among",
     "is_generator",
     "seed_all",
+    "set_state",
     "set_streams",
     "snapshot",
+    "state_of",
     "streams",
 ]
 
@@ -236,6 +239,27 @@ def snapshot(generator: Any) -> Callable[[], Any]:
     return functools.partial(generator.setstate, generator.getstate())
 
 
+def state_of(generator: Any) -> Any:
+    """The state of a random generator, of tensors, arrays and numbers, as a checkpoint stores it; :func:`set_state` takes it."""
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return generator.get_state()
+    version, words, normal = generator.getstate()
+    return version, np.array(words, dtype=np.uint32), normal
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Sets the state that :func:`state_of` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    else:
+        version, words, normal = state
+        generator.setstate((version, tuple(words.tolist()), normal))
+
+
 def seed_all(seed: int, rank: int) -> None:
     """Seeds Python, numpy and torch: rank 0 with ``seed`` itself, so that it draws what one process would; the other
     ranks with seeds of their own."""
@@ -248,15 +272,12 @@ def seed_all(seed: int, rank: int) -> None:
 def streams(device: torch.device) -> dict[str, Any]:
     """The state of this process's global generators: Python's, numpy's, torch's on the CPU and on a CUDA ``device``."""
     cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    version, words, normal = random.getstate()
-    python = (version, np.array(words, dtype=np.uint32), normal)
-    return {"python": python, "numpy": np.random.get_state(), "torch": torch.get_rng_state(), **cuda}
+    return {"python": state_of(random), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), **cuda}
 
 
 def set_streams(state: Mapping[str, Any], device: torch.device) -> None:
     """Restores the states that :func:`streams` returned."""
-    version, words, normal = state["python"]
-    random.setstate((version, tuple(words.tolist()), normal))
+    set_state(random, state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:

@@ -20,7 +20,6 @@ by itself, or a loss on a block's attribute ended in errors.
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from shardwise.techniques.data.gradients import EndOfBackward, Padding, SetAside
 from shardwise.techniques.data.options import DDP
 from shardwise.techniques.data.penalties import PenaltyGradients, tolerance
 from shardwise.techniques.data.rule import DataEntry
+from shardwise.techniques.edges import calls
 from shardwise.world import World
 
 __all__ = ["DDPEngine", "apply_ddp"]
@@ -81,8 +81,8 @@ class DDPEngine:
         if not self._is_alone:
             world.gradient_group()  # made now, because all ranks are here
             for i, param in enumerate(params):
-                param.register_hook(self._before(i))
-                param.register_post_accumulate_grad_hook(self._after(i))
+                param.register_hook(calls(self._expect, i))
+                param.register_post_accumulate_grad_hook(calls(self._arrived, i))
 
     # ---- called by a window ----------------------------------------------------------------------------------
 
@@ -172,26 +172,6 @@ class DDPEngine:
         return None
 
     # ---- while backward runs ---------------------------------------------------------------------------------
-
-    def _before(self, i: int) -> Callable[[Tensor], None]:
-        engine = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
-
-        def hook(_grad: Tensor) -> None:
-            found = engine()
-            if found is not None:
-                found._expect(i)
-
-        return hook
-
-    def _after(self, i: int) -> Callable[[Tensor], None]:
-        engine = weakref.ref(self)
-
-        def hook(_param: Tensor) -> None:
-            found = engine()
-            if found is not None:
-                found._arrived(i)
-
-        return hook
 
     def _expect(self, i: int) -> None:
         task = current_backward()

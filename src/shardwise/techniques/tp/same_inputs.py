@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import RankError
-from shardwise.model.digest import digest_of
+from shardwise.model.digest import digest_of_values
 from shardwise.world.axis import Axis
 
 __all__ = ["refuse_other_inputs"]
@@ -31,7 +31,7 @@ def refuse_other_inputs(runtime: Any) -> None:
 
 
 def _compare(axis: Axis, inputs: Mapping[str, Tensor], device: torch.device) -> None:
-    digest = torch.tensor([digest_of(inputs, unread="")], dtype=torch.float64, device=device)
+    digest = torch.tensor([digest_of_values(inputs, unread="")], dtype=torch.float64, device=device)
     smallest, largest = axis.reduce(torch.cat([-digest, digest]), "max")
     if float(smallest) == -float(largest):
         return
