@@ -58,7 +58,7 @@ def _by_hand(world: sw.World, num_blocks: int) -> Callable[[], Shapes]:
 def _ours(world: sw.World, num_blocks: int) -> Callable[[], Shapes]:
     model = sw.parallelize(lambda: build(num_blocks), world, sharding=sw.Sharding(min_unit_bytes=0))
     assert len(sw.recipe_of(model).units) == num_blocks + 1
-    return lambda: {name: list(runtime_of(model).local_tensors_of(name).shape) for name in runtime_of(model).parameters}
+    return lambda: {name: list(runtime_of(model).local_tensor_of(name).shape) for name in runtime_of(model).parameters}
 
 
 CONTENDERS = {"fully_shard by hand": _by_hand, "Shardwise": _ours}

@@ -906,7 +906,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "old-optimizer-steps-nothing",
-        "name = getattr(param, _MARK, None)",
+        "name = replaced_name(param)",
         "name = None",
         "tests/test_bad_input.py -k optimizer_built_before_sharding",
         "an optimizer that was built before parallelize trains nothing",

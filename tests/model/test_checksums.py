@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.model.tensors import checksum, checksums
+from shardwise.model.tensors import change_marks, checksum, checksums
 
 
 def many() -> list[torch.Tensor]:
@@ -30,15 +30,25 @@ def test_many_at_once_are_those_of_each():
     assert checksums([]).tolist() == [] and checksums(tensors[:1]).shape == (1,)
 
 
+@pytest.mark.parametrize("of_each", [checksums, change_marks])
 @pytest.mark.parametrize("which", range(0, 26, 2))
-def test_one_changed_number_changes_one_checksum(which):
+def test_one_changed_number_changes_one_checksum(which, of_each):
     tensors = many()
     if not tensors[which].numel():
         return
-    before = checksums(tensors)
+    before = of_each(tensors)
+    assert torch.equal(of_each(tensors), before)
     flat = tensors[which].view(-1) if tensors[which].is_contiguous() else tensors[which].t().view(-1)
     flat[-1] = 0 if flat[-1] else 1
-    assert (checksums(tensors) != before).nonzero().flatten().tolist() == [which]
+    assert (of_each(tensors) != before).nonzero().flatten().tolist() == [which]
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_marks_of_any_dtype_and_of_nothing(kind):
+    values = torch.arange(7).remainder(2).to(kind)
+    assert change_marks([values, values[:0]]).tolist() == [change_marks([values.clone()]).item(), 0]
+    assert change_marks([]).tolist() == []
+    assert change_marks([values]).dtype == torch.int64
 
 
 def test_the_order_of_bytes_counts():

@@ -144,7 +144,7 @@ def see(layout: str, options: dict[str, Any], dtype: torch.dtype = torch.float64
         first, second = chosen.windows(2, 2 * world.size)
         step(share_of(first, world))  # torch makes its buckets and buffers in the first
         runtime = runtime_of(model)
-        held = [runtime.local_tensors_of(name) for name in runtime.parameters]
+        held = [runtime.local_tensor_of(name) for name in runtime.parameters]
         seen = Seen(at_rest=sum(tensor.numel() * tensor.element_size() for tensor in held))
         kept: list[int] = []
         with _watched(model, seen), _CountBytes() as counter, CountOps() as ops, bytes_kept(kept):

@@ -14,7 +14,7 @@ import shardwise.step.window
 import shardwise.techniques.data.replicas
 import shardwise.techniques.data.scalar_gradients
 from shardwise._torch.fsdp2 import Unit
-from shardwise.parallel import norm_power_sum
+from shardwise.step.norm import norm_power_sum
 from shardwise.verify import run_sharded
 
 

@@ -1,5 +1,7 @@
 """Kinds of modules, and functions that change every tensor of a module."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - replicate() adds it to the class
@@ -7,8 +9,29 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["BatchNormBase", "DDPModule", "cast_floating", "is_spectral_norm", "materialise"]
+__all__ = ["BatchNormBase", "DDPModule", "PausableHooks", "cast_floating", "is_spectral_norm", "materialise"]
+
+
+class PausableHooks:
+    """Forward hooks that can be taken off and put back in less time than one call of a module takes.
+
+    Args:
+        handles: what ``register_forward_hook`` returned, by module.
+    """
+
+    def __init__(self, handles: Mapping[nn.Module, RemovableHandle]):
+        self._hooks = [(module._forward_hooks, handle.id) for module, handle in handles.items()]
+        self._functions = [hooks[key] for hooks, key in self._hooks]
+
+    def pause(self) -> None:
+        for hooks, key in self._hooks:
+            hooks.pop(key, None)
+
+    def resume(self) -> None:
+        for (hooks, key), function in zip(self._hooks, self._functions, strict=True):
+            hooks[key] = function
 
 
 def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -> None:

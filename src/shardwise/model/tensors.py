@@ -1,7 +1,9 @@
 """A module's tensors by canonical name: reading them, moving them to meta, replacing them; ties are always kept."""
 
+import ctypes
 import functools
 import types
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from shardwise.model.names import canonical_modules, canonical_tensors, own_attr
 __all__ = [
     "Hidden",
     "bytes_of",
+    "change_marks",
     "checksum",
     "checksums",
     "follow_parameters",
@@ -214,6 +217,20 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     small = [i for i, t in enumerate(tensors) if t.device == home and 0 < t.nbytes <= _SMALL and t.nbytes % 4 == 0]
     found = dict(zip(small, _together([tensors[i] for i in small]).unbind(), strict=True)) if small else {}
     return torch.stack([found[i] if i in found else checksum(t).to(home) for i, t in enumerate(tensors)])
+
+
+def change_marks(tensors: Sequence[Tensor]) -> Tensor:
+    """Numbers, int64 [len(tensors)], that show whether the values of tensors have changed since the last call, on the device
+    of the first. On the CPU they are made without operators, of which one takes longer than a small buffer's checksum."""
+    if not all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors):
+        return checksums(tensors)
+    return torch.tensor([_crc32(tensor.detach().contiguous()) for tensor in tensors], dtype=torch.int64)
+
+
+def _crc32(tensor: Tensor) -> int:
+    if not tensor.nbytes:
+        return 0
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:

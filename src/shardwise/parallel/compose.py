@@ -23,6 +23,7 @@ from shardwise.config.record import Options
 from shardwise.errors import PlanError, UsageError
 from shardwise.model import read_anatomy
 from shardwise.model.calling import cropped, run_on
+from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
 from shardwise.parallel.guards import (
     part_of_another,
@@ -32,7 +33,6 @@ from shardwise.parallel.guards import (
     refuse_whole_values,
 )
 from shardwise.parallel.init.sources import all_tensors, build_with_source
-from shardwise.parallel.large_pages import in_large_pages
 from shardwise.parallel.plain_parts import refuse_norms_of_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_recipes

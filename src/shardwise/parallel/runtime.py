@@ -5,7 +5,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
-from shardwise._torch.operators import foreach_norms
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules
@@ -26,7 +25,7 @@ from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
 from shardwise.world.axis import Axis
 
-__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "norm_power_sum", "runtime_of"]
+__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "runtime_of"]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
 _in_use: "weakref.WeakSet[Runtime]" = weakref.WeakSet()  # not of parameters: module.to could not swap them then
@@ -188,7 +187,7 @@ class Runtime:
                     found.setdefault(id(buffer), (f"{prefix}.{attr}" if prefix else attr, buffer))
         return dict(found.values())
 
-    def local_tensors_of(self, name: str) -> Tensor:
+    def local_tensor_of(self, name: str) -> Tensor:
         """What this rank stores of parameter ``name``."""
         return local_tensor(self.parameters[name]).detach()
 
@@ -399,22 +398,3 @@ def has_runtime(module: nn.Module) -> bool:
 def is_parallelized(param: Tensor) -> bool:
     """Whether ``param`` is a parameter of a sharded model that is still in use."""
     return any(param is own for runtime in list(_in_use) for own in runtime.parameters.values())
-
-
-def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
-    """Sum over ``tensors`` of ``sum(|x|^p)`` as a float64 0-dim tensor; for p = inf the largest ``|x|``. On their device,
-    where all are on one; else on the CPU."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        real = tensor.abs() if tensor.is_complex() else tensor
-        groups.setdefault((real.dtype, real.device), []).append(real)
-    devices = {device for _, device in groups}
-    home = devices.pop() if len(devices) == 1 else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.float64, device=home)
-    for (dtype, _), group in groups.items():
-        # A power above 2 soon exceeds float32: gradients times a loss scale of 65536, to the 8th.
-        is_plain = norm_type in (1.0, 2.0) or math.isinf(norm_type)
-        wide = torch.float32 if is_plain and dtype != torch.float64 else torch.float64
-        norms = foreach_norms(group, norm_type, wide).double().to(home)
-        total = torch.maximum(total, norms.max()) if math.isinf(norm_type) else total + (norms**norm_type).sum()
-    return total

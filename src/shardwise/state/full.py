@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.model import canonical_modules
-from shardwise.parallel import Runtime, bytes_of, empty_in_large_pages, runtime_of
+from shardwise.model.large_pages import empty_in_large_pages
+from shardwise.model.tensors import bytes_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import Slice, extents, owners
 from shardwise.state.extra import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
@@ -45,7 +47,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
     found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: it may communicate
     wanted = {name: param for name, param in runtime.recipe.params.items() if param.trainable or not trainable_only}
-    gathered = gather_tensors(runtime, ((name, runtime.local_tensors_of(name)) for name in wanted))
+    gathered = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in wanted))
     for (name, param), whole in zip(wanted.items(), gathered, strict=True):
         if whole is not None:
             found.update(dict.fromkeys((name, *param.aliases), whole))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ConfigError, errors_about
-from shardwise.parallel import Runtime, bytes_of, runtime_of
+from shardwise.model.tensors import bytes_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
 from shardwise.state.extra import set_extra_states

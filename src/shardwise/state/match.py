@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.model import dtype_of
-from shardwise.parallel import Runtime, bytes_of
+from shardwise.model.tensors import bytes_of
+from shardwise.parallel import Runtime
 from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.state.extra import extra_names
 from shardwise.state.files import BUFFER, OpenFiles

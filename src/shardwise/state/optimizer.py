@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import CheckpointError, UnsupportedError, UsageError
+from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import like_parameter
-from shardwise.parallel import Runtime, in_large_pages, runtime_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.init.values import scatter_values
 from shardwise.state.full import gather_tensors
 from shardwise.state.report import shortened
@@ -97,7 +98,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     values_of = _by_canonical_name(runtime, state["state"]) if world.is_main else {}
     for key in sorted(cut):
         local = {
-            name: torch.empty_like(runtime.local_tensors_of(name), dtype=values[key])
+            name: torch.empty_like(runtime.local_tensor_of(name), dtype=values[key])
             for name, values in told.items()
             if isinstance(values.get(key), torch.dtype)
         }
@@ -164,7 +165,7 @@ def agreed_kinds(runtime: Runtime, optim: torch.optim.Optimizer, place: str) -> 
 
 def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
     """Key -> whether the value is sharded like the parameter."""
-    shape = runtime.local_tensors_of(name).shape
+    shape = runtime.local_tensor_of(name).shape
     param = runtime.recipe.params[name]
     found = {}
     for key, value in values.items():

@@ -18,7 +18,8 @@ from shardwise.config.conversion import ENDINGS
 from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_name
-from shardwise.parallel import Runtime, bytes_of, runtime_of
+from shardwise.model.tensors import bytes_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra import extra_states
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, file_layout_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX

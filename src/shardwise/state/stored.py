@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.model import dtype_name, dtype_of
-from shardwise.parallel import bytes_of
+from shardwise.model.tensors import bytes_of
 from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.state.files import BUFFER, OpenFiles, Stamp, stamp_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.errors import errors_about
 from shardwise.model import dtype_name, dtype_of
-from shardwise.parallel import bytes_of
+from shardwise.model.tensors import bytes_of
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, blocks, index_of, runs
 from shardwise.state.file_layout import Part

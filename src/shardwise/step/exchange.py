@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import RankError
-from shardwise.model.tensors import checksums
+from shardwise.model.tensors import change_marks
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
@@ -83,7 +83,7 @@ class BufferMarks:
 
     Attributes:
         objects: name -> the buffer's identity (``self.ema = ...``) and version (in-place operations).
-        digests: checksums of their values in that order, int64, on the device of the first; writes to ``.data`` do not
+        digests: marks of their values in that order, int64, on the device of the first; writes to ``.data`` do not
             change the version.
     """
 
@@ -125,7 +125,7 @@ def sync_buffers(runtime: Runtime, summed: Tensor, place: str) -> None:
 
 def _marks(buffers: Mapping[str, Tensor]) -> BufferMarks:
     return BufferMarks(
-        {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}, checksums(list(buffers.values()))
+        {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}, change_marks(list(buffers.values()))
     )
 
 

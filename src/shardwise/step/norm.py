@@ -5,14 +5,16 @@ It is computed in two halves around an all-reduce, so that it travels with what 
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.parallel import Runtime, norm_power_sum
+from shardwise._torch.operators import foreach_norms
+from shardwise.parallel import Runtime
 
-__all__ = ["GradientNorm"]
+__all__ = ["GradientNorm", "norm_power_sum"]
 
 
 class GradientNorm:
@@ -46,3 +48,22 @@ class GradientNorm:
         if math.isinf(self.norm_type):
             return torch.maximum(summed.max(), whole)
         return (summed + whole) ** (1.0 / self.norm_type)
+
+
+def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
+    """Sum over ``tensors`` of ``sum(|x|^p)`` as a float64 0-dim tensor; for p = inf the largest ``|x|``. On their device,
+    where all are on one; else on the CPU."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        real = tensor.abs() if tensor.is_complex() else tensor
+        groups.setdefault((real.dtype, real.device), []).append(real)
+    devices = {device for _, device in groups}
+    home = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=home)
+    for (dtype, _), group in groups.items():
+        # A power above 2 soon exceeds float32: gradients times a loss scale of 65536, to the 8th.
+        is_plain = norm_type in (1.0, 2.0) or math.isinf(norm_type)
+        wide = torch.float32 if is_plain and dtype != torch.float64 else torch.float64
+        norms = foreach_norms(group, norm_type, wide).double().to(home)
+        total = torch.maximum(total, norms.max()) if math.isinf(norm_type) else total + (norms**norm_type).sum()
+    return total

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError
-from shardwise.parallel import bytes_of
+from shardwise.model.tensors import bytes_of
 from shardwise.recipe import human_bytes
 from shardwise.state.checkpoint.contents import REST, Contents
 from shardwise.state.checkpoint.fault_points import at_fault_point

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model import dtype_name
-from shardwise.parallel import Runtime, bytes_of, runtime_of
+from shardwise.model.tensors import bytes_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.runtime import has_runtime
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.state.checkpoint.plain import to_plain, to_text

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.parallel import Runtime, empty_in_large_pages, runtime_of
+from shardwise.model.large_pages import empty_in_large_pages
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.extra import set_extra_states
@@ -232,7 +233,7 @@ class _Reading:
             }
 
     def _moment(self, name: str, key: str, dtype: torch.dtype, files: VerifiedFiles) -> Tensor:
-        local = self.runtime.local_tensors_of(name)
+        local = self.runtime.local_tensor_of(name)
         stored: FileTensor = self._moments[f"{name}/{key}"]
         fresh = empty_in_large_pages(local.shape, dtype)
         for piece, part in self.runtime.parts(name, fresh):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.parallel import empty_in_large_pages
+from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.integrity.sums import BLOCK, Sums
 from shardwise.state.writing import send_off

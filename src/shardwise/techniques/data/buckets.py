@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.model.large_pages import in_large_pages
+
 __all__ = ["Bucket", "make_buckets"]
 
 _SETTLE_S = 5.0
@@ -77,11 +79,16 @@ class Bucket:
 
     def _packed(self, grads: Mapping[int, Tensor | None], num_more: int) -> tuple[Tensor, dict[int, Tensor]]:
         like = next(iter(self.members.values()))
-        flat = torch.zeros(self.numel + num_more, dtype=like.dtype, device=like.device)
+        flat = torch.empty(self.numel + num_more, dtype=like.dtype, device=like.device)
+        # Each step takes this memory anew: page by page that takes as long as writing it.
+        in_large_pages([flat])
+        flat[self.numel :].zero_()
         views = self.views_of(flat)
         for i, view in views.items():
             grad = grads[i]
-            if grad is not None:
+            if grad is None:
+                view.zero_()
+            else:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
         return flat, views
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.modules import PausableHooks
 from shardwise.model.pytrees import map_leaves, tensors_within
 from shardwise.techniques.data.gradients import EndOfBackward
 
@@ -46,7 +47,10 @@ class PenaltyGradients:
 
     def watch(self, module: nn.Module) -> None:
         """Registers hooks on the outputs of ``module`` and its parts, which show that a backward has reached the model:
-        inside its forward those from which losses are taken, otherwise those of each part that is called by itself."""
+        inside its forward those from which losses are taken, otherwise those of each part that is called by itself.
+
+        While the module's forward runs, the other parts have no such hook: a module with hooks takes torch's slow path, which
+        for hundreds of small layers is a percent of a step."""
         penalties = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
         larger = set(map(id, _parts(module)))
         running: list[nn.Module] = []
@@ -57,10 +61,14 @@ class PenaltyGradients:
                 found.reach()
 
         def before(called: nn.Module, _args: Any) -> None:
+            if not running and not torch.compiler.is_compiling():
+                pausable.pause()
             running.append(called)
 
         def end(_called: nn.Module, _args: Any, _output: Any) -> None:
             running.clear()
+            if not torch.compiler.is_compiling():
+                pausable.resume()
 
         def after(called: nn.Module, _args: Any, output: Any) -> None:
             # The output of a compiled part is hooked outside of it.
@@ -68,8 +76,8 @@ class PenaltyGradients:
                 _hook(output, reached)
 
         module.register_forward_pre_hook(before)
-        for part in module.modules():
-            part.register_forward_hook(after)
+        handles = {part: part.register_forward_hook(after) for part in module.modules()}
+        pausable = PausableHooks({part: handle for part, handle in handles.items() if id(part) not in larger})
         module.register_forward_hook(end, always_call=True)
 
     def reach(self) -> None:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.parallel import empty_in_large_pages, in_large_pages, large_pages
+from shardwise.model import large_pages
+from shardwise.model.large_pages import empty_in_large_pages, in_large_pages
 from shardwise.state.checkpoint.writer import memory_in_line
 
 MIB = 1 << 20
