@@ -40,7 +40,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "A loop of your own": (
         "window", "accumulate", "count_tokens", "clip_grad_norm_", "clip_grad_value_", "unscale_gradients_", "local_optimizer",
     ),
-    "Data": ("Loader", "MicroBatch", "shift_labels", "pad_collate", "SFTDataset"),
+    "Data": ("Loader", "MicroBatch", "make_labels", "shift_labels", "default_collate", "pad_collate", "SFTDataset"),
     "Records of options": (
         "Options", "Parallel", "Sharding", "Prefetch", "DDP", "Precision", "Remat", "Compile", "TensorParallel", "transform",
         "from_fsdp1",

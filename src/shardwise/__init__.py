@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from shardwise.config.record import Options
-    from shardwise.data.batch import MicroBatch
-    from shardwise.data.labels import shift_labels
+    from shardwise.data.batch import MicroBatch, default_collate
+    from shardwise.data.labels import make_labels, shift_labels
     from shardwise.data.loader import Loader
     from shardwise.data.padding import pad_collate
     from shardwise.data.sft.dataset import SFTDataset
@@ -116,12 +116,12 @@ _HOME = {
         "save_weights", "state_dict",
     ),
     "shardwise.state.checkpoint": ("CheckpointManager",),
-    "shardwise.data.batch": ("MicroBatch",),
+    "shardwise.data.batch": ("MicroBatch", "default_collate"),
     "shardwise.step.clip": ("clip_grad_norm_", "clip_grad_value_"),
     "shardwise.data.loader": ("Loader",),
     "shardwise.step.evaluate": ("evaluate",),
     "shardwise.step.parameter_groups": ("parameter_groups",),
-    "shardwise.data.labels": ("shift_labels",),
+    "shardwise.data.labels": ("make_labels", "shift_labels"),
     "shardwise.data.padding": ("pad_collate",),
     "shardwise.data.sft.dataset": ("SFTDataset",),
     "shardwise.step.linear_loss": ("linear_cross_entropy",),
@@ -178,6 +178,7 @@ __all__ = [
     "clip_grad_value_",
     "column_parallel_linear",
     "count_tokens",
+    "default_collate",
     "describe",
     "evaluate",
     "from_fsdp1",
@@ -191,6 +192,7 @@ __all__ = [
     "load_state_dict",
     "load_weights",
     "local_optimizer",
+    "make_labels",
     "model_loss",
     "next_token_loss",
     "pad_collate",

@@ -89,6 +89,9 @@ def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:
     A sample is a mapping of tensors, numbers or arrays (its keys are kept), one tensor, or a tuple ``(input, labels)``.
     A tensor of integers [T] is called ``input_ids``, any other ``input``.
 
+    Args:
+        samples: of one micro-batch.
+
     Raises:
         ConfigError: samples have unequal shapes or keys, or are of a kind this function does not know.
     """

@@ -40,6 +40,9 @@ def make_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that already has ``labels``,
     which must be aligned, is returned unchanged; so is one without ``input_ids``.
 
+    Args:
+        batch: a micro-batch.
+
     Raises:
         ConfigError: ``input_ids`` is not [B, T+1] with T >= 1.
     """

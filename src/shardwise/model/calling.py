@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = ["FOR_LOSS", "TARGETS", "arguments_of", "call", "call_alone", "cropped", "line_of", "run_on", "tensors_given"]
+__all__ = [
+    "FOR_LOSS",
+    "TARGETS",
+    "arguments_of",
+    "call",
+    "call_alone",
+    "cropped",
+    "line_of",
+    "methods_called",
+    "run_on",
+    "tensors_given",
+]
 
 Batch = Mapping[str, Tensor]
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -219,3 +230,12 @@ def line_of(error: BaseException) -> str:
     with contextlib.suppress(ValueError):
         file = file.relative_to(Path.cwd())
     return f"\n       at {file}, line {line}"
+
+
+def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
+    """The bound methods ``name`` of the outermost modules that have one; those call the ones inside them if they
+    want."""
+    method = getattr(module, name, None)
+    if callable(method):
+        return [method]
+    return [found for child in module.children() for found in methods_called(child, name)]

@@ -52,7 +52,7 @@ class Engine(Protocol):
     def set_padding(self, padding: bool) -> None:
         """Sets whether gradients of the next backwards count as 0: of a micro-batch that exists only as padding."""
 
-    def tell_sums(self, call: Callable[[], None]) -> None:
+    def on_loose_sum(self, call: Callable[[], None]) -> None:
         """Registers ``call``, called after each backward outside of windows and ``accumulate``, when its gradients are
         summed."""
 
@@ -124,23 +124,21 @@ class Runtime:
         self.parameters: dict[str, nn.Parameter] = tensors_of(module, "_parameters")  # type: ignore[assignment]
         self.trainable = [name for name, param in recipe.params.items() if param.trainable]
         cut_engine = recipe.engine == "fsdp2"
-        self.offloads = recipe.entry(
-            "data", DataEntry
-        ).offload  # parameters, gradients and optimizer state are in host memory
+        # Parameters, gradients and optimizer state are in host memory.
+        self.offloads = recipe.entry("data", DataEntry).offload
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
-        self.has_loose_sums: bool | None = (
-            False  # a backward outside of windows has summed gradients; None: the user was warned
-        )
+        # A backward outside of windows has summed gradients; None: the user was warned.
+        self.has_loose_sums: bool | None = False
         self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
         # Called before gradients are cleared, with the parameters (by id), and whether gradients become None.
         self.on_zero_grad: ZeroGrad = _nothing
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
         # Digests of windows that were equal on all ranks; None: one was not, or the warning was given.
         self.same_data: list[int] | None = []
-        # Of the last window of a user's own loop: a ``step.token_count.TokenCount``; None: none; False: warning given.
+        # Of the last window of a user's own loop: a ``step.window.TokenCount``; None: none; False: warning given.
         self.last_count: object = None
         self.holds_stepped_gradients = False  # an optimizer has stepped with gradients that nothing has cleared since
         self.reads_loader = False  # the last window came from a Loader
@@ -157,7 +155,7 @@ class Runtime:
         # The tokenizer that it is trained with: its file, or the files to save, by name; False: trained without one; None: that of
         # the directory of its weights.
         self.tokenizer: Path | Mapping[str, bytes] | Literal[False] | None = None
-        engine.tell_sums(functools.partial(_note_loose_sums, weakref.ref(self)))
+        engine.on_loose_sum(functools.partial(_note_loose_sums, weakref.ref(self)))
         self._structure = ModuleSnapshot(module, num_ranks=world.size)
         self.modules = [*canonical_modules(module)]  # which the snapshot holds to be all there are
         self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
+from shardwise.model.calling import methods_called
 from shardwise.parallel import runtime_of
-from shardwise.step.step import methods_called
 
 __all__ = ["grouped", "has_groups", "parameter_groups"]
 

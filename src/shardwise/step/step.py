@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
-from shardwise.model.calling import call
+from shardwise.model.calling import call, methods_called
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.state.given import Given
@@ -397,15 +397,6 @@ class TrainStep:
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def methods_called(module: nn.Module, name: str) -> list[Callable[[], Any]]:
-    """The bound methods ``name`` of the outermost modules that have one; those call the ones inside them if they
-    want."""
-    method = getattr(module, name, None)
-    if callable(method):
-        return [method]
-    return [found for child in module.children() for found in methods_called(child, name)]
 
 
 def _nothing_counted(loss: float) -> ConfigError:

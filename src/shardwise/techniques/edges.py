@@ -17,6 +17,7 @@ from shardwise.model.pytrees import Replaced, leaves_of, map_leaves, tensors_wit
 __all__ = [
     "GATHERS",
     "Inputs",
+    "WhenLeft",
     "calls",
     "gather_parts",
     "hand_out",
@@ -43,7 +44,7 @@ class _NotAView(torch.autograd.Function):
         return grad
 
 
-class _WhenLeft(torch.autograd.Function):
+class WhenLeft(torch.autograd.Function):
     """Identity that calls a function when the gradients of all its results have been computed."""
 
     @staticmethod
@@ -64,7 +65,7 @@ def when_left(given: Any, call: Callable[[], None]) -> Replaced | None:
     tensors = {id(x): x for x in leaves_of(given) if isinstance(x, Tensor) and x.requires_grad}
     if not tensors:
         return None
-    left = dict(zip(tensors, _WhenLeft.apply(call, *tensors.values()), strict=True))
+    left = dict(zip(tensors, WhenLeft.apply(call, *tensors.values()), strict=True))
     return Replaced(lambda x: left.get(id(x), x), given)
 
 

@@ -52,10 +52,8 @@ class Guard(threading.Thread):
         self.main = MainThread(main)
         self.is_fatal, self.is_shown = False, False
         self._rank = watch.rank
-        self._watch, self._stop_event = (
-            weakref.ref(watch),
-            stop,
-        )  # a weak reference: a cycle would keep connections open
+        self._watch = weakref.ref(watch)  # a cycle would keep connections open
+        self._stop_event = stop
 
     def run(self) -> None:
         """Runs until the world or the process ends."""

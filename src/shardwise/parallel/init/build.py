@@ -133,10 +133,9 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module 
             warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
             module = build()
             _initialise_late(module)
-    except (
-        Exception
-    ) as error:  # .item(), .numpy(), a library call: no values on meta. A fault of the constructor itself
-        # occurs again, and is raised, when it runs with real values.
+    except Exception as error:
+        # .item(), .numpy(), a library call: no values on meta. A fault of the constructor itself occurs again, and is
+        # raised, when it runs with real values.
         tape.fault = error if isinstance(error, OSError) and not _for_want_of_values(error) else None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         tape.refused = f"it cannot be built on meta ({reason[:120]})"

@@ -8,6 +8,7 @@ from torch.utils import checkpoint
 
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import module_of_error
+from shardwise.techniques.edges import WhenLeft
 
 __all__ = ["translated"]
 
@@ -23,7 +24,7 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
             'whole on every rank: sw.init("dp_replicate=-1")',
             name=module_of_error(root, error),
         )
-    if "_WhenLeft" in str(error):
+    if WhenLeft.__name__ in str(error):  # of the node in the graph
         return UnsupportedError(
             "a block that changes what it is given in place",
             why="its inputs tell when backward has left it, and torch cannot follow a change of them",

@@ -221,7 +221,7 @@ class FSDP2Engine:
     def set_padding(self, padding: bool) -> None:
         self._padding.set(padding, self.penalties.params)
 
-    def tell_sums(self, call: Callable[[], None]) -> None:
+    def on_loose_sum(self, call: Callable[[], None]) -> None:
         self._loose_backward.summed = call
 
     def complete(self, place: str) -> None:

@@ -99,7 +99,7 @@ class DDPEngine:
     def set_padding(self, padding: bool) -> None:
         self._padding.set(padding, self.params)
 
-    def tell_sums(self, call: Callable[[], None]) -> None:
+    def on_loose_sum(self, call: Callable[[], None]) -> None:
         self.summed = call
 
     def complete(self, place: str) -> None:

@@ -64,11 +64,8 @@ class KeepChosen:
 
     def __init__(self, kept: frozenset[tuple[str, int]]):
         self._kept = kept
-        self._num_of: dict[bool, Counter[Any]] = {
-            False: Counter(),
-            True: Counter(),
-        }  # of the second run too, for PyTorch
-        # before 2.13, which asks again there
+        # Of the second run too, for PyTorch before 2.13, which asks again there.
+        self._num_of: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if self._kept:
