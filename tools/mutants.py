@@ -956,7 +956,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- step: window and step ------------------------------------------------------------------------------------
     Mutant(
         "tokens-of-paddings",
-        'counted = [h for b, h in zip(batches, on_host, strict=True) if not getattr(b, "padding", False)]',
+        "counted = [h for b, h in zip(batches, on_host, strict=True) if not is_padding(b)]",
         "counted = on_host",
         "tests/step/test_layout_free.py -k run_with_dropout",
         "paddings are counted, so that losses and gradients are too small",
@@ -2026,7 +2026,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "padding-taken-for-data",
-        'or getattr(batch, "padding", False) for batch in batches):',
+        "or is_padding(batch) for batch in batches):",
         "for batch in batches):",
         "tests/step/test_same_data.py -k warned",
         "the warning of equal samples, where a rank has a copy that counts as nothing",

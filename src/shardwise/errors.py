@@ -30,6 +30,7 @@ __all__ = [
     "UsageError",
     "VerifyError",
     "errors_about",
+    "first_line",
 ]
 
 
@@ -176,3 +177,8 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return f"{self.reason}: stopped after step {self.step}, saved in {self.checkpoint}"
+
+
+def first_line(error: BaseException | None, otherwise: str = "") -> str:
+    """The first line of an error's text; ``otherwise`` if it has none."""
+    return (str(error).strip().splitlines() or [otherwise])[0]

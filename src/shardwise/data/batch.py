@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["IGNORED", "MicroBatch", "default_collate", "rows_of"]
+__all__ = ["IGNORED", "MicroBatch", "default_collate", "is_padding", "rows_of"]
 
 IGNORED = -100
 """The label of a position that the loss ignores."""
@@ -80,6 +80,11 @@ class MicroBatch(dict[str, Tensor]):
     def __repr__(self) -> str:
         shapes = ", ".join(f"{name}{list(value.shape)}" for name, value in self.items())
         return f"MicroBatch(index={self.index}, padding={self.padding}, {shapes})"
+
+
+def is_padding(batch: Any) -> bool:
+    """Whether a micro-batch only fills a window up, so that nothing of it counts; batches that no Loader made do not."""
+    return bool(getattr(batch, "padding", False))
 
 
 def default_collate(samples: Sequence[Any]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.data.batch import IGNORED, MicroBatch, is_padding
 from shardwise.errors import ConfigError
 
 __all__ = [
@@ -172,7 +172,7 @@ def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) 
     is None."""
     found: list[Tensor] = []
     if counter is valid_labels and seen is not None:
-        own = [batch for batch in batches if not getattr(batch, "padding", False) and _have_causal_labels(batch)]
+        own = [batch for batch in batches if not is_padding(batch) and _have_causal_labels(batch)]
         found = [_compared(batch["input_ids"], batch["labels"]) for batch in own]
     return torch.stack(found).sum(0) if found else torch.zeros(3, dtype=torch.float64)
 

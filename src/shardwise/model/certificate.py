@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import first_line
 from shardwise.model.found import Cut, Region, Setting, Whole, part_of, rows_of
 from shardwise.model.regions import weights_for
 from shardwise.model.run import Call, Place, Run
@@ -98,7 +99,7 @@ def parts_wrong(trial: Trial, regions: Sequence[Region], degree: int, whole: Run
         try:
             why = _wrong_on(rank, trial, regions, degree, whole, alone)
         except Exception as error:
-            first = (str(error).splitlines() or [""])[0]
+            first = first_line(error)
             why = f"the code between its layers does not run on a part: {type(error).__name__}: {first}"
         if why:
             return f"rank {rank} of {degree}: {why}"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from shardwise.errors import UnsupportedError, UsageError
+from shardwise.errors import UnsupportedError, UsageError, first_line
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
@@ -134,7 +134,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
         raise UsageError(
             f"example={{{', '.join(example)}}} for {type(module).__name__}",
             why=f"the model does not run with it{' on meta, without values' if device.type == 'meta' else ''}: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0]}{line_of(error)}",
+            f"{first_line(error, type(error).__name__)}{line_of(error)}",
             fix="give the tensors that forward takes, by its names; or leave it out: the order of blocks is then seen when the "
             "model first runs",
         ) from error

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
@@ -101,7 +101,7 @@ class Trial:
                 if len(self.foreign) == used:
                     raise UnsupportedError(
                         f"a run of {type(module).__name__} without its linear layers",
-                        why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}{line_of(error)}",
+                        why=f"{type(error).__name__}: {first_line(error)}{line_of(error)}",
                         fix="let it run on a batch as training gives it (example= of parallelize), on the CPU and in float64",
                     ) from error
             _refuse_replaced(before, dict(self.module.named_modules()))

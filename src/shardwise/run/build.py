@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.config.target import called, load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
-from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError, first_line
 from shardwise.model.calling import call, run_on
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
 from shardwise.run.attention import IMPLEMENTATIONS
@@ -80,7 +80,7 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, UsageError) as error:
         if isinstance(error, ShardwiseError) and not isinstance(error, UsageError):
             raise
-        text = (str(error).strip().splitlines() or [""])[0]
+        text = first_line(error)
         raised = "takes no single tensor" if isinstance(error, UsageError) else f"raised {type(error).__name__}: {text}"
         raise ConfigError(
             f"model.build={config.model.build!r}" if config.model.build else f"model.hf={config.model.hf!r}",

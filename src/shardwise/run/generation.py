@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.sft.encode_record import load_tokenizer
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, first_line
 from shardwise.model import dtype_of
 from shardwise.run.build import build_plain
 from shardwise.run.model_folder import ModelFolder
@@ -138,7 +138,7 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
             folder, dtype=dtype_of(dtype) if dtype else "auto", local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        why = (str(error).strip().splitlines() or [""])[0]
+        why = first_line(error)
         raise ConfigError(
             given, why=f"transformers cannot open it: {why}", fix="give a directory with a config.json and its weights"
         ) from error

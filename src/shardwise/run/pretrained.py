@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.suggest import did_you_mean
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, first_line
 from shardwise.run.attention import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _built(kind: Any, config: Any, changes: Mapping[str, Any]) -> Any:
             raise
         raise ConfigError(
             f"model.args={named} for {getattr(kind, '__name__', kind)}",
-            why=(str(error).strip().splitlines() or [""])[0],
+            why=first_line(error),
             fix="use another implementation, such as sdpa or eager, or leave it out",
         ) from error
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.batch import Place
+from shardwise.data.batch import Place, is_padding
 from shardwise.data.labels import compare_labels, judge_labels
 from shardwise.data.loader import mark_used
 from shardwise.errors import UsageError
@@ -175,7 +175,7 @@ def _flat(loader: Iterable[Any], axis: Any) -> Iterator[_Item]:
         batches = [item] if isinstance(item, Mapping) else list(item)
         mark_used(batches)
         for batch in batches:
-            yield _Item(batch, not getattr(batch, "padding", False), numbers.next(batch))
+            yield _Item(batch, not is_padding(batch), numbers.next(batch))
 
 
 class _Numbers:
@@ -202,7 +202,7 @@ class _Numbers:
         if self._last is None or self._last[0] != place or self._last[1] >= index:
             self._begin, self._end = self._end, self._end + num_micro
         self._last = place, index
-        if getattr(batch, "padding", False):
+        if is_padding(batch):
             index = rank if rank < num_micro else 0  # of the batch that the Loader copied
         return self._begin + index
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import ConfigError, RankError, ShardwiseError
+from shardwise.errors import ConfigError, RankError, ShardwiseError, first_line
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
@@ -300,7 +300,7 @@ def _warn_of_square(name: str) -> None:
 
 
 def _warn_unchecked(error: Exception | None) -> None:
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = first_line(error, type(error).__name__)
     warnings.warn(
         f"the loss could not be tried on a micro-batch twice over ({text}), so nothing tells whether it is a sum: a mean "
         'would train wrong (use reduction="sum")',

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import valid_labels
-from shardwise.errors import ConfigError, RankError, ShardwiseError
+from shardwise.errors import ConfigError, RankError, ShardwiseError, first_line
 from shardwise.launch.failure import is_lost_peer
 from shardwise.model.pytrees import leaves_of, map_leaves
 from shardwise.parallel import Runtime
@@ -265,7 +265,7 @@ def _other_mean(
 
 
 def _warn_untried(error: Exception) -> None:
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = first_line(error, type(error).__name__)
     warnings.warn(
         f"the model's loss could not be tried on parts of a micro-batch ({text}), so nothing tells whether it is a mean over what is counted",
         stacklevel=2,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import IGNORED
+from shardwise.data.batch import IGNORED, is_padding
 from shardwise.step.growth import Copies
 from shardwise.step.loss import Batch
 
@@ -57,7 +57,7 @@ def are_labels(value: Any) -> bool:
 
 def _num_telling(batch: Batch) -> float:
     """How much a micro-batch tells: labels that count and labels that do not."""
-    if getattr(batch, "padding", False):
+    if is_padding(batch):
         return -2
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or not are_labels(labels):
@@ -71,7 +71,7 @@ def _two_samples(given: Batch, batches: Sequence[Batch]) -> dict[str, Any]:
     another order."""
     size = num_rows(given)
     for other in batches:
-        if other is given or getattr(other, "padding", False) or set(other) != set(given):
+        if other is given or is_padding(other) or set(other) != set(given):
             continue
         pairs = [(value, other[key]) for key, value in given.items() if _has_rows(value, size)]
         if all(isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype for a, b in pairs):

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from shardwise.data.batch import is_padding
 from shardwise.errors import RankError
 from shardwise.model.digest import digest_of_values
 from shardwise.parallel import Runtime
@@ -27,7 +28,7 @@ def digest_of_data(runtime: Runtime, batches: list[Batch]) -> int:
     if runtime.same_data is None or runtime.world.axis("dp").size == 1 or not batches:
         return 0
     # Of a Loader: each rank has others, or a copy that counts as nothing.
-    if any(getattr(batch, "window", None) is not None or getattr(batch, "padding", False) for batch in batches):
+    if any(getattr(batch, "window", None) is not None or is_padding(batch) for batch in batches):
         return runtime.world.rank
     return _digest(batches[:: max(1, len(batches) - 1)], unread=str(runtime.world.rank))  # assumed to differ
 

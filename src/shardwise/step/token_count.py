@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.batch import MicroBatch, is_padding
 from shardwise.data.labels import Batch, compare_labels, judge_labels, valid_labels
 from shardwise.data.loader import Loader, loader_of
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
@@ -58,7 +58,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
             raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
         # Summed as tensors: one device synchronization instead of one per micro-batch. In float64: a count may be a sum
         # of weights, which must not depend on the layout.
-        counted = [h for b, h in zip(batches, on_host, strict=True) if not getattr(b, "padding", False)]
+        counted = [h for b, h in zip(batches, on_host, strict=True) if not is_padding(b)]
         tokens = sum(torch.as_tensor(counter(batch)).double() for batch in counted)
         labels = compare_labels(runtime.labels_seen, counted, counter)
     except ShardwiseError as error:
@@ -120,7 +120,7 @@ def count_again(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch
     counted copies of them on the host. Empty elsewhere."""
     if not _counts_copies(runtime, counter):
         return {}
-    found = sum(torch.as_tensor(counter(b)).double() for b in batches if not getattr(b, "padding", False))
+    found = sum(torch.as_tensor(counter(b)).double() for b in batches if not is_padding(b))
     return {"tokens again": torch.as_tensor(found if runtime.world.counts else 0.0)}
 
 

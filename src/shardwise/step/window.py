@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.batch import MicroBatch, is_padding
 from shardwise.data.labels import refuse_second_shift, shifts_labels
 from shardwise.data.loader import mark_used
 from shardwise.errors import ShardwiseError, UsageError
@@ -338,7 +338,7 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
         RankError, UsageError, ConfigError: as for :func:`window`.
     """
     runtime, given = runtime_of(model), as_micro_batches(batches)
-    runtime.paddings = [bool(getattr(batch, "padding", False)) for batch in given]
+    runtime.paddings = [is_padding(batch) for batch in given]
     mark_used(given)
     return agree_on_count(runtime, given, counter_of(model, loss, count), trains=False).tokens
 
@@ -376,7 +376,7 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     engine = runtime.engine
     engine.set_sync(is_last)
     in_order = runtime.paddings.pop(0) if runtime.paddings else False
-    padding = in_order if batch is None else bool(getattr(batch, "padding", False))
+    padding = in_order if batch is None else is_padding(batch)
     try:
         with _not_counted(runtime, padding):
             yield

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.target import load_target
-from shardwise.errors import ConfigError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, ShardwiseError, UsageError, first_line
 from shardwise.model.calling import line_of
 from shardwise.run.pretrained import check_pretrained
 
@@ -35,7 +35,7 @@ def user_errors(given: str, doing: str, fix: str) -> Iterator[None]:
     except ShardwiseError:
         raise
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
+        text = first_line(error)
         raise ConfigError(
             given, why=f"{doing} raised {type(error).__name__}: {text}{line_of(error)}", fix=fix
         ) from error

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch.reads import on_host
-from shardwise.errors import RankError, UsageError
+from shardwise.errors import RankError, UsageError, first_line
 from shardwise.world.watch import Watch
 
 __all__ = ["Agreement", "digest_of_text", "minority"]
@@ -231,7 +231,7 @@ class Agreement:
 
     def explain(self, error: BaseException, where: str) -> RankError:
         """The RankError for a collective that failed: names the lost rank if a message about it arrives in time."""
-        why = (str(error).strip().splitlines() or ["the collective failed"])[0][:200]
+        why = first_line(error, "the collective failed")[:200]
         if self.watch is None:
             return self._nameless(where, why)
         self.watch.note_broken_collective()

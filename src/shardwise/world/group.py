@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise._torch.groups import default_store, forget_failed_group, group_timeout_s, one_gloo_thread
-from shardwise.errors import ConfigError, RankError
+from shardwise.errors import ConfigError, RankError, first_line
 from shardwise.launch.environment import given_in, number
 from shardwise.world.env import Env
 from shardwise.world.watch import Watch
@@ -52,7 +52,7 @@ def choose_device(device: str | torch.device | None, env: Env) -> torch.device:
     try:
         wanted = torch.device(text)
     except RuntimeError as error:
-        raise ConfigError(f"device={text!r}", why=str(error).splitlines()[0], fix='use "cpu" or "cuda:0"') from error
+        raise ConfigError(f"device={text!r}", why=first_line(error), fix='use "cpu" or "cuda:0"') from error
     if wanted.type == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -125,7 +125,7 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
                 device_id=device if "nccl" in chosen else None,
             )
     except (ValueError, RuntimeError) as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error, type(error).__name__)
         if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
             raise RankError(
                 f"rank {env.rank} of {env.world_size} could not meet the others at {env.master_addr}:{env.master_port}",

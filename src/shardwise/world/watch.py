@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise._torch.groups import connection_to
-from shardwise.errors import RankError
+from shardwise.errors import RankError, first_line
 from shardwise.world.beats import HAS_LEFT, Beat, Beats, Word, leave_beat, leave_word, read_word, within
 from shardwise.world.connections import LEFT
 from shardwise.world.crossed import Crossed, elsewhere
@@ -323,4 +323,4 @@ class Watch:
 
 
 def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0][:120]
+    return first_line(error, "no message")[:120]

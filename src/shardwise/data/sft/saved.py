@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.tokenizer import read_json
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, first_line
 
 __all__ = [
     "COLUMNS",
@@ -145,7 +145,7 @@ class Rows:
         except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
             raise ConfigError(
                 f"data file {self.path!r}",
-                why=f"it cannot be read: {str(error).splitlines()[0]}",
+                why=f"it cannot be read: {first_line(error)}",
                 fix=f"write it again: {_SAVE}",
             ) from error
 

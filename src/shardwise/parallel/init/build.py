@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise._torch.operators import looked_at_on_meta
+from shardwise.errors import first_line
 from shardwise.model import is_pretrained
 from shardwise.parallel.init.tape import Tape, is_draw
 from shardwise.world.rng import derive_seed, forked_rng
@@ -137,7 +138,7 @@ def build_on_meta(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module 
         # .item(), .numpy(), a library call: no values on meta. A fault of the constructor itself occurs again, and is
         # raised, when it runs with real values.
         tape.fault = error if isinstance(error, OSError) and not _for_want_of_values(error) else None
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error, type(error).__name__)
         tape.refused = f"it cannot be built on meta ({reason[:120]})"
     if not _same_state(numpy_before, np.random.get_state()):
         tape.refused = tape.refused or "its constructor draws from numpy.random"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attention import attentions
 from shardwise.model.calling import line_of, tensors_given
 from shardwise.model.found import Cut, Found, Region, Rows, Whole
@@ -92,7 +92,7 @@ def _found(
         raise UnsupportedError(
             f"tp={degree} of a {type(module).__name__}",
             why=f"its gradients were to show what can be cut: {type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}{line_of(error)}",
+            f"{first_line(error)}{line_of(error)}",
             fix="turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
         ) from error
 
