@@ -77,7 +77,6 @@ def test_a_run_with_the_adapter_is_proved_and_exports_it(tree):
         assert {"a.low", "a.high", "b.low", "b.high", "a.linear.weight"} <= {*weights.keys()}
 
 
-@pytest.mark.soak
 def test_verify_changes_both_sides(tree):
     words = ["verify", "models.py:Needs", "--layout=dp_shard=2", "--steps=2", "--accumulate=1"]
     assert "its layers have no adapter" in sw(tree, *words, code=2)
