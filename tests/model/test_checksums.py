@@ -51,5 +51,14 @@ def test_marks_of_any_dtype_and_of_nothing(kind):
     assert change_marks([values]).dtype == torch.int64
 
 
+def test_marks_of_every_second_number():
+    values = torch.arange(12.0)
+    before = change_marks([values[::2]])
+    values[1::2] = 7
+    assert torch.equal(change_marks([values[::2]]), before)
+    values[10] = 7
+    assert not torch.equal(change_marks([values[::2]]), before)
+
+
 def test_the_order_of_bytes_counts():
     assert checksum(torch.tensor([1.0, 2.0])) != checksum(torch.tensor([2.0, 1.0]))

@@ -152,6 +152,31 @@ def test_a_count_may_be_a_sum_of_weights(ranks):
         assert "a window of nan tokens" in text
 
 
+class Named(Tied):
+    """A model whose attribute ``count`` has nothing to do with tokens."""
+
+    def count(self, trainable_only=False):
+        return sum(param.numel() for param in self.parameters())
+
+
+def _counted_by_labels():
+    world, model = shard("dp_shard=1", build=lambda: Named().double())
+    with world:
+        with sw.window(model, [batch(0)]) as w:
+            for b in w:
+                (sum_loss(model(b["input_ids"]), b) / w.num_tokens).backward()
+        return (
+            w.num_valid,
+            sw.count_tokens(model, [batch(0)]),
+            sw.evaluate(model, [batch(0)], loss=sum_loss)["num_tokens"],
+        )
+
+
+def test_an_attribute_count_of_a_model_is_not_asked_in_a_loop_of_ones_own(ranks):
+    labels = int((batch(0)["labels"] != -100).sum())
+    assert ranks.run(_counted_by_labels, 1) == [(labels,) * 3]
+
+
 class Rows(nn.Module):
     """A loss with a parameter, whose mean is over rows: it has a count of its own."""
 

@@ -18,6 +18,20 @@ def other_generator() -> float:
     return float(np.random.rand())
 
 
+def drawn_and_put_back(
+    read: Callable[[], Any], write: Callable[[Any], Any], draw: Callable[[], Any]
+) -> Callable[[], Any]:
+    """A function that leaves the generator as it found it."""
+
+    def draws() -> Any:
+        state = read()
+        found = draw()
+        write(state)
+        return found
+
+    return draws
+
+
 DRAWS: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "python": random.random,
@@ -37,6 +51,11 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "seeded": lambda: (np.random.seed(3), random.seed(4), np.random.rand(), random.random())[2:],
     "torch, seeded": lambda: (torch.manual_seed(3), torch.rand(2).tolist())[1:],
     "another generator": other_generator,
+    "one's own part of torch's": drawn_and_put_back(
+        torch.get_rng_state, torch.set_rng_state, lambda: torch.rand(2).tolist()
+    ),
+    "one's own part of numpy's": drawn_and_put_back(np.random.get_state, np.random.set_state, np.random.rand),
+    "one's own part of Python's": drawn_and_put_back(random.getstate, random.setstate, random.random),
 }
 
 
@@ -72,7 +91,6 @@ def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, rea
     for _ in range(3):  # what is known of the state before
         numbers = GlobalNumbers(torch.device("cpu"))
         first = DRAWS[draws]()
-        numbers.end()
         random.random(), np.random.randn(), torch.rand(2)  # code after the block
         kept = states()
         with numbers.again():
@@ -93,8 +111,6 @@ def test_a_state_is_copied_once_where_nothing_is_drawn(monkeypatch, module, name
     monkeypatch.setattr(module, name, counted)
     for _ in range(5):
         numbers = GlobalNumbers(torch.device("cpu"))
-        numbers.end()
-        assert not numbers.were_drawn
         with numbers.again():
             pass
     assert len(copies) == 1

@@ -26,6 +26,7 @@ __all__ = [
     "as_sums",
     "count_of",
     "counter_of",
+    "counter_of_loop",
     "forward_of",
     "logits_of",
     "next_token_loss",
@@ -108,9 +109,15 @@ next_token_loss.count = valid_labels  # type: ignore[attr-defined]
 
 
 def counter_of(model: Any, loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
-    """:func:`count_of` for a loop over ``model``: without a loss, the model's own ``count`` comes before valid labels
-    (:class:`TaskModel` has its loss's)."""
+    """:func:`count_of` for a call with ``loss=None``, which says that the model computes its loss: its own ``count`` comes
+    before valid labels."""
     return count_of(loss, getattr(model, "count", None) if count is None and loss is None else count)
+
+
+def counter_of_loop(model: Any, loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:
+    """:func:`count_of` for a loop of the user's own, in which nothing says what the loss is: a :class:`TaskModel` has its
+    loss's count; an attribute ``count`` of another model may be anything."""
+    return counter_of(model, loss, count) if isinstance(model, TaskModel) else count_of(loss, count)
 
 
 def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch], Any]:

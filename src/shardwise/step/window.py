@@ -30,7 +30,7 @@ from shardwise.parallel.step_checks import refuse_unreduced
 from shardwise.step.exchange import Exchange, buffer_versions
 from shardwise.step.grad_stash import GradStash, clone_buffers, restore_buffers
 from shardwise.step.guards import explain_no_gradient, refuse_unused
-from shardwise.step.loss import Batch, as_micro_batches, counter_of
+from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
 from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count, count_again, refuse_other_count
 from shardwise.world.rng import derive_seed, forked_streams
@@ -85,7 +85,7 @@ class Window:
         self._count_of_tokens = TokenCount(0)
         self.agreed: dict[str, Tensor] | None = None  # sums over the ranks of the second exchange
         self.has_late = False  # gradients were added after the second exchange
-        self._count = counter_of(model, loss, count)
+        self._count = counter_of_loop(model, loss, count)
         self._trains = trains  # a backward follows each forward (TrainStep)
         self._gathers_once = (
             gathers_once  # no code of the user's runs between micro-batches that could write parameters
@@ -300,8 +300,8 @@ def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, coun
         model: from ``parallelize``.
         batches: this rank's micro-batches (``str -> Tensor``); equally many on every rank.
         loss: optional; only its ``.count`` is used.
-        count: ``count(batch)`` -> number of valid tokens; default: ``loss.count``, or without a loss the model's own
-            ``count`` (:class:`~shardwise.step.loss.TaskModel` has its loss's), else labels that are not -100.
+        count: ``count(batch)`` -> number of valid tokens; default: ``loss.count``, or of a
+            :class:`~shardwise.step.loss.TaskModel` its loss's, else labels that are not -100.
 
     Raises:
         RankError: ranks have different numbers of micro-batches.
@@ -340,7 +340,7 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
     runtime, given = runtime_of(model), as_micro_batches(batches)
     runtime.paddings = [is_padding(batch) for batch in given]
     mark_used(given)
-    return agree_on_count(runtime, given, counter_of(model, loss, count), trains=False).tokens
+    return agree_on_count(runtime, given, counter_of_loop(model, loss, count), trains=False).tokens
 
 
 @contextlib.contextmanager

@@ -98,22 +98,29 @@ class Holder(nn.Module):
         return self.inner(x, True)
 
 
+def interrupt(_module, _args):
+    raise KeyboardInterrupt
+
+
 def gradients_of_a_part(layout, raises):
     """Of an inner layer called by itself, on data that is the same on all ranks, after a forward of the model; ``raises``:
-    one that raised."""
+    how that one ended."""
     with sw.init(layout, device="cpu") as world:
         torch.manual_seed(0)
         model = sw.parallelize(Holder().double(), world)
         x = torch.ones(2, 4, dtype=torch.float64)
-        with contextlib.suppress(RuntimeError):
-            model(torch.ones(2, 3, dtype=torch.float64) if raises else x)
+        stop = model.inner.first.register_forward_pre_hook(interrupt) if raises == "is interrupted" else None
+        with contextlib.suppress(RuntimeError, KeyboardInterrupt):
+            model(torch.ones(2, 3, dtype=torch.float64) if raises == "raises" else x)
+        if stop is not None:
+            stop.remove()
         with sw.window(model, [{"x": x}], count=lambda b: len(b["x"])) as window:
             for part in window:
                 (model.inner.second(part["x"]).square().sum() / window.num_tokens).backward()
         return gradients(model)
 
 
-@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("raises", ["", "raises", "is interrupted"])
 def test_a_part_that_is_called_by_itself_after_a_forward_is_trained_on_every_ranks_data(ranks, raises):
     """And is not taken for a weight penalty, which is the same on all ranks and counts once."""
     torch.manual_seed(0)

@@ -160,4 +160,5 @@ def _initialise_late(module: Any) -> None:
 
 
 def _same_state(a: Any, b: Any) -> bool:
-    return a[2:] == b[2:] and bool((a[1] == b[1]).all())
+    """Of numpy's global generator: a tuple of a Mersenne twister, a dict of another one."""
+    return repr(a) == repr(b) if isinstance(a, dict) else a[2:] == b[2:] and bool((a[1] == b[1]).all())

@@ -6,6 +6,7 @@ these gradients are kept apart from those that are summed, and compared: if they
 otherwise they come from data (a head that is used as a plain matrix), and are summed like any others.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.modules import PausableHooks
+from shardwise.errors import UnsupportedError
 from shardwise.model.pytrees import map_leaves, tensors_within
 from shardwise.techniques.data.gradients import EndOfBackward
 
 __all__ = ["PenaltyGradients", "add_to_part", "tolerance"]
+
+_NUMBERS = itertools.count()
+_compiled_whole: set[int] = set()  # the numbers of models that torch.compile has compiled with their hooks
 
 
 class PenaltyGradients:
@@ -44,6 +49,9 @@ class PenaltyGradients:
         self._has_added = False  # the running backward has reached parameters
         self._is_differentiated = False  # one with create_graph ran: the next may reach parameters through its graph
         self._ending = EndOfBackward()
+        self._number = -1  # of the watched model
+        # Called between windows: after a KeyboardInterrupt in a forward torch calls no hook of its end.
+        self.end_interrupted: Callable[[], None] = lambda: None
 
     def watch(self, module: nn.Module) -> None:
         """Registers hooks on the outputs of ``module`` and its parts, which show that a backward has reached the model:
@@ -54,6 +62,7 @@ class PenaltyGradients:
         penalties = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
         larger = set(map(id, _parts(module)))
         running: list[nn.Module] = []
+        self._number = number = next(_NUMBERS)
 
         def reached(_grad: Tensor) -> None:
             found = penalties()
@@ -61,7 +70,9 @@ class PenaltyGradients:
                 found.reach()
 
         def before(called: nn.Module, _args: Any) -> None:
-            if not running and not torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
+                _note_compiled(number)
+            elif not running:
                 pausable.pause()
             running.append(called)
 
@@ -79,6 +90,13 @@ class PenaltyGradients:
         handles = {part: part.register_forward_hook(after) for part in module.modules()}
         pausable = PausableHooks({part: handle for part, handle in handles.items() if id(part) not in larger})
         module.register_forward_hook(end, always_call=True)
+
+        def end_interrupted() -> None:
+            if running:
+                running.clear()
+                pausable.resume()
+
+        self.end_interrupted = end_interrupted
 
     def reach(self) -> None:
         """Called when the running backward has reached something that the model computed."""
@@ -98,6 +116,13 @@ class PenaltyGradients:
         self._has_added = True
         if self.has_reached or self._is_differentiated:
             return False
+        if self._number in _compiled_whole:
+            raise UnsupportedError(
+                "a backward of a model that torch.compile compiled as a whole, with replicas",
+                why="the graph hides whether backward came through the model or is that of a weight penalty, which counts once and "
+                "not once for each rank",
+                fix='compile it by parallelize(..., compile="blocks"), or its blocks by themselves: block.compile()',
+            )
         param = self.params[i]
         self._before[i], param.grad = param.grad, None
         return True
@@ -145,6 +170,13 @@ class PenaltyGradients:
                 add_to_part(kept, i, part)
         self.past = self.past if has_reached else []
         self._ended(parts if has_reached else {}, bool(parts) and not has_reached)
+
+
+@torch.compiler.assume_constant_result
+def _note_compiled(number: int) -> int:
+    """Called while torch.compile reads the hooks of a whole model, and not again when the graph runs."""
+    _compiled_whole.add(number)
+    return 0
 
 
 def tolerance(dtype: torch.dtype) -> float:

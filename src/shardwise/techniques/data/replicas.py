@@ -90,6 +90,7 @@ class DDPEngine:
         self._end_failed()
         self._drop()
         self._summed.clear()
+        self.penalties.end_interrupted()
         self.penalties.take()
         self._in_window = True
 

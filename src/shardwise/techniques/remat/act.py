@@ -170,7 +170,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         runs.measurement = state.selection.measurement(
             state.name, [x for x in (*leaves, *within) if isinstance(x, Tensor)]
         )
-    # Torch would put its generators back whether or not the block draws from them: `_Runs` has them among its numbers.
+    # Torch would write the states of its generators twice for each block: `_Runs` has them among its numbers.
     options: dict[str, Any] = {"early_stop": not runs.is_checked, "preserve_rng_state": False}
     if choice is not None and choice.kept:
         options["context_fn"] = functools.partial(_chosen_contexts, choice.kept)
@@ -213,14 +213,12 @@ class _Runs:
             if self.measurement is not None and self.state.selection is not None:
                 self.state.selection.ran(self.state.name, self.measurement)
                 self.measurement = None
-            self.numbers.end()
             self.buffers = _written(self.state, before)
             self.digest = digest_of_result(output) if self.is_checked else []
             return output
         args, kwargs = (leaves, {}) if self.spec is None else tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
         with contextlib.ExitStack() as stack:
-            if self.numbers.were_drawn:
-                stack.enter_context(self.numbers.again())
+            stack.enter_context(self.numbers.again())
             if self.buffers:
                 stack.enter_context(_buffers_as(self.buffers))
             for generator, put_back in self.generators:
