@@ -74,10 +74,11 @@ def states() -> tuple[Any, str, bytes]:
     return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
 
 
+@pytest.mark.parametrize("between", [True, False])
 @pytest.mark.parametrize("reads_words", [True, False])
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("draws", DRAWS)
-def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, reads_words):
+def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, reads_words, between):
     if not reads_words:
         monkeypatch.setattr(rng, "_reads_words", lambda: False)
         monkeypatch.setattr(rng, "_reads_words_of_python", lambda: False)
@@ -91,7 +92,8 @@ def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, rea
     for _ in range(3):  # what is known of the state before
         numbers = GlobalNumbers(torch.device("cpu"))
         first = DRAWS[draws]()
-        random.random(), np.random.randn(), torch.rand(2)  # code after the block
+        if between:
+            random.random(), np.random.randn(), torch.rand(2)  # code after the block
         kept = states()
         with numbers.again():
             assert DRAWS[draws]() == first
