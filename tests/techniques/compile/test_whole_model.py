@@ -1,4 +1,5 @@
-"""A model that the user has compiled as a whole: with replicas its backwards cannot be told from a penalty's, and are refused."""
+"""A model that the user has compiled as a whole: with replicas, gradients that are equal on all ranks may be a penalty's or the
+data's, and are refused; others are right."""
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ def build():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def gradients_or_error(layout, compiles):
-    """On the same data on every rank."""
+def inputs(rank, is_same):
+    return torch.full((5, 4), 1.0 if is_same else 1.0 + rank, dtype=torch.float64)
+
+
+def gradients_or_error(layout, compiles, is_same):
     with sw.init(layout, device="cpu") as world:
         model = sw.parallelize(
             build(), world, **({"compile": sw.Compile(backend="eager")} if compiles == "blocks" else {})
@@ -24,7 +28,7 @@ def gradients_or_error(layout, compiles):
             model.compile(backend="eager")
         elif compiles == "a wrapper":
             called = torch.compile(model, backend="eager")
-        x = torch.ones(5, 4, dtype=torch.float64)
+        x = inputs(world.rank, is_same)
         try:
             with sw.window(model, [{"x": x}], count=lambda batch: 5) as window:
                 for batch in window:
@@ -34,12 +38,14 @@ def gradients_or_error(layout, compiles):
         return [param.grad.clone() for param in model.parameters()]
 
 
+@pytest.mark.parametrize("is_same", [True, False])
 @pytest.mark.parametrize("compiles", ["nothing", "blocks", "in place", "a wrapper"])
-def test_equal_data_on_every_rank_counts_for_each_or_is_refused(ranks, compiles):
+def test_equal_data_on_every_rank_counts_for_each_or_is_refused(ranks, compiles, is_same):
     plain = build()
-    (plain(torch.ones(5, 4, dtype=torch.float64)).square().sum() / 5).backward()
-    for found in ranks.run(gradients_or_error, 2, "dp_replicate=2", compiles):
-        if compiles in ("in place", "a wrapper"):
+    for rank in range(2):
+        (plain(inputs(rank, is_same)).square().sum() / 10).backward()
+    for found in ranks.run(gradients_or_error, 2, "dp_replicate=2", compiles, is_same):
+        if is_same and compiles in ("in place", "a wrapper"):
             assert "torch.compile compiled as a whole" in found and 'compile="blocks"' in found
         else:
             for grad, param in zip(found, plain.parameters(), strict=True):

@@ -116,13 +116,6 @@ class PenaltyGradients:
         self._has_added = True
         if self.has_reached or self._is_differentiated:
             return False
-        if self._number in _compiled_whole:
-            raise UnsupportedError(
-                "a backward of a model that torch.compile compiled as a whole, with replicas",
-                why="the graph hides whether backward came through the model or is that of a weight penalty, which counts once and "
-                "not once for each rank",
-                fix='compile it by parallelize(..., compile="blocks"), or its blocks by themselves: block.compile()',
-            )
         param = self.params[i]
         self._before[i], param.grad = param.grad, None
         return True
@@ -135,6 +128,16 @@ class PenaltyGradients:
         add_to_part(self._of_this, i, param.grad)
         param.grad = before
         return True
+
+    def refuse_doubt(self) -> None:
+        """Called where such gradients are equal on all ranks. Raises UnsupportedError if the model was compiled as a whole."""
+        if self._number in _compiled_whole:
+            raise UnsupportedError(
+                "a model that torch.compile compiled as a whole, with replicas, and gradients that are equal on all ranks",
+                why="the graph hides whether backward came through the model, on data that is the same on every rank, or is that of a "
+                "weight penalty, which counts once and not once for each rank",
+                fix='compile it by parallelize(..., compile="blocks"), or its blocks by themselves: block.compile()',
+            )
 
     def take(self) -> dict[frozenset[int], dict[int, Tensor]]:
         """Returns and forgets what was kept apart: for each set of parameters that backwards reached, the sums of their

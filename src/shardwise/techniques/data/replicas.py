@@ -353,6 +353,8 @@ class DDPEngine:
                 penalties = (size * view - whole[i]).norm() > tolerance(view.dtype) * whole[i].norm()
                 differs = differs or bool(penalties)
         found = agreement.sum({"differs": float(differs)}, f"{place}, comparing them")
+        if not found["differs"]:
+            self.penalties.refuse_doubt()
         for bucket, total in zip(buckets, sums, strict=True):
             for i, view in bucket.views_of(total).items():
                 if i in key:
