@@ -1294,7 +1294,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "chunk = -(-part.size // chunks)",
         "chunk = max(1, part.size // chunks)",
         "tests/recipe/test_cuts.py",
-        "rows of a tensor that the ranks do not divide are nobody's",
+        "rows of a tensor that the ranks do not divide are on no rank",
     ),
     Mutant(
         "replicated-parts-cut",

@@ -220,8 +220,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def change_marks(tensors: Sequence[Tensor]) -> Tensor:
-    """Numbers, int64 [len(tensors)], that show whether the values of tensors have changed since the last call, on the device
-    of the first. On the CPU they are made without operators, of which one takes longer than a small buffer's checksum."""
+    """Numbers, int64 [len(tensors)], on the device of the first: other ones than before where values of a tensor have changed.
+    On the CPU they are made without operators, of which one takes longer than a small buffer's checksum."""
     if not all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors):
         return checksums(tensors)
     return torch.tensor([_crc32(tensor.detach().contiguous()) for tensor in tensors], dtype=torch.int64)
