@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from combinations import pytest_collection_modifyitems as pytest_collection_modifyitems  # a hook of pytest
 from hypothesis import settings
 
 from shardwise.testing import RankPool
