@@ -212,6 +212,15 @@ def test_kill_is_named_though_its_echo_was_heard_first():
     assert caught.value.ranks == (1,)
 
 
+@pytest.mark.parametrize("preload", ["interpreters"], indirect=True)
+def test_a_rank_that_is_still_starting_is_not_ended_by_the_question_where_it_is(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif os.environ.get('RANK') == '1': time.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RankError, match="Connection closed by peer") as caught:
+        launch("echo_first_of_a_kill", grace_s=1)
+    assert caught.value.ranks == (0,)
+
+
 def test_lost_peer_without_another_failure_shows_where_the_peers_are(capfd):
     with pytest.raises(RankError, match="Timed out waiting") as caught:
         launch("give_up_on_a_peer", grace_s=1)

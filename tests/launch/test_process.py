@@ -4,12 +4,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import pytest
 
 from shardwise.launch import held_port
-from shardwise.launch.process import Guard, is_stopped, kill_group
+from shardwise.launch.process import Guard, catches, is_stopped, kill_group
 
 
 def test_held_port_is_for_those_who_know_it():
@@ -20,6 +21,17 @@ def test_held_port_is_for_those_who_know_it():
             rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             rank.bind(("127.0.0.1", port))
             rank.listen()
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"), [("faulthandler.register(12)", True), ("signal.signal(12, signal.SIG_IGN)", False)]
+)
+def test_a_signal_that_a_process_catches(code, wanted):
+    code = f"import faulthandler, signal\n{code}\nprint('ready', flush=True)\nsignal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert catches(process.pid, 12) == wanted and not catches(process.pid, 10)
+        process.kill()
 
 
 def test_two_held_ports_differ():

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Guard", "die_with_parent", "free_port", "held_port", "is_stopped", "kill_group"]
+__all__ = ["Guard", "catches", "die_with_parent", "free_port", "held_port", "is_stopped", "kill_group"]
 
 _PR_SET_PDEATHSIG = 1
 _GUARD_SCRIPT = str(Path(__file__).with_name("guard.py"))
@@ -80,6 +80,17 @@ def is_stopped(pid: int) -> bool:
         return False
     # The name in brackets may itself contain brackets and blanks: the state follows the last bracket.
     return text.rpartition(")")[2].split()[:1] == ["T"]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal (SigCgt of /proc/<pid>/status); True where there is no
+    /proc. One that is still starting has none yet, and most signals would end it."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "")
+    return not caught or bool(int(caught, 16) >> (number - 1) & 1)
 
 
 class Guard:

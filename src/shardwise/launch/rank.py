@@ -13,7 +13,7 @@ from multiprocessing import Pipe
 from shardwise.errors import Stopped
 from shardwise.launch.child import DUMP_SIGNAL, Job
 from shardwise.launch.failure import Failure, describe_exit, failure_of_server
-from shardwise.launch.process import is_stopped, kill_group
+from shardwise.launch.process import catches, is_stopped, kill_group
 from shardwise.launch.starting import Starter
 
 __all__ = ["Callbacks", "RankProcess"]
@@ -177,8 +177,10 @@ class RankProcess:
         return now - self._stopped_since
 
     def dump_stacks(self) -> None:
-        """Makes the rank write the stack of each thread to its stderr."""
-        self.tell(DUMP_SIGNAL)
+        """Makes the rank write the stack of each thread to its stderr, unless it is still starting: the signal would end it,
+        and it would be named as the cause."""
+        if catches(self.pid, DUMP_SIGNAL):
+            self.tell(DUMP_SIGNAL)
 
     def tell(self, number: int) -> None:
         """Sends a signal to the rank alone: its children may not handle it, and the rank needs them to continue."""
