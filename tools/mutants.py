@@ -137,6 +137,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "two generators that modules keep draw the same numbers",
     ),
     Mutant(
+        "augmentation-of-each-rank",
+        "return forked_streams(seed, None, self._generators)",
+        "return forked_generators(seed, self._generators)",
+        "tests/data/test_workers.py -k random_numbers",
+        "random augmentation is another for each number of ranks, workers, and after a resume",
+    ),
+    Mutant(
         "crossed-by-one-old-beat",
         "is_anew = all(beat.has_left or",
         "is_anew = any(beat.has_left or",

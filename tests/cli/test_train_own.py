@@ -217,3 +217,40 @@ def test_ranks_that_a_step_has_nothing_for_are_told_and_the_proof_does_not_take_
     said = on_ranks(ranks, "train", *words, *more, "--data.val_fraction=0.001", folder=tmp_path)
     told = "a step has 1 micro-batch for 2 ranks: what 1 of them computes does not count; --data.micro_batch=1 gives each one"
     assert told in said and "proof largest gradient difference" in said
+
+
+AUGMENTED = """
+import random
+import torch
+from torch import nn
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        x = torch.full((3,), i / 64) + 0.3 * torch.randn(3) * (random.random() < 0.5)
+        return {"x": x, "y": x.sum()[None]}
+
+def model():
+    return nn.Linear(3, 1)
+
+def squares(output, batch):
+    return (output - batch["y"]).square().sum()
+
+squares.count = lambda batch: len(batch["y"])
+"""
+
+
+def test_random_augmentation_is_the_same_on_any_ranks_by_any_workers_and_in_the_proof(ranks, tmp_path):
+    (tmp_path / "own.py").write_text(AUGMENTED)
+    words = ("--model.build=own.py:model", "--data.build=own.py:Rows", "--train.loss=own.py:squares", *FEW)
+    losses = []
+    for number, workers in ((1, 0), (2, 0), (2, 1)):
+        folder = f"run-{number}-{workers}"
+        options = (f"--log.dir={folder}", f"--data.num_workers={workers}")
+        said = on_ranks(ranks, "train", *words, *options, folder=tmp_path, num_ranks=number)
+        assert "proof largest gradient difference" in said
+        rows = read_metrics(tmp_path / folder / "metrics.jsonl")
+        losses.append([row["loss"] for row in rows if row["kind"] in ("step", "val")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)

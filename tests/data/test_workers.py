@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -128,16 +129,27 @@ def drawn(size: int, num_workers: int) -> list[dict[int, Any]]:
 
 
 def test_random_numbers_depend_on_the_seed_the_epoch_and_the_micro_batch_alone():
-    first, *others = [drawn(size, num) for size, num in [(1, 1), (1, 2), (3, 2)]]
+    first, *others = [drawn(size, num) for size, num in [(1, 1), (1, 2), (3, 2), (1, 0), (3, 0)]]
     assert all(other == first for other in others)
     for numbers in zip(*[row for epoch in first for row in epoch.values()], strict=True):
         assert len(set(numbers)) == 2 * NUM
 
 
-def test_the_generators_of_this_process_are_left_alone():
-    states = random.getstate(), torch.get_rng_state().tolist(), repr(np.random.get_state())
-    assert len(seen(loaders(1, Drawing(), num_workers=2), key="drawn")) == 4
-    assert states == (random.getstate(), torch.get_rng_state().tolist(), repr(np.random.get_state()))
+def _states():
+    return random.getstate(), torch.get_rng_state().tolist(), repr(np.random.get_state())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_generators_of_this_process_are_left_alone(num_workers):
+    states = _states()
+    assert len(seen(loaders(1, Drawing(), num_workers=num_workers), key="drawn")) == 4
+    assert states == _states()
+
+
+def test_a_thread_that_reads_leaves_alone_what_the_main_thread_draws_from():
+    with ThreadPoolExecutor(1) as reader:
+        first, second = (reader.submit(seen, loaders(1, Drawing()), key="drawn").result() for _ in range(2))
+    assert first != second
 
 
 def test_a_loop_that_is_left_early_ends_the_workers():

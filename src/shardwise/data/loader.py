@@ -38,7 +38,7 @@ from shardwise.data.order import sample_order
 from shardwise.data.same_dataset import digest_of_dataset
 from shardwise.data.stream import Stream, is_stream, refuse_empty
 from shardwise.data.token_budget import TokenBudget
-from shardwise.data.workers import Reader, Task, batch_of, read, read_ahead
+from shardwise.data.workers import Reader, Task, read_ahead
 from shardwise.errors import ConfigError, UsageError
 
 __all__ = [
@@ -103,9 +103,10 @@ class Loader:
         prefetch: micro-batches that each worker is ahead.
         pin_memory: on cuda: micro-batches are copied from page-locked memory, for which the host does not wait.
 
-    In workers, random numbers that the dataset, ``collate`` and ``prepare`` draw depend on (seed, epoch, micro-batch) alone,
-    from the global generators of torch, Python and numpy as from those in the dataset's attributes: they are the same for
-    any number of workers and ranks. Without workers all go on from their state, which checkpoints keep.
+    Random numbers that the dataset, ``collate`` and ``prepare`` draw (augmentation) depend on (seed, epoch, micro-batch)
+    alone, from the global generators of torch, Python and numpy as from those in the dataset's attributes: they are the
+    same for any number of workers and ranks. Where a thread of your own reads, the global ones go on from their state
+    instead, as the thread that trains draws from them.
 
     Attributes:
         waited_s: seconds that reading the last window has kept this process from training.
@@ -206,6 +207,7 @@ class Loader:
     def _windows_of(self, stream: Stream) -> Iterator[list[MicroBatch]]:
         """The same of a dataset that is read in its own order: every rank reads all samples, and keeps its own."""
         axis = self.world.axis("dp")
+        reader = Reader(None, self.collate, self.prepare, self.seed)
         stream.start(self.epoch, self._position, self._state)
         while True:
             began = time.perf_counter()
@@ -220,8 +222,9 @@ class Loader:
             place.digest = stream.digest
             place.num_micro = num_micro = -(-len(samples) // self.micro_batch)
             own = list(range(axis.rank, num_micro, axis.size)) or [0]
-            parts = [samples[index * self.micro_batch :][: self.micro_batch] for index in own]
-            window = self._window(place, own, [batch_of(part, self.collate, self.prepare) for part in parts])
+            firsts = [index * self.micro_batch for index in own]
+            parts = [(self._position + first, samples[first:][: self.micro_batch]) for first in firsts]
+            window = self._window(place, own, [reader.batch_of(part, place[0], first) for first, part in parts])
             self.waited_s = place.waited_s = time.perf_counter() - began
             self._position += len(samples)
             self._state = stream.state()
@@ -284,14 +287,10 @@ class Loader:
         return sample_order(positions, self._length, seed=self.seed, epoch=epoch) if self.shuffle else positions
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
-        if not self.num_workers:
-            return map(self._read_here, self._tasks())
         reader = Reader(self.dataset, self.collate, self.prepare, self.seed)
+        if not self.num_workers:
+            return map(reader, self._tasks())
         return read_ahead(reader, self._tasks(), num_workers=self.num_workers, prefetch=self.prefetch)
-
-    def _read_here(self, task: Task) -> Mapping[str, Tensor]:
-        # Not with numbers of its own: the caller may read in a thread, beside a forward that draws from the same generators.
-        return read(task, self.dataset, self.collate, self.prepare)
 
     def _on_device(self, batch: Mapping[str, Tensor], index: int, place: Place) -> MicroBatch:
         if self.world.device.type == "cpu":

@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
@@ -19,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from shardwise._torch.data_workers import end_workers, why_ended
 from shardwise.data.dataset_state import states_in
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
-from shardwise.world.rng import derive_seed, forked_streams, is_generator
+from shardwise.world.rng import derive_seed, forked_generators, forked_streams, is_generator
 
-__all__ = ["Reader", "Task", "batch_of", "read", "read_ahead"]
+__all__ = ["Reader", "Task", "read_ahead"]
 
 _GRACE_S = 60.0  # for which a worker goes on after SIGTERM
 
@@ -43,28 +44,13 @@ class Task(NamedTuple):
 Batch = Mapping[str, Tensor]
 
 
-def read(
-    task: Task, dataset: Any, collate: Callable[[list[Any]], Batch], prepare: Callable[[Batch], Batch] | None
-) -> Batch:
-    """Reads a micro-batch.
-
-    Raises:
-        ConfigError: ``collate`` or ``prepare`` return no mapping of tensors.
-    """
-    return batch_of([dataset[i] for i in task.samples], collate, prepare)
-
-
-def batch_of(
-    samples: list[Any], collate: Callable[[list[Any]], Batch], prepare: Callable[[Batch], Batch] | None
-) -> Batch:
-    """Makes a micro-batch of samples; raises as :func:`read`."""
-    batch = _mapping(collate(samples), "collate")
-    return batch if prepare is None else _mapping(prepare(batch), "prepare")
-
-
 @dataclass
 class Reader:
-    """Reads micro-batches in a worker, each with random numbers of its own; the arguments are those of a Loader."""
+    """Reads micro-batches, each with random numbers of its own. In another thread than the main one, the global generators
+    go on from where they are, as the thread that trains may draw from them.
+
+    The arguments are those of a Loader.
+    """
 
     dataset: Any
     collate: Callable[[list[Any]], Batch]
@@ -77,8 +63,28 @@ class Reader:
         return {place: value for place, value in own.items() if is_generator(value)}
 
     def __call__(self, task: Task) -> Batch:
-        with forked_streams(derive_seed(self.seed, "data", task.epoch, task.first), None, self._generators):
-            return read(task, self.dataset, self.collate, self.prepare)
+        """Reads a micro-batch.
+
+        Raises:
+            ConfigError: ``collate`` or ``prepare`` return no mapping of tensors.
+        """
+        with self._numbers(task.epoch, task.first):
+            return self._batch([self.dataset[i] for i in task.samples])
+
+    def batch_of(self, samples: list[Any], epoch: int, first: int) -> Batch:
+        """Makes a micro-batch of samples that were read already, of which the first one has this position; raises as a call."""
+        with self._numbers(epoch, first):
+            return self._batch(samples)
+
+    def _batch(self, samples: list[Any]) -> Batch:
+        batch = _mapping(self.collate(samples), "collate")
+        return batch if self.prepare is None else _mapping(self.prepare(batch), "prepare")
+
+    def _numbers(self, epoch: int, first: int) -> contextlib.AbstractContextManager[None]:
+        seed = derive_seed(self.seed, "data", epoch, first)
+        if threading.current_thread() is not threading.main_thread():
+            return forked_generators(seed, self._generators)
+        return forked_streams(seed, None, self._generators)
 
 
 def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefetch: int) -> Iterator[Batch]:

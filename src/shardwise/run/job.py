@@ -380,6 +380,7 @@ class _Run:
         while self.done < steps:
             for window in self.loader:
                 self.watch.begin(self.done + 1)
+                lr = self.step.optim.param_groups[0]["lr"]  # after the step the scheduler has set that of the next
                 with self.use.counted(self.done + 1 - first):
                     out, self.done = self.step(window), self.done + 1
                 done = self.done
@@ -388,7 +389,7 @@ class _Run:
                 if done == first:
                     self.measure()
                     self.tell_chosen()
-                self.report(done, out, pace, is_first=done == first)
+                self.report(done, out, pace, lr=lr, is_first=done == first)
                 if self.callback(out) and done < steps:
                     self.world.stop.ask_for_end()  # all ranks know of it before the next forward
                 if done == steps or (train.eval_every and done % train.eval_every == 0):
@@ -411,14 +412,14 @@ class _Run:
             self.validate(self.done)
         checkpoints.save(self.done, is_over=True)
 
-    def report(self, done: int, out: Any, pace: Pace, *, is_first: bool) -> None:
+    def report(self, done: int, out: Any, pace: Pace, *, lr: float, is_first: bool) -> None:
         """Reports the result of a step: an event for each, a line of metrics every ``log.every`` steps."""
         figures = {
             "step": done,
             "steps": self.steps,
             "loss": float(out.loss),
             "grad_norm": None if out.grad_norm is None else float(out.grad_norm),
-            "lr": self.step.optim.param_groups[0]["lr"],
+            "lr": lr,
             "tokens": int(out.num_tokens),
             "tokens_per_s": pace.tokens_per_s,
             "data_s": out.data_s,

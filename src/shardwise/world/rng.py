@@ -21,6 +21,7 @@ from torch import Tensor
 __all__ = [
     "GlobalNumbers",
     "derive_seed",
+    "forked_generators",
     "forked_rng",
     "forked_streams",
     "generators_among",
@@ -71,6 +72,14 @@ def forked_streams(seed: int, device: torch.device | None, generators: Mapping[s
         stack.callback(np.random.set_bit_generator, np.random.get_bit_generator())
         np.random.set_bit_generator(_SCRATCH)
         np.random.seed(seed % 2**32)
+        stack.enter_context(forked_generators(seed, generators))
+        yield
+
+
+@contextlib.contextmanager
+def forked_generators(seed: int, generators: Mapping[str, Any]) -> Iterator[None]:
+    """Context manager: each of ``generators`` draws from a stream named by its key; the global generators are left alone."""
+    with contextlib.ExitStack() as stack:
         for name, generator in generators.items():
             stack.enter_context(_forked(generator, derive_seed(seed, name)))
         yield
