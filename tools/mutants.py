@@ -954,6 +954,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "units='no_split' is refused where a listed class holds another",
     ),
     Mutant(
+        "copies-never-compared",
+        "    ranks = unequal(runtime, sums_of_copies(runtime, local))\n",
+        "    ranks = ()\n",
+        "tests/parallel/test_copies.py -k refused_by_name",
+        "weights that each rank has drawn for itself after parallelize stay apart, and rank 0's alone are saved",
+    ),
+    Mutant(
         "stepped-while-gradients-wait",
         "if runtime.engine.waits():",
         "if runtime.engine.waits() is None:",
@@ -1454,8 +1461,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "other-files-on-other-nodes",
-        "if len({told[rank].get(holders) for rank in holders}) > 1:",
-        "if len({told[rank].get(holders) for rank in holders}) > len(holders):",
+        "if len({told[rank].get(ranks) for rank in ranks}) > 1",
+        "if len({told[rank].get(ranks) for rank in ranks}) > len(ranks)",
         "tests/state/test_load.py -k read_other_values",
         "replicas that read different files under one name train apart",
     ),

@@ -80,6 +80,7 @@ def _never_comes(policy, absent):
     """Rank ``absent`` goes on without making buffers equal, and meets the others nowhere else."""
     world, step = _step("dp_shard=2", policy, timeout_s=3)
     window = mine([batch(i) for i in range(2)], world)
+    step(window)  # before the first step of an optimizer ranks meet once more
     if world.rank == absent:
         with mock.patch.object(shardwise.step.exchange, "_same_buffers", lambda *args: None):
             step(window)
@@ -95,7 +96,7 @@ def _never_comes(policy, absent):
 def test_a_rank_that_does_not_come_to_make_buffers_equal_is_named(ranks, policy, absent):
     text, who = ranks.run(_never_comes, 2, policy, absent, timeout_s=30)[1 - absent]
     assert who == (absent,)
-    assert f"rank {1 - absent} waited 3 s at window 1, making buffers equal" in text
+    assert f"rank {1 - absent} waited 3 s at window 2, making buffers equal" in text
     assert f"rank {absent} waits at a long lunch" in text
 
 

@@ -25,6 +25,7 @@ from shardwise.model import read_anatomy
 from shardwise.model.calling import cropped, run_on
 from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
+from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.guards import (
     part_of_another,
     refuse_loose_partial,
@@ -235,6 +236,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     attach(module, runtime)
     refuse_states_of_parts(module, recipe)
     refuse_norms_of_parts(runtime)
+    runtime.before_first_step.append(functools.partial(refuse_other_copies, runtime))
     for act in acts():
         act.begin(runtime)
     refuse_loose_partial(runtime)

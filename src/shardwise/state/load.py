@@ -11,23 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import crc32c
 import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ConfigError, errors_about
-from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.copies import Sums, sums_of_copies, unequal
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
 from shardwise.state.extra import set_extra_states
-from shardwise.state.files import BUFFER
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
 from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.report import LoadReport
-from shardwise.world import World
 from shardwise.world.collectively import collectively
 
 __all__ = ["load_by", "load_weights"]
@@ -115,11 +112,11 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
                 for piece, part in runtime.parts(name, local[name]):
                     stored.read(piece.box, part, files)
         plan.refuse_changed_files()  # all ranks made their plan before this: all have read one version
-        return _sums_of_shared(runtime, {name: local[name] for name in plan.tensors})
+        return sums_of_copies(runtime, {name: local[name] for name in plan.tensors})
 
     before = files.num_bytes
     with LoadTransaction(runtime, local, plan.tensors):
-        _refuse_other_values(world, collectively(world, "load_weights, reading", read))
+        _refuse_other_values(runtime, collectively(world, "load_weights, reading", read))
     _after(runtime, plan.extra, plan.folder)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
@@ -164,41 +161,19 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
 
 
-Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a checksum of this rank's copies
-
-
-def _sums_of_shared(runtime: Runtime, local: Mapping[str, Tensor]) -> Sums:
-    sums: Sums = {}
-    everyone = tuple(range(runtime.world.size))
-    for name, tensor in local.items():
-        owners = runtime.view.owners(name) if name in runtime.recipe.params else (everyone,)
-        for (_, part), holders in zip(runtime.parts(name, tensor), owners, strict=True):
-            if len(holders) > 1:
-                sums[holders] = _sum_of_bits(part, sums.get(holders, 0))
-    return sums
-
-
-def _refuse_other_values(world: World, sums: Sums) -> None:
+def _refuse_other_values(runtime: Runtime, sums: Sums) -> None:
     """Refuses different values on ranks that hold the same piece: files with one name may differ from node to node.
 
     Raises:
         CheckpointError: ranks have read different values.
     """
-    told = world.gather(sums)
-    for holders in {holders for other in told for holders in other}:
-        if len({told[rank].get(holders) for rank in holders}) > 1:
-            raise CheckpointError(
-                f"ranks {', '.join(map(str, holders))}, which hold the same tensors",
-                why="they have read different values under the same names",
-                fix="put the same files on every node, or pass shared_files=False where rank 0's are meant",
-            )
-
-
-def _sum_of_bits(tensor: Tensor, before: int = 0) -> int:
-    """The CRC-32C of the tensor's bytes, appended to bytes whose checksum is ``before``."""
-    for part in bytes_of(tensor).split(BUFFER):
-        before = crc32c.crc32c(part.cpu().numpy().data, before)
-    return before
+    ranks = unequal(runtime, sums)
+    if ranks:
+        raise CheckpointError(
+            f"ranks {', '.join(map(str, ranks))}, which hold the same tensors",
+            why="they have read different values under the same names",
+            fix="put the same files on every node, or pass shared_files=False where rank 0's are meant",
+        )
 
 
 def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:

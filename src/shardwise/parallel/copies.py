@@ -1,0 +1,73 @@
+"""Compares the copies that several ranks hold of one piece of a parameter: replicas, and what tensor parallelism leaves whole.
+
+Gradients are the same on these ranks, so values that are not stay apart in training, and no number tells of it: each rank's
+loss falls.
+"""
+
+from collections.abc import Mapping
+
+import crc32c
+from torch import Tensor
+
+from shardwise.errors import UsageError
+from shardwise.model.tensors import bytes_of, checksum
+from shardwise.parallel.runtime import Runtime
+
+__all__ = ["Sums", "refuse_other_copies", "sums_of_copies", "unequal"]
+
+Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a checksum of this rank's copies
+
+_BLOCK = 1 << 24  # bytes, of which a checksum is computed at once: it takes some times as many
+
+
+def sums_of_copies(runtime: Runtime, local: Mapping[str, Tensor]) -> Sums:
+    """Checksums of what this rank stores of the tensors in ``local`` (name -> that part) and others hold too."""
+    sums: Sums = {}
+    everyone = tuple(range(runtime.world.size))
+    for name, tensor in local.items():
+        owners = runtime.view.owners(name) if name in runtime.recipe.params else (everyone,)
+        for (_, part), holders in zip(runtime.parts(name, tensor), owners, strict=True):
+            if len(holders) > 1:
+                sums[holders] = _checksum(part, sums.get(holders, 0))
+    return sums
+
+
+def unequal(runtime: Runtime, sums: Sums) -> tuple[int, ...]:
+    """The ranks of copies that are not equal; empty if there are none. The same on all ranks, which must all call it."""
+    told = runtime.world.agreement.gather(sums, "comparing copies of parameters")
+    groups = sorted({holders for other in told for holders in other})
+    return next((ranks for ranks in groups if len({told[rank].get(ranks) for rank in ranks}) > 1), ())
+
+
+def refuse_other_copies(runtime: Runtime) -> None:
+    """Compares the parameters once; all ranks must call it.
+
+    Raises:
+        UsageError: on every rank, if copies of one are not equal.
+    """
+    if runtime.world.size == 1:
+        return
+    local = {name: runtime.local_tensor_of(name) for name in runtime.parameters}
+    ranks = unequal(runtime, sums_of_copies(runtime, local))
+    if not ranks:
+        return
+    name = next(name for name in local if unequal(runtime, sums_of_copies(runtime, {name: local[name]})))
+    raise UsageError(
+        f"a parameter that ranks {', '.join(map(str, ranks))} hold copies of, with other values on each",
+        why="it was set after parallelize by numbers that each rank draws or reads for itself: with the same gradients the "
+        "copies would stay apart, and rank 0's alone would be saved",
+        fix="set values before parallelize, or in the function that builds the model; read files by sw.load_weights(model, path)",
+        name=name,
+    )
+
+
+def _checksum(tensor: Tensor, before: int) -> int:
+    """A checksum of the tensor's bytes, which continues ``before``. On a device it is computed there."""
+    blocks = bytes_of(tensor).split(_BLOCK)
+    if tensor.device.type == "cpu":
+        for block in blocks:
+            before = crc32c.crc32c(block.numpy().data, before)
+        return before
+    for found in [checksum(block) for block in blocks]:
+        before = crc32c.crc32c(int(found).to_bytes(8, "little", signed=True), before)
+    return before

@@ -1,0 +1,129 @@
+"""Copies of a parameter on several ranks that are not equal are refused before the first step, whoever made them so."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise as sw
+from shardwise.parallel.copies import _BLOCK, _checksum
+
+
+def _build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 16))
+
+
+def _first_step(layout, change):
+    """What an optimizer's first step after ``change`` says, and whether any parameter has another value than before it."""
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(_build(), world, example={"input": torch.arange(4)})
+        with torch.no_grad():
+            change(model, world.rank)
+        before = [param.detach().clone() for param in model.parameters()]
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.arange(4)).square().sum().backward()
+        said = ""
+        try:
+            optim.step()
+        except sw.UsageError as error:
+            said = str(error)
+        return said, all(map(torch.equal, before, model.parameters()))
+
+
+def draws_for_itself(model, rank):
+    torch.manual_seed(rank)
+    for param in model.parameters():
+        param.normal_()
+
+
+def loads_for_itself(model, rank):
+    torch.manual_seed(rank)
+    model.load_state_dict({name: torch.randn(value.shape) for name, value in model.state_dict().items()})
+
+
+def changes_one_bit(model, rank):
+    if rank:
+        weight = model[2].weight
+        weight[3] = torch.nextafter(weight[3], weight[3] + 1)
+
+
+def sets_the_same(model, rank):
+    model[2].bias.fill_(3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "change", "name"),
+    [
+        ("dp_replicate=2", 2, draws_for_itself, "0.weight"),
+        ("dp_replicate=2", 2, loads_for_itself, "0.weight"),
+        ("dp_replicate=2", 2, changes_one_bit, "2.weight"),
+        ("dp_shard=1,tp=2", 2, changes_one_bit, "2.weight"),
+    ],
+)
+def test_copies_that_differ_are_refused_by_name(ranks, layout, num_ranks, change, name):
+    for said, is_as_before in ranks.run(_first_step, num_ranks, layout, change):
+        assert re.match(
+            rf"{re.escape(name)}: a parameter that ranks 0, 1 hold copies of, with other values on each", said
+        )
+        assert is_as_before
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2", "dp_shard=1,tp=2"])
+def test_equal_ones_and_shards_are_trained(ranks, layout):
+    assert ranks.run(_first_step, 2, layout, sets_the_same) == [("", False)] * 2
+
+
+def _hsdp():
+    """Of 2 replicas in 2 shards, whose copies of the second shard differ."""
+    with sw.init("dp_replicate=2,dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(_build(), world)
+        if world.rank == 3:
+            with torch.no_grad():
+                model[1].weight.to_local()[0, 0] += 1
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sw.window(model, [{"x": torch.arange(4)}], count=lambda batch: len(batch["x"])) as window:
+            for batch in window:
+                (model(batch["x"]).square().sum() / window.num_tokens).backward()
+        with pytest.raises(sw.UsageError, match=r"1\.weight: a parameter that ranks 1, 3 hold copies of"):
+            optim.step()
+
+
+def test_shards_that_replicas_hold_are_compared_too(ranks):
+    ranks.run(_hsdp, 4)
+
+
+def test_the_sum_that_ranks_compare_takes_no_second_tensor():
+    tensor = torch.arange(3 * _BLOCK // 4 + 3, dtype=torch.int32)
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() != tensor.data_ptr():
+                self.largest = max(self.largest, result.untyped_storage().nbytes())
+            return result
+
+    with Sizes() as sizes:
+        found = _checksum(tensor, 0)
+    assert sizes.largest == 0
+    tensor[-1] ^= 1
+    assert _checksum(tensor, 0) != found
+    tensor[-1] ^= 1
+    tensor[5] ^= 1 << 30
+    assert _checksum(tensor, 0) != found
+
+
+def test_the_sum_that_ranks_compare_sees_the_order_of_rows():
+    rows = torch.randn(8, 64)
+    assert _checksum(rows, 0) != _checksum(rows.flip(0), 0) and _checksum(rows, 0) == _checksum(rows.clone(), 0)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):  # signs are the top bits of words
+        values = torch.randn(8, 8).to(dtype)
+        signs = values.clone()
+        signs[:, [1, 3]] *= -1
+        assert len({_checksum(tensor, 0) for tensor in (values, signs, -values)}) == 3
+    flags = torch.zeros(7, dtype=torch.bool)
+    assert _checksum(flags, 0) != _checksum(torch.ones_like(flags), 0)
