@@ -305,6 +305,7 @@ def test_losses_are_those_of_one_process(ranks):
             assert found == pytest.approx(want, rel=1e-12)
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("stop", [2, 4, 6])
 def test_a_run_that_stopped_goes_on_at_another_degree(ranks, tmp_path, stop, has_state):

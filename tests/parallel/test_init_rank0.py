@@ -21,6 +21,7 @@ from shardwise.world import init
 MODELS = ["Awkward", "odd", "conv", "recurrent", "Kept", "weight_norm"]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", VALUES)
 @pytest.mark.parametrize("name", MODELS)
 def test_rank_dependent_init(ranks, name, layout):

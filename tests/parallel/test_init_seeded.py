@@ -16,6 +16,7 @@ from shardwise.errors import PlanError, RankError
 OTHERS = [layout for layout in VALUES if layout != "one"]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", OTHERS)
 @pytest.mark.parametrize("name", ["NanoGPT", "odd"])
 def test_the_same_values_under_every_layout(ranks, name, layout):

@@ -79,6 +79,7 @@ OTHERWISE = {
 """What differs -> options of both ranks, the example of rank 1, and a part of what is said."""
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("what", OTHERWISE)
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2", "tp=2"])
 def test_a_module_that_one_rank_builds_otherwise_is_refused(ranks, layout, what):

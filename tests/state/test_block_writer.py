@@ -22,6 +22,7 @@ def cut(rng: random.Random, size: int, pieces: int) -> list[tuple[int, int]]:
 CUTS = [(1, 0), (4095, 400), (BLOCK, 40), (3 * BLOCK + 17, 3), (WINDOW + 5, 12), (2 * WINDOW + BLOCK // 2, 40)]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_parts_of_ranks_add_up(tmp_path, monkeypatch, seed, direct):

@@ -357,6 +357,7 @@ def with_one_that_fails(root, rank, method, problem, mode):
     return errors, seconds
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(

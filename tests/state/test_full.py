@@ -30,6 +30,7 @@ def full(name, layout, trainable_only=False):
         return sw.full_state_dict(model, trainable_only=trainable_only)
 
 
+@pytest.mark.combinations("values")
 @every_layout(*KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_full_state_is_rank_0s_to_the_last_bit_and_nothing_elsewhere(ranks, name, layout):

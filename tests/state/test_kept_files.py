@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.cli.main import main
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-4"])
 @pytest.mark.parametrize("kept", RUNS)
 def test_a_kept_checkpoint_resumes_under_another_layout(ranks, tmp_path, kept, layout):
@@ -58,6 +59,7 @@ def _read(layout: str, how: str) -> tuple:
         return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, step.optim)
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["one", "fsdp-2", "hsdp-2x2"])
 @pytest.mark.parametrize("how", ["weights", "rounded", "whole.pt"])
 def test_a_kept_export_is_read(ranks, layout, how):

@@ -29,6 +29,7 @@ def load(name: str, layout: str, source: str) -> dict[str, torch.Tensor]:
         return sw.full_state_dict(model)
 
 
+@pytest.mark.combinations("pairs")
 @every_layout("one", "ddp-2", "fsdp-4")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(

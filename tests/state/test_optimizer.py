@@ -82,6 +82,7 @@ def equal(a, b):
     return a == b
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("name", ["odd", "conv"])
 @pytest.mark.parametrize(("first", "seconds"), TRIPS)
 def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first, seconds):
@@ -98,6 +99,7 @@ def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path
         assert equal(saved, again)
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(
     ("layout", "kind", "local"),
     [
@@ -291,6 +293,7 @@ def by_kind(layout, kind, state):
         return report.num_tensors, sw.full_state_dict(model), found if kind == "LOCAL_STATE_DICT" else None
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 @every_layout(*KINDS)
 def test_each_kind_of_state_dict_comes_back_to_the_last_bit(ranks, layout, kind):

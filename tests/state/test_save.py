@@ -64,6 +64,7 @@ def load(name, layout, source):
         return sw.full_state_dict(model)
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("first", "seconds"), TRIPS)
 def test_weights_go_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first, seconds):
@@ -111,6 +112,7 @@ def written_by(name, layout, block):
         file_layout_module.BLOCK = 32 << 20
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("name", MODELS)
 @every_layout(*KINDS)
 def test_every_element_is_written_once_and_what_several_hold_is_shared_among_them(ranks, name, layout):

@@ -74,6 +74,7 @@ def of_replicas(layout: str, way: str, where: str, parallel: dict[str, Any]) -> 
         return norms, [whole[name] for name, _ in model.named_parameters() if whole], num_exchanges
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(
     ("layout", "way", "where", "parallel"),
     [

@@ -388,6 +388,7 @@ def _changed(layout, engine, change, gathered):
         return caught.value.given, caught.value.name
 
 
+@pytest.mark.combinations("pairs")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
     ("layout", "engine", "gathered"),

@@ -62,6 +62,7 @@ def _recover(layout, engine, where, at):
         return found
 
 
+@pytest.mark.combinations("pairs")
 @pytest.mark.parametrize("at", [0, 2], ids=["first", "last"])
 @pytest.mark.parametrize("where", ["forward", "loss", "backward"])
 @pytest.mark.parametrize(

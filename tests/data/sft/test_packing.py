@@ -93,6 +93,7 @@ def trained(layout: str, path: Path, pack: bool, size: dict[str, int]) -> tuple[
         return out.loss, out.grad_norm, out.num_tokens, grads
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(
     ("layout", "pack", "size"),
     [

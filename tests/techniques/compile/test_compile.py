@@ -116,6 +116,7 @@ def lora():
     return made
 
 
+@pytest.mark.combinations("pairs")
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2"])
 @pytest.mark.parametrize("compile", [None, EAGER])
 def test_t32_small_trained_parts_of_frozen_blocks_keep_their_gradients(ranks, layout, compile):

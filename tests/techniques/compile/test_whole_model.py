@@ -38,6 +38,7 @@ def gradients_or_error(layout, compiles, is_same):
         return [param.grad.clone() for param in model.parameters()]
 
 
+@pytest.mark.combinations("pairs")
 @pytest.mark.parametrize("is_same", [True, False])
 @pytest.mark.parametrize("compiles", ["nothing", "blocks", "in place", "a wrapper"])
 def test_equal_data_on_every_rank_counts_for_each_or_is_refused(ranks, compiles, is_same):

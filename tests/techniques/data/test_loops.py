@@ -70,6 +70,7 @@ def assert_equal(found: dict, want: dict) -> None:
             )
 
 
+@pytest.mark.combinations("pairs")
 @pytest.mark.parametrize("accumulate_num", [1, 2])
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 1e-4])
 @pytest.mark.parametrize("loop", list(LOOPS))
@@ -305,6 +306,7 @@ def without_the_last(layout: str, then: str) -> str:
         return "no error"
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
 @pytest.mark.parametrize(
     "then", ["clip_grad_norm_", "clip_grad_value_", "unscale_gradients_", "a window", "a step", "a local step"]

@@ -530,6 +530,7 @@ def t_direct_submodule_call(layout: str, part: str, warm: bool):
         return None, None, found
 
 
+@pytest.mark.combinations("pairs")
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("part", ["blocks.1", "blocks.1.inner", "head"])
 @pytest.mark.parametrize("layout", [DDP, FSDP])

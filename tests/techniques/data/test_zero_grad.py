@@ -67,6 +67,7 @@ def looped(layout: str, unit: int | None, place: str) -> list[dict[str, Tensor |
         return found
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("layout", "unit"), LAYOUTS)
 def test_gradients_are_cleared_wherever_the_script_does_it(ranks, layout, unit, place):

@@ -83,6 +83,7 @@ def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return sum(float((grads[name].double() - exact[name]).pow(2).sum()) for name in exact) ** 0.5
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @every_layout(*KINDS)
 def test_bf16_gradients_are_as_good_as_one_process_has_them(ranks, layout, accumulate):
@@ -157,6 +158,7 @@ def gradient_of_scale(layout: str, accumulate: int) -> list[Tensor]:
         return [whole(param.grad) for param in model.parameters()]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @every_layout(*KINDS)
 def test_gradients_are_summed_in_fp32(ranks, layout, accumulate):

@@ -27,6 +27,7 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=100, **options)
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -45,6 +46,7 @@ def test_gradients_with_dropout_are_one_processs(ranks, layout, way):
 RUNS = {"none": (1, 1, 1), "full": (2, 2, 2), "selective": (2, 2, 2), "every-2": (2, 1, 2), "by-name": (2, 1, 2)}
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["one-fsdp2", "ddp-2", "fsdp-2"])
 @pytest.mark.parametrize("way", list(RUNS))
 def test_blocks_run_as_often_as_asked(ranks, layout, way):

@@ -113,6 +113,7 @@ def routed():
     return tower(Router)
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", PAIR)
 @pytest.mark.parametrize("remat", ["full", "selective", Remat(mode="selective", save=("attention", "aten.tanh"))])
 def test_t30_dropout_and_noise_are_those_of_the_first_run(ranks, layout, remat):

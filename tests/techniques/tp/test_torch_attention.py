@@ -86,6 +86,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(
     ("name", "layout"), [pytest.param(*cell, marks=[pytest.mark.soak] if slow else []) for *cell, slow in CELLS]
 )

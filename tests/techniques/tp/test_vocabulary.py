@@ -19,6 +19,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
