@@ -552,8 +552,8 @@ def test_records_beyond_4_gib_are_placed_as_zip_readers_expect(tmp_path):
 
 
 def test_memory_stays_bounded(tmp_path):
-    """A tensor of 200 MB, and another whose dtype changes: memory grows by a few buffers."""
-    torch.save({"a": torch.ones(50 << 20, dtype=torch.int32), "b": torch.ones(32 << 20)}, tmp_path / "a.pt")
+    """A tensor of 100 MB, and another whose dtype changes: memory grows by a few buffers."""
+    torch.save({"a": torch.ones(25 << 20, dtype=torch.int32), "b": torch.ones(24 << 20)}, tmp_path / "a.pt")
     code = """
         import resource, sys
         from pathlib import Path

@@ -168,20 +168,28 @@ def in_pieces(layout, root, *args):
 READERS = [(None, None), (Ahead, None), (Delegates, None), (Delegates, "reader"), (Careful, "reader")]
 
 
-def exact(layout, root):
+def exact(layout, root, datasets, readers):
     wrong = []
-    for dataset in (Plain, Counting, Draws):
+    for dataset in datasets:
         whole = script(layout, root / "whole" / dataset.__name__, dataset, 6)[0]
-        for n, (wrap, given) in enumerate(READERS):
+        for n, (wrap, given) in enumerate(readers):
             pieces = in_pieces(layout, root / f"{dataset.__name__}{n}", dataset, wrap, given)
             if [seen for piece, _ in pieces for seen in piece] != whole or any(said for _, said in pieces):
                 wrong.append((dataset.__name__, n, [said for _, said in pieces]))
     return wrong
 
 
-@pytest.mark.parametrize(("layout", "num"), [("dp_shard=1", 1), ("dp_replicate=2", 2)])
-def test_readers_ahead_and_datasets_with_a_state_are_resumed_exactly(ranks, tmp_path, layout, num):
-    assert ranks.run(exact, num, layout, tmp_path) == [[]] * num
+@pytest.mark.parametrize(
+    ("layout", "num", "datasets", "readers"),
+    [
+        ("dp_shard=1", 1, (Plain, Counting, Draws), READERS),
+        ("dp_replicate=2", 2, (Counting, Draws), READERS[2:4]),
+        pytest.param("dp_replicate=2", 2, (Plain, Counting, Draws), READERS, marks=pytest.mark.soak),
+    ],
+    ids=["dp_shard=1", "dp_replicate=2", "dp_replicate=2-all"],
+)
+def test_readers_ahead_and_datasets_with_a_state_are_resumed_exactly(ranks, tmp_path, layout, num, datasets, readers):
+    assert ranks.run(exact, num, layout, tmp_path, datasets, readers) == [[]] * num
 
 
 def with_workers(layout, root):

@@ -41,7 +41,7 @@ def compare(run, size: int, layout: str, options: dict, steps: int = 2, **more: 
     return verify(
         case.build,
         layout,
-        batches=case.windows(steps, 3 * size),
+        batches=case.windows(steps, 2 * size),
         loss=case.loss,
         count=case.count,
         forward=case.forward,

@@ -113,8 +113,8 @@ def test_tokens_are_guessed_that_a_model_has_positions_for(model_file, warm):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_difference_names_the_tensor(model_file):
-    done = _verify_alone(f"{model_file}:forgetful", "--layout", "dp_replicate=2", cwd=model_file.parent)
+def test_a_difference_names_the_tensor(model_file, warm):
+    done = _verify(f"{model_file}:forgetful", "--layout", "dp_replicate=2", cwd=model_file.parent)
     assert done.returncode == 1
     assert "VerifyError" in done.stderr and "differs at step 1" in done.stderr and "Traceback" not in done.stderr
     assert "random numbers are drawn in the model's own forward" in done.stderr and "report" not in done.stderr

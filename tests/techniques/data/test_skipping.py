@@ -170,12 +170,13 @@ def test_blocks_used_by_another_method_that_ranks_keep(ranks, where):
     check(ranks, where, METHODS, timeout_s=100)
 
 
-OPTIONS = {"remat": FEW, "compile": SAMPLE[1:2], "offload": FEW, "kept": FEW, "much prefetch": FEW, "hsdp": SAMPLE}
+OPTIONS = {"remat": FEW, "kept": FEW, "hsdp": SAMPLE[1:]}
+RARELY = {"compile": SAMPLE[1:2], "offload": FEW, "much prefetch": FEW, "kept over 2 of 4": SAMPLE}
 
 
-@pytest.mark.parametrize("where", [*OPTIONS, pytest.param("kept over 2 of 4", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("where", [*OPTIONS, *(pytest.param(where, marks=pytest.mark.soak) for where in RARELY)])
 def test_skipped_blocks_under_options(ranks, where):
-    check(ranks, where, OPTIONS.get(where, SAMPLE))
+    check(ranks, where, (OPTIONS | RARELY)[where])
 
 
 @pytest.mark.soak
