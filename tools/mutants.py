@@ -679,8 +679,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "python-numbers-drawn-anew",
-        "            stack.enter_context(self.numbers.again())",
-        "            pass",
+        "with self.numbers.again(), self._surroundings():",
+        "with self._surroundings():",
         "tests/techniques/remat/test_traps_remat.py -k dropout_and_noise",
         "numbers of Python and numpy are other ones when a block runs again",
     ),

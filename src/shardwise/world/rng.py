@@ -25,6 +25,7 @@ __all__ = [
     "forked_rng",
     "forked_streams",
     "generators_among",
+    "has_generator",
     "is_generator",
     "seed_all",
     "set_state",
@@ -90,6 +91,11 @@ def is_generator(value: Any) -> bool:
     return _is_kind_of_generator(type(value))
 
 
+def has_generator(kinds: Iterable[type]) -> bool:
+    """Whether one of these types is that of a random generator."""
+    return any(map(_is_kind_of_generator, kinds))
+
+
 def generators_among(values: Iterable[Any]) -> list[Any]:
     """Those of ``values`` that are random generators: quick, for many values."""
     return [value for value in values if _is_kind_of_generator(type(value))]
@@ -117,15 +123,9 @@ class GlobalNumbers:
             self._torch_generators.append(torch.cuda.default_generators[device.index or 0])
         self._begin = self._now()
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self) -> contextlib.AbstractContextManager[None]:
         """Within: the numbers of the first run. Afterwards all go on from where they were."""
-        before = self._now()
-        self._put(self._begin, before)
-        try:
-            yield
-        finally:
-            self._put(before, self._now())
+        return _Again(self)
 
     def _now(self) -> tuple[Any, Any, list[Tensor]]:
         return _python_state(), _numpy_state(), [generator.get_state() for generator in self._torch_generators]
@@ -139,6 +139,20 @@ class GlobalNumbers:
         for generator, state, current in zip(self._torch_generators, wanted[2], now[2], strict=True):
             if _differs(state, current):
                 generator.set_state(state)
+
+
+class _Again(contextlib.AbstractContextManager[None]):
+    """No generator function: an exception that ends the second run early, as most do, would be thrown into it."""
+
+    def __init__(self, numbers: GlobalNumbers):
+        self._numbers = numbers
+
+    def __enter__(self) -> None:
+        self._before = self._numbers._now()
+        self._numbers._put(self._numbers._begin, self._before)
+
+    def __exit__(self, *_: object) -> None:
+        self._numbers._put(self._before, self._numbers._now())
 
 
 def _differs(a: Tensor, b: Tensor) -> bool:

@@ -34,7 +34,7 @@ from shardwise.techniques.remat.operators import KeepChosen, keep_policy
 from shardwise.techniques.remat.recomputation_check import digest_of_result, same_output
 from shardwise.techniques.remat.selection import Selection
 from shardwise.techniques.technique import Act
-from shardwise.world import GlobalNumbers, World, generators_among, snapshot
+from shardwise.world import GlobalNumbers, World, generators_among, has_generator, snapshot
 
 __all__ = ["RematAct"]
 
@@ -217,17 +217,7 @@ class _Runs:
             self.digest = digest_of_result(output) if self.is_checked else []
             return output
         args, kwargs = (leaves, {}) if self.spec is None else tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.numbers.again())
-            if self.buffers:
-                stack.enter_context(_buffers_as(self.buffers))
-            for generator, put_back in self.generators:
-                stack.callback(snapshot(generator))
-                put_back()
-            active = function_modes()
-            for mode in self.modes:
-                if not any(mode is other for other in active):
-                    stack.enter_context(mode)
+        with self.numbers.again(), self._surroundings():
             try:
                 gather_parts(self.state.parts)
                 output = run(*args, **kwargs)
@@ -242,10 +232,33 @@ class _Runs:
                 setattr(error, _SECOND, self)
                 raise
 
+    def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
+        """Context manager for the second run: buffers, generators and function modes as in the first."""
+        if not (self.buffers or self.generators or self.modes):
+            return contextlib.nullcontext()
+        with contextlib.ExitStack() as stack:
+            if self.buffers:
+                stack.enter_context(_buffers_as(self.buffers))
+            for generator, put_back in self.generators:
+                stack.callback(snapshot(generator))
+                put_back()
+            active = function_modes()
+            for mode in self.modes:
+                if not any(mode is other for other in active):
+                    stack.enter_context(mode)
+            return stack.pop_all()
+
 
 def _generators(modules: Sequence[nn.Module], leaves: Sequence[Any]) -> list[Any]:
     """Random generators that the block's modules keep as attributes, or that are passed to it."""
-    kept = [value for child in modules for value in generators_among(child.__dict__.values())]
+    kinds: set[type] = set()  # few, of many values: a block keeps no generator, as a rule
+    for child in modules:
+        kinds.update(map(type, child.__dict__.values()))
+    kept = (
+        [value for child in modules for value in generators_among(child.__dict__.values())]
+        if has_generator(kinds)
+        else []
+    )
     passed = [value for leaf in leaves if not isinstance(leaf, _PLAIN) for value in generators_among(leaves_of(leaf))]
     return list({id(value): value for value in (*kept, *passed)}.values())
 
