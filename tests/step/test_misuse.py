@@ -1,6 +1,7 @@
 """What people type at first, and what would train silently wrong: each is named, with the call to make instead."""
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -222,3 +223,18 @@ def other_call():
 def test_a_call_of_rank_0_alone_while_others_train_on_is_named(ranks):
     for text in ranks.run(other_call, 2):
         assert "full_state_dict" in text and "window 1, before forward" in text
+
+
+def _left_out(given):
+    with sw.init("dp_shard=2", device="cpu") as world, warnings.catch_warnings(record=True) as caught:
+        model = sw.parallelize(build(), world)
+        warnings.simplefilter("always")
+        params = list(model.parameters())
+        sw.TrainStep(model, torch.optim.SGD(params[:given] if given else params, lr=0.1), loss=sum_loss)
+        return [str(warning.message) for warning in caught]
+
+
+def test_an_optimizer_of_some_parameters_is_told_which_are_never_changed(ranks):
+    (said,), others = ranks.run(_left_out, 2, 1)
+    assert "SGD holds 1 of the model's" in said and "without 0.bias, 2.weight, 2.bias: they are never changed" in said
+    assert others == [] and ranks.run(_left_out, 2, None) == [[], []]

@@ -6,7 +6,7 @@ No heavy imports: the command line uses it before it knows what else to import.
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["closest", "did_you_mean", "listing", "missing_blank"]
+__all__ = ["closest", "did_you_mean", "first_few", "listing", "missing_blank"]
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -49,6 +49,12 @@ def listing(names: Iterable[str]) -> str:
     known = list(names)
     more = f" and {len(known) - 16} more" if len(known) > 20 else ""
     return (", ".join(known[:16] if more else known) or "(none)") + more
+
+
+def first_few(names: Iterable[str]) -> str:
+    """Names as text where some are enough: ``a, b, c and 4 more``."""
+    known = list(names)
+    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
 
 
 def _plain(name: str) -> str:

@@ -1,6 +1,7 @@
 """Checks of the model, optimizer, scheduler and loss before a training step computes anything; and errors for a loss
 that has no gradient."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.config.suggest import first_few
 from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.model.pytrees import leaves_of
 from shardwise.parallel import Runtime
 from shardwise.parallel.stale import replaced_name
+from shardwise.step.parameter_groups import has_groups
 
 __all__ = [
     "explain_no_gradient",
@@ -25,6 +28,7 @@ __all__ = [
     "refuse_torch_loss",
     "refuse_unfit",
     "refuse_unused",
+    "warn_of_left_out",
 ]
 
 
@@ -118,6 +122,20 @@ def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -
             why="it was built before the module was sharded, or for another model: its steps would change nothing",
             fix="build the optimizer from model.parameters() after parallelize",
             name=replaced_name(strange),
+        )
+
+
+def warn_of_left_out(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
+    """Warns, on rank 0, of trainable parameters that ``optim`` does not hold, unless the model makes its groups itself: that
+    has warned."""
+    held = {id(param) for group in optim.param_groups for param in group["params"]}
+    rest = [name for name in runtime.trainable if id(runtime.parameters[name]) not in held]
+    if rest and runtime.world.is_main and not has_groups(runtime.module):
+        warnings.warn(
+            f"{type(optim).__name__} holds {len(runtime.trainable) - len(rest)} of the model's {len(runtime.trainable)} trainable "
+            f"parameters, without {first_few(rest)}: they are never changed, and count in the norm of the gradients. If that "
+            "is meant, call requires_grad_(False) on them before parallelize; else give the optimizer model.parameters()",
+            stacklevel=3,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.suggest import first_few
 from shardwise.errors import UsageError
 from shardwise.model.calling import methods_called
 from shardwise.parallel import runtime_of
@@ -69,9 +70,8 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
     rest = {names[id(p)]: p for p in model.parameters() if p.requires_grad and id(p) not in seen}
     if rest and methods and getattr(methods[0], "__self__", None) is model:
         warnings.warn(
-            f"{_METHOD}() of {type(model).__name__} leaves out {', '.join(list(rest)[:3])}"
-            + (f" and {len(rest) - 3} more" if len(rest) > 3 else "")
-            + ", which the optimizer will not change; if that is meant, call requires_grad_(False) on them before parallelize",
+            f"{_METHOD}() of {type(model).__name__} leaves out {first_few(rest)}, which the optimizer will not change; if that is "
+            "meant, call requires_grad_(False) on them before parallelize",
             stacklevel=3,
         )
     elif rest:

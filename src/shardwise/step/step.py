@@ -25,6 +25,7 @@ from shardwise.step.guards import (
     refuse_parameters,
     refuse_torch_loss,
     refuse_unfit,
+    warn_of_left_out,
 )
 from shardwise.step.local_optimizer import local_optimizer
 from shardwise.step.loss import (
@@ -143,6 +144,7 @@ class TrainStep:
         refuse_parameters(loss)
         runtime = runtime_of(model)
         refuse_unfit(runtime, optim, scheduler)
+        warn_of_left_out(runtime, optim)
         clipping.refuse_unfit(runtime)
         self.model, self.optim, self.scheduler = model, optim, scheduler
         loss = with_count(loss, count)
