@@ -29,6 +29,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "shardwise.verify.preload",
     "shardwise.state.checkpoint",
+    "short_texts",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "t5", "bert", "vit")),
 )
 
