@@ -1,7 +1,7 @@
 """Scripts that end badly, as whole programs: run as ``python endings.py`` it forks the ranks of one scenario a line.
 
 Each rank is a process that runs its scenario at top level and ends as an interpreter ends (exception hook, exit handlers),
-with nothing around it that a launcher would add; torch is imported once for all of them.
+with nothing around it that a launcher would add; torch, and what a step imports, is imported once for all of them.
 """
 
 import atexit
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+import shardwise.verify.preload  # each rank would import it itself: some seconds
 from shardwise.launch import held_port
 from shardwise.world import connections, guard
 
@@ -83,6 +84,26 @@ def out_of_memory_on_the_keeper():
 def out_of_memory_in_with():
     with _patient_world() as world:
         _step(_model(world), 1, RuntimeError("out of memory"))
+
+
+def _mean_twice(world):
+    """An error that every rank has."""
+
+    def mean(output, batch):
+        return torch.nn.functional.mse_loss(output, batch["y"])
+
+    model = _model(world)
+    step = sw.TrainStep(model, torch.optim.SGD(model.parameters()), loss=mean, count=lambda batch: len(batch["y"]))
+    step([{"x": torch.randn(4, 4), "y": torch.randn(4, 4) + RANK}])
+
+
+def error_of_all():
+    _mean_twice(_patient_world())
+
+
+def error_of_all_in_with():
+    with _patient_world() as world:
+        _mean_twice(world)
 
 
 def _bare_loop(world, where):

@@ -198,6 +198,17 @@ def test_fewer_windows_on_one_rank_are_named(ended):
     assert "rank 0 failed at window 2" in own or "rank 1 left" in own
 
 
+@pytest.mark.parametrize("name", ["error_of_all", "error_of_all_in_with"])
+def test_an_error_of_every_rank_is_shown_once_with_the_lines_of_the_script(ended, name):
+    """As torchrun shows it: test_uncaught.py."""
+    codes, texts = ended(name)
+    assert codes == [1, 1]
+    told = [line for text in texts for line in text.splitlines() if line.startswith("[rank")]
+    assert sum("why: the micro-batch twice over" in line for line in told) == 1, texts
+    assert sum("a loss that takes a mean (shown by rank" in line for line in told) == 1, texts
+    assert any("step([{" in line for line in told) and not any("shardwise/" in line for line in told), texts
+
+
 # ---- with a launcher ----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,6 @@
-"""An error that a script does not catch, as torchrun shows it: once, with the script's own lines."""
+"""An error that a script does not catch, as torchrun shows it: once, with the script's own lines.
+
+Ranks without a launcher show it in each run of the tests: test_lost_ranks.py."""
 
 import subprocess
 import sys
@@ -24,7 +26,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("with_block", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("with_block", [True, False])
 def test_an_error_of_every_rank_is_shown_once_with_the_lines_of_the_script(tmp_path, with_block):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("WITH", str(with_block)))
