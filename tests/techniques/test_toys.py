@@ -1,7 +1,8 @@
 """A technique is one folder and one row: two toys, put into a copy of the package, are taken by everything that takes a technique.
 
 The copy is the package of the moment; each toy's folder is copied into ``techniques`` and its row is written into ``__init__.py``.
-Nothing else is changed, and what a user would start is started: the command line, torchrun, a script.
+Nothing else is changed, and what a user would start is run: the command line, ranks of a launcher, a script. What takes ranks is run
+on warm ones, of a process that has the copy imported.
 """
 
 import json
@@ -15,6 +16,7 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 TOYS = Path(__file__).parent / "toys"
+COMMANDS = Path(__file__).resolve().parents[1] / "cli" / "commands.py"
 ROWS = {"adapter": '        "precision",', "rows": '        "precision",'}  # a toy's row stands before this one
 
 
@@ -30,27 +32,52 @@ def tree(tmp_path_factory):
         assert ROWS[toy] in text
         text = text.replace(ROWS[toy], f'        "{toy}",\n{ROWS[toy]}')
     rows.write_text(text)
-    for script in TOYS.glob("*.py"):
+    for script in (*TOYS.glob("*.py"), COMMANDS):
         shutil.copy(script, folder)
     return folder
 
 
+def environment(tree):
+    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture(scope="module")
+def warm(tree):
+    """A function that gives what a command prints on two warm ranks, or what a script on them writes into ``out.json``."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import warm; warm.main()"],
+        cwd=tree,
+        env=environment(tree),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def run_warm(how, *words, code=0):
+        process.stdin.write(json.dumps([how, *words]) + "\n")
+        process.stdin.flush()
+        line = next(line for line in process.stdout if line.startswith("ANSWER "))
+        found, text = json.loads(line.removeprefix("ANSWER "))
+        assert found == code, text
+        return text
+
+    yield run_warm
+    process.stdin.close()
+    process.wait(timeout=60)
+    process.stdout.close()
+
+
 def run(tree, *command, code=0):
     """What a command in ``tree`` prints."""
-    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def sw(tree, *words, code=0):
     return run(tree, "-m", "shardwise", *words, code=code)
-
-
-def torchrun(tree, script, *words):
-    """What rank 0 of two writes into ``out.json``."""
-    run(tree, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *words)
-    return json.loads((tree / "out.json").read_text())
 
 
 # ---- parameters that are added before the module is read ----------------------------------------------------------------
@@ -77,14 +104,14 @@ def test_a_run_with_the_adapter_is_proved_and_exports_it(tree):
         assert {"a.low", "a.high", "b.low", "b.high", "a.linear.weight"} <= {*weights.keys()}
 
 
-def test_verify_changes_both_sides(tree):
+def test_verify_changes_both_sides(warm):
     words = ["verify", "models.py:Needs", "--layout=dp_shard=2", "--steps=2", "--accumulate=1"]
-    assert "its layers have no adapter" in sw(tree, *words, code=2)
-    assert "equal: 2 ranks" in sw(tree, *words, "--parallel.adapter.rank=2")
+    assert "its layers have no adapter" in warm(*words, code=2)
+    assert "equal: 2 ranks" in warm(*words, "--parallel.adapter.rank=2")
 
 
-def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(tree):
-    out = torchrun(tree, "use_adapter.py")
+def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(warm):
+    out = json.loads(warm("script", "use_adapter.py"))
     assert "adapter: rank 2: beside 2 linear layers" in out["described"]
     assert out["trained"] == ["embed.weight", "a.low", "a.high", "norm.weight", "norm.bias", "b.low", "b.high"]
     assert out["again"] and "adapter" in out["signature"]
@@ -94,11 +121,15 @@ def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(tree):
 # ---- a new axis, and gradients of which each rank has a part ------------------------------------------------------------
 
 
-def test_an_axis_is_refused_until_a_technique_uses_it(tree):
-    told = sw(tree, "verify", "models.py:Words", "--layout=cp=2", code=1)
+def test_an_axis_is_refused_until_a_technique_uses_it(tree, warm):
+    told = warm("verify", "models.py:Words", "--layout=cp=2", code=1)
     assert "cp is a planned axis" in told and "axes that work: pp, dp_replicate, dp_shard, tp" in told
-    script = "import shardwise as sw; sw.init('dp_shard=1,cp=2')"
-    assert "axes that work: pp, dp_replicate, dp_shard, tp" in run(tree, "-c", script, code=1)
+    (tree / "use_cp.py").write_text(
+        "import json, shardwise as sw\n"
+        "try: sw.init('dp_shard=1,cp=2')\n"
+        "except sw.UnsupportedError as error: json.dump(str(error), open('out.json', 'w'))\n"
+    )
+    assert "axes that work: pp, dp_replicate, dp_shard, tp" in warm("script", "use_cp.py")
 
 
 @pytest.mark.soak
@@ -118,7 +149,7 @@ def test_rows_cut_over_pp_train_as_one_process_does(tree):
     assert broken.startswith("norm.weight") and "hold different values of the same piece" in broken
 
 
-def test_a_run_on_a_new_axis_is_proved(tree):
-    words = ["--model.build=models.py:Words", "--model.args={size: 256}", "--parallel.rows=true", "--nproc=2"]
+def test_a_run_on_a_new_axis_is_proved(warm):
+    words = ["--model.build=models.py:Words", "--model.args={size: 256}", "--parallel.rows=true"]
     more = ["--parallel.layout=pp=2", "--train.steps=2", "--data.seq_len=16", "--log.dir=cut", "--log.plot=false"]
-    assert "largest gradient difference" in sw(tree, "train", *words, *more)
+    assert "largest gradient difference" in warm("train", *words, *more)
