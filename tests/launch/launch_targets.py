@@ -46,12 +46,17 @@ def fail_on(rank):
     time.sleep(60)
 
 
-def fail_everywhere(folder):
-    """Once all ranks are there: one that starts seconds later than the others is ended before it can fail as well."""
+def meet(folder):
+    """Waits until all ranks are there: on a busy machine one may start seconds later than the others."""
     Path(folder, str(RANK)).touch()
     deadline = time.monotonic() + 30
     while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def fail_everywhere(folder):
+    """Once all ranks are there: one that comes later is ended before it can fail as well."""
+    meet(folder)
     raise ValueError("boom")
 
 
@@ -70,8 +75,9 @@ def fail_unpicklable():
     raise UnpicklableError("one", "two")
 
 
-def echo_first(text):
+def echo_first(text, folder):
     """Rank 0 reports the loss of its peer before rank 1 reports why it left."""
+    meet(folder)
     if RANK == 0:
         if text:
             raise RuntimeError(text)
@@ -80,7 +86,8 @@ def echo_first(text):
     raise KeyError("the cause")
 
 
-def echo_first_of_a_kill():
+def echo_first_of_a_kill(folder):
+    meet(folder)
     if RANK == 0:
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
     time.sleep(0.3)
@@ -96,9 +103,11 @@ def signal_self(rank, number, directory=None):
     time.sleep(60)
 
 
-def stop_one_of_a_world(timeout_s):
+def stop_one_of_a_world(timeout_s, folder):
     import shardwise as sw
+    import shardwise.verify.preload
 
+    meet(folder)  # with torch imported: the limit is also that of the ranks' meeting
     with sw.init("dp_shard=2", device="cpu", timeout_s=timeout_s) as world:
         world.barrier()
         if RANK:

@@ -200,15 +200,15 @@ def test_exception_that_cannot_travel_is_told_in_words():
 
 
 @pytest.mark.parametrize("text", ["", "Connection closed by peer [127.0.0.1]:1234"])
-def test_cause_is_named_though_its_echo_was_heard_first(text):
+def test_cause_is_named_though_its_echo_was_heard_first(tmp_path, text):
     with pytest.raises(RankError, match="the cause") as caught:
-        launch("echo_first", text)
+        launch("echo_first", text, str(tmp_path))
     assert caught.value.ranks == (1,)
 
 
-def test_kill_is_named_though_its_echo_was_heard_first():
+def test_kill_is_named_though_its_echo_was_heard_first(tmp_path):
     with pytest.raises(RankError, match="SIGKILL") as caught:
-        launch("echo_first_of_a_kill")
+        launch("echo_first_of_a_kill", str(tmp_path))
     assert caught.value.ranks == (1,)
 
 
@@ -271,13 +271,14 @@ def test_stopped_rank_is_named_and_ended(tmp_path):
     assert still_alive(noted(tmp_path, 2)) == []
 
 
-def test_a_stopped_rank_is_named_as_such_where_its_peer_tells_first():
+def test_a_stopped_rank_is_named_as_such_where_its_peer_tells_first(tmp_path):
     """The peer's limit is shorter than the time after which a stopped rank counts as failed; and no grace is given to it."""
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 1 is stopped") as caught:
-        launch("stop_one_of_a_world", 3, grace_s=60, stopped_s=60)
+        preload = PRELOAD and ("shardwise.verify.preload",)  # torch, once for both
+        launch("stop_one_of_a_world", 5, str(tmp_path), grace_s=90, stopped_s=90, preload=preload)
     assert caught.value.ranks == (1,) and "in state T for more than" in str(caught.value)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
 
 def test_time_limit_names_the_ranks_and_shows_their_stacks(capfd):
@@ -368,6 +369,7 @@ def test_second_ctrl_c_does_not_wait_for_the_grace(parent):
     assert still_alive(pids) == []
 
 
+@pytest.mark.combinations("pairs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_with_notice_lets_ranks_stop_in_order(parent, number, times):
@@ -402,13 +404,14 @@ def test_a_signal_with_notice_ends_ranks_that_have_nothing_to_save(parent):
     assert still_alive(pids) == []
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("ends", ["the time", "a second signal"])
 def test_ranks_that_do_not_stop_are_ended(parent, ends):
     process, pids = parent(
-        function="never_save_when_told", count=2, grace_s=0.2, notice_s=2.6 if ends == "the time" else 1000
+        function="never_save_when_told", count=2, grace_s=0.2, notice_s=1.6 if ends == "the time" else 1000
     )
     process.send_signal(signal.SIGTERM)
-    time.sleep(2.2)
+    time.sleep(0.6 if ends == "the time" else 2.2)  # within 2 s of the first another one is taken for the same request
     assert process.poll() is None
     if ends == "a second signal":
         process.send_signal(signal.SIGTERM)
