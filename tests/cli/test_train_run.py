@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from shardwise.cli import main as cli
 from shardwise.cli.train import NEXT, next_commands
 from shardwise.config import dump_config
+from shardwise.errors import RankError
 from shardwise.run.config import load_config
 from shardwise.run.metrics import read_metrics
 
@@ -238,10 +239,15 @@ def test_an_error_on_a_rank_is_told_once_as_a_sentence(tmp_path, text):
     assert not (tmp_path / "a").exists()
 
 
-def test_torchrun_works_as_it_is(tmp_path, text):
+def test_torchrun_works_as_it_is(tmp_path):
+    np.save(
+        tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16) % 256
+    )  # no text: nothing is written before and after
+
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
     node = "--parallel.layout=dp_replicate=-1,dp_shard=node"
-    done = start(tmp_path, "train", *TINY, node, f"--data.path={text}", before=torchrun)
+    words = (*TINY, node, "--data.path=tokens.npy", "--train.prove=false")
+    done = start(tmp_path, "train", *words, before=torchrun)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "layout     dp_shard=2: " in done.stdout
     assert done.stdout.count("ranks      2, as the launcher of this environment started them") == 1
@@ -462,13 +468,13 @@ def test_ctrl_c_at_the_start_leaves_nothing(tmp_path, text):
     assert "kept" not in done.stdout and not (tmp_path / "runs").exists()
 
 
-def test_an_older_run_is_untouched_by_one_that_never_began(tmp_path, text):
+def test_an_older_run_is_untouched_by_one_that_never_began(ranks, tmp_path, text):
     folder = tmp_path / "runs/latest"
     folder.mkdir(parents=True)
     for name in ("config.yaml", "metrics.jsonl", "metrics.previous.jsonl"):
         (folder / name).write_text(name)
-    done = start(tmp_path, *own(tmp_path, text, "raise ValueError('bad')\n"), "--nproc=2")
-    assert done.returncode == 1 and "ValueError: bad" in done.stderr
+    with pytest.raises(RankError, match="ValueError: bad"):
+        on_ranks(ranks, *own(tmp_path, text, "raise ValueError('bad')\n"), folder=tmp_path)
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         name: name for name in ("config.yaml", "metrics.jsonl", "metrics.previous.jsonl")
     }
