@@ -64,8 +64,9 @@ def weights(folder: Path) -> bytes:
 
 def test_one_rank_ends_the_run_in_order_and_it_can_go_on(ranks, tmp_path):
     plain, ended = tmp_path / "plain", tmp_path / "ended"
-    train(ranks, tmp_path, "plain", 3)
-    said = train(ranks, tmp_path, "ended", 8, "--train.callback=own.py:third")
+    unproved = "--train.prove=false"
+    train(ranks, tmp_path, "plain", 3, unproved)
+    said = train(ranks, tmp_path, "ended", 8, unproved, "--train.callback=own.py:third")
     assert "ended after step 3, as train.callback=own.py:third asked" in said and "after 3 steps" in said
     assert weights(ended) == weights(plain)
     assert [row["step"] for row in rows(ended, "step")] == [1, 3] and [row["step"] for row in rows(ended, "val")] == [3]
@@ -75,10 +76,10 @@ def test_one_rank_ends_the_run_in_order_and_it_can_go_on(ranks, tmp_path):
     assert seen[0] == seen[1] and len(seen[0].splitlines()) == 3
     if sys.platform == "linux":  # as ps shows them
         assert [(tmp_path / f"comm-{rank}.txt").read_text() for rank in (0, 1)] == ["sw:0/2 train\n", "sw:1/2 train\n"]
-    more = train(ranks, tmp_path, "ended", 5, "--train.callback=own.py:see")
+    more = train(ranks, tmp_path, "ended", 5, unproved, "--train.callback=own.py:see")
     assert "from step 3" in more
     assert len((tmp_path / "seen-0.txt").read_text().splitlines()) == 5
-    train(ranks, tmp_path, "plain", 5)
+    train(ranks, tmp_path, "plain", 5, unproved)
     assert weights(ended) == weights(plain)
 
 
