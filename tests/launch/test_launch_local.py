@@ -271,6 +271,8 @@ def test_stopped_rank_is_named_and_ended(tmp_path):
     assert still_alive(noted(tmp_path, 2)) == []
 
 
+# The launcher names it, as above for both ways; as interpreters each imports torch itself.
+@pytest.mark.parametrize("preload", [pytest.param("interpreters", marks=pytest.mark.soak), "forked"], indirect=True)
 def test_a_stopped_rank_is_named_as_such_where_its_peer_tells_first(tmp_path):
     """The peer's limit is shorter than the time after which a stopped rank counts as failed; and no grace is given to it."""
     began = time.monotonic()
@@ -316,6 +318,7 @@ def test_silent_exit_is_a_failure_and_exit_zero_is_none():
     assert launch("exit_with", 0, False) == [None, None]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("whole", [True, False])
 def test_sys_exit_on_one_rank_is_the_failure_where_the_others_missed_it(whole):
     with pytest.raises(RankError, match="rank 1 exited with code 0 without a result") as caught:
@@ -341,6 +344,7 @@ def test_children_of_ranks_end_with_their_rank(tmp_path):
     assert still_alive(noted(tmp_path, 2)) == []
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(("number", "codes"), [(signal.SIGINT, (-2, 130)), (signal.SIGTERM, (143,))])
 def test_signal_to_the_parent_ends_ranks_and_their_children(parent, number, codes):
     process, pids = parent()
