@@ -152,15 +152,9 @@ def layout_of(
             layouts that work.
         UnsupportedError: an axis that is not in ``axes``.
     """
-    degrees: dict[str, int | str] = dict(value.degrees) if isinstance(value, Layout) else parse_layout(value)
-    text = str(value) if isinstance(value, str | Layout) else ",".join(f"{a}={d}" for a, d in degrees.items())
-    for axis, degree in degrees.items():
-        if axis not in axes and degree != 1:
-            raise UnsupportedError(
-                f"layout {text!r}: {axis}={degree}",
-                why=f"{axis} is a planned axis; its technique does not exist yet",
-                fix=f"leave {axis} out; axes that work: {', '.join(axis for axis in AXES if axis in axes)}",
-            )
+    given = {a: d for a, d in value.degrees.items() if d != 1} if isinstance(value, Layout) else value
+    degrees = parse_layout(given, axes)
+    text = str(value) if isinstance(value, str | Layout) else _text_of(degrees)
     ranks = f"{num_ranks} rank" + ("s" if num_ranks != 1 else "")
     size = _node_size(text, num_ranks, ranks_per_node) if NODE in degrees.values() else 0
     found = {axis: size if degree == NODE else int(degree) for axis, degree in degrees.items()}
@@ -169,12 +163,13 @@ def layout_of(
     )
 
 
-def parse_layout(value: str | Mapping[str, int | str]) -> dict[str, int | str]:
-    """Degree of each axis as written; ``-1`` and ``node`` are kept.
+def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = AXES) -> dict[str, int | str]:
+    """Degree of each axis as written; ``-1`` and ``node`` are kept. ``axes``: those that some technique uses.
 
     Raises:
         LayoutError: not ``axis=degree`` pairs, unknown axis, an axis given twice, degree 0 or below -1, ``node`` for an
             axis other than ``dp_shard``.
+        UnsupportedError: a degree other than 1 of an axis that is not in ``axes``.
     """
     pairs = list(_pairs(value)) if isinstance(value, str) else list(value.items())
     degrees: dict[str, int | str] = {}
@@ -203,7 +198,18 @@ def parse_layout(value: str | Mapping[str, int | str]) -> dict[str, int | str]:
             why="only one axis can take whatever ranks are left",
             fix=f"give {several[0]} a number",
         )
+    for axis, degree in degrees.items():
+        if axis not in axes and degree != 1:
+            raise UnsupportedError(
+                f"layout {_text_of(degrees)!r}: {axis}={degree}",
+                why=f"{axis} is a planned axis; its technique does not exist yet",
+                fix=f"leave {axis} out; axes that work: {', '.join(axis for axis in AXES if axis in axes)}",
+            )
     return degrees
+
+
+def _text_of(degrees: Mapping[str, int | str]) -> str:
+    return ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
 
 
 def _pairs(text: str) -> Iterator[tuple[str, int | str]]:

@@ -242,6 +242,7 @@ def test_the_traceback_is_there_for_the_asking():
         (["verify", "--help"], 0, HEAVY, 0.35),
         (["train", "--train.step=4"], 2, HEAVY, 0.35),
         (["train", "--print-config"], 0, HEAVY, 0.35),
+        (["train", "--print-config", "--nproc=2", "--parallel.layout=dp_shard=node"], 0, HEAVY, 0.35),
         (["train", "--learning_rate", "2e-5"], 2, HEAVY, 0.35),
         (["completion", "bash"], 0, HEAVY, 0.35),
         (["generate", "--help"], 0, HEAVY, 0.35),

@@ -108,3 +108,32 @@ def test_weights_of_another_model_are_refused_in_the_words_of_the_command_line(r
     assert "are missing" in told
     assert "fix: in this run: --model.rename={pattern: replacement}, or --model.strict=false" in told
     assert not (tmp_path / "run" / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--nproc=2", "--parallel.layout=pp=2"], "layout 'pp=2': pp=2 (override --parallel.layout)"),
+        (["--parallel.layout=cp=2,dp_shard=-1"], "layout 'cp=2,dp_shard=-1': cp=2 (override --parallel.layout)"),
+        (["--nproc=2", "--parallel.layout=dp_shard=3"], "layout 'dp_shard=3' on 2 ranks (override --parallel.layout)"),
+        (["--nproc=3", "--parallel.layout=tp=2,dp_shard=-1"], "which does not divide 3"),
+        (["--parallel.layout=dp_shard=3"], None),  # on how many ranks is not known
+        (["--nproc=2", "--parallel.layout=dp_replicate=-1,dp_shard=node"], None),
+    ],
+)
+def test_print_config_refuses_a_layout_that_a_run_refuses(capsys, words, text):
+    assert (cli.main(["train", "--no-config", *words, "--print-config"]) == 0) is (text is None)
+    told = capsys.readouterr()
+    assert told.err == "" if text is None else (text in told.err and told.out == "")
+
+
+def test_print_config_of_a_rank_checks_the_layout_for_the_ranks_of_its_launcher(capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["train", "--no-config", "--print-config"]
+    assert cli.main([*words, "--parallel.layout=dp_shard=3"]) == cli.main([*words, "--nproc=3"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "layout 'dp_shard=3' on 2 ranks (override" in told and "launch.nproc=3 (override --launch.nproc) on 2" in told
+    )
+    assert cli.main([*words, "--parallel.layout=dp_shard=2", "--nproc=2"]) == 0

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
-from shardwise.errors import ConfigError, LayoutError, ShardwiseError
+from shardwise.errors import ConfigError, LayoutError, ShardwiseError, UnsupportedError
 
 if TYPE_CHECKING:
     from shardwise.cli.resume_command import Command
@@ -110,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     with _shown_once_a_node():
         loaded = load_config(configuration_of(args), overrides)
         check_early(loaded)
+        _check_ranks(loaded)
     command = Command.of(args, loaded, is_of_launcher=is_rank())
     if args.print_config:
         print(f"# {FOUND} of {Path.cwd()}\n" if command.has_found else "", print_config(loaded), sep="", end="")
@@ -135,14 +136,11 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.run.reference_config import check_reference_args
     from shardwise.run.stored_dtype import check_stored_dtype
     from shardwise.run.token_check import check_tokens
-    from shardwise.techniques import fold
+    from shardwise.techniques import AXES_IN_USE, fold
 
     config, origins = loaded.config, loaded.origins
-    try:
-        parse_layout(config.parallel.layout)
-    except LayoutError as error:
-        error.given = f"{error.given} ({origins['parallel.layout']})"
-        raise
+    with _at(origins["parallel.layout"]):
+        parse_layout(config.parallel.layout, AXES_IN_USE)
     if config.model.hf is not None:
         _check_hf(config.model.hf, origins["model.hf"])
         check_attention_args(config, origins)
@@ -157,6 +155,36 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     check_tokens(config, origins)
     check_stored_dtype(config, origins)
     _check_size(config, origins)
+
+
+def _check_ranks(loaded: "Loaded[RunConfig]") -> None:
+    """Raises the errors of a layout that does not fit its ranks, where their number is known: the launcher of this environment
+    has started them, or ``launch.nproc`` names it. The default is counted on the machine that runs."""
+    from shardwise.launch.environment import is_rank, rank_and_size
+    from shardwise.layout import layout_of
+    from shardwise.techniques import AXES_IN_USE
+
+    config, origins = loaded.config, loaded.origins
+    nproc, size = config.launch.nproc, rank_and_size()[1] if is_rank() else None
+    if size is not None and nproc not in (None, size):
+        raise ConfigError(
+            f"launch.nproc={nproc} ({origins['launch.nproc']}) on {size} ranks",
+            why="the ranks were started by the launcher of this environment, so it would have no effect",
+            fix="remove it, or start that many ranks",
+        )
+    if (ranks := size or nproc) is not None:
+        with _at(origins["parallel.layout"]):
+            layout_of(config.parallel.layout, ranks, nproc if size is None else _ranks_per_node, AXES_IN_USE)
+
+
+@contextlib.contextmanager
+def _at(origin: str) -> Iterator[None]:
+    """Errors within say where the layout was written."""
+    try:
+        yield
+    except (LayoutError, UnsupportedError) as error:
+        error.given = f"{error.given} ({origin})"
+        raise
 
 
 def _check_functions(config: "RunConfig", origins: Mapping[str, str]) -> None:
@@ -229,7 +257,8 @@ def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
 
     config = loaded.config
     nproc, why = _ranks(loaded)
-    layout_of(config.parallel.layout, nproc, nproc, AXES_IN_USE)
+    with _at(loaded.origins["parallel.layout"]):
+        layout_of(config.parallel.layout, nproc, nproc, AXES_IN_USE)
     saves = _signals_that_save(config)
     logs = RankLogs(Path(config.log.dir))
 
@@ -309,20 +338,10 @@ def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import passed_over, terminable
     from shardwise.launch.environment import rank_and_size
-    from shardwise.layout import layout_of
     from shardwise.run.loss_unit import unit_of
-    from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
     rank, size = rank_and_size()
-    with _shown_once_a_node():
-        if config.launch.nproc not in (None, size):
-            raise ConfigError(
-                f"launch.nproc={config.launch.nproc} ({loaded.origins['launch.nproc']}) on {size} ranks",
-                why="the ranks were started by the launcher of this environment, so it would have no effect",
-                fix="remove it, or start that many ranks",
-            )
-        layout_of(config.parallel.layout, size, _ranks_per_node, AXES_IN_USE)
     if rank:
         with passed_over(_signals_that_save(config)):
             run_rank(config, lambda event: None)
