@@ -147,3 +147,36 @@ def test_a_node_that_does_not_fit_says_what_does(text, words):
         layout_of(text, 8, 4)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        (
+            "dp=2",
+            "write dp_shard=2, which shards parameters, gradients and optimizer state (FSDP, ZeRO-3), or dp_replicate=2",
+        ),
+        ("DP_size=4", "write dp_shard=4"),
+        ("fsdp=2", "write dp_shard=2"),
+        ("data_parallel_shard_degree=-1", "write dp_shard=-1"),
+        ("zero=3", "write dp_shard=-1"),  # a stage, and no number of ranks
+        ("ddp=2", "write dp_replicate=2, which keeps a whole copy of parameters"),
+        ("replicate=2", "write dp_replicate=2"),
+        ("hsdp=4", "write dp_replicate=N,dp_shard=M"),
+        ("tensor-model-parallel-size=2", "write tp=2"),
+        ("mp=2", "write tp=2"),
+        ("sp=2", "leave it out: there is no sequence parallelism"),
+        ("ep=2", "leave it out: there is no expert parallelism yet"),
+        ("expert_model_parallel_size=2", "leave it out: there is no expert parallelism yet"),
+        ("context_parallel_size=2", "leave it out: there is no context parallelism yet"),
+        ("pipeline_parallel_degree=2", "leave it out: there is no pipeline parallelism yet"),
+        ("tpp=2", "did you mean 'tp'?"),
+        ("dp_sharded=2", "did you mean 'dp_shard'?"),
+    ],
+)
+def test_an_axis_by_its_name_in_another_tool_is_answered_with_what_to_write(text, fix):
+    for given in (text, dict([text.split("=")]) | {"tp": 1}):
+        with pytest.raises(LayoutError) as caught:
+            layout_of(given, 2, axes=AXES_IN_USE)
+        assert caught.value.fix.startswith(fix)
+        assert caught.value.why == "the mesh axes are dp_replicate, dp_shard, tp"

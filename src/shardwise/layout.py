@@ -7,12 +7,13 @@ loss and tokens are summed). ``dp_shard=node`` stands for the number of ranks of
 layout into process groups.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwise.config.axis_words import axis_answer
+from shardwise.config.suggest import closest
 from shardwise.errors import LayoutError, UnsupportedError
 
 __all__ = ["AXES", "DERIVED_AXES", "NODE", "Coord", "Layout", "layout_of", "parse_layout"]
@@ -175,7 +176,7 @@ def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = A
     degrees: dict[str, int | str] = {}
     for axis, degree in pairs:
         if axis not in AXES:
-            raise _unknown_axis(axis)
+            raise _unknown_axis(axis, degree, axes)
         if axis in degrees:
             raise LayoutError(f"layout {value!r}: {axis} twice", why="an axis has one degree", fix=f"keep one {axis}=")
         if degree == NODE and axis != "dp_shard":
@@ -286,10 +287,13 @@ def _nearest(degrees: dict[str, int], num_ranks: int) -> list[Layout]:
     return [*sorted(options, key=distance)[: 3 - len(smaller)], *smaller]
 
 
-def _unknown_axis(axis: str) -> LayoutError:
-    close = difflib.get_close_matches(str(axis), AXES, n=1, cutoff=0.5)
+def _unknown_axis(axis: str, degree: int | str | None = None, axes: Collection[str] = AXES) -> LayoutError:
+    """The error about an axis that no layout has; with a ``degree``, it was written in a layout."""
+    known = [name for name in AXES if name in axes]
+    fix = axis_answer(str(axis), degree) if degree is not None else None
+    close = closest(str(axis), known)
     return LayoutError(
         f"axis {axis!r}",
-        why=f"the mesh axes are {', '.join(AXES)}",
-        fix=(f"did you mean {close[0]!r}? " if close else "") + f"write a layout like {_EXAMPLE}",
+        why=f"the mesh axes are {', '.join(known)}",
+        fix=fix or (f"did you mean {close!r}? " if close else "") + f"write a layout like {_EXAMPLE}",
     )

@@ -174,3 +174,25 @@ def test_a_file_of_another_tool_is_answered_key_by_key(tmp_path):
 def test_a_slip_is_still_told_with_the_nearest_key(capsys):
     assert cli.main(["train", "--stpes=5"]) == 2
     assert "did you mean --train.steps=5?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("--dp=2", "in parallel.layout write dp_shard=2, which shards"),
+        ("--parallel.dp=2", "in parallel.layout write dp_shard=2, which shards"),
+        ("--dp_shard=2", "write --parallel.layout=dp_shard=2"),
+        ("--parallel.dp_replicate=2", "write --parallel.layout=dp_replicate=2"),
+        ("--ddp", "write --parallel.layout=dp_replicate=-1"),
+        ("--hsdp", "write --parallel.layout=dp_replicate=-1,dp_shard=node"),
+        ("--parallel.fsdp=true", "write --parallel.layout=dp_shard=-1"),
+        ("--data_parallel_shard_degree=8", "write --parallel.layout=dp_shard=8"),
+        ("--tensor-model-parallel-size=2", "write --parallel.layout=dp_shard=-1,tp=2"),
+        ("--pipeline-model-parallel-size=2", "leave it out: there is no pipeline parallelism yet"),
+        ("--parallel.ep=2", "leave it out: there is no expert parallelism yet"),
+        ("--parallelism.context_parallel_degree=2", "leave it out: there is no context parallelism yet"),
+    ],
+)
+def test_an_axis_of_another_tool_is_answered_with_a_layout(capsys, word, fix):
+    assert cli.main(["train", "--no-config", word]) == 2
+    assert f"fix: {fix}" in capsys.readouterr().err

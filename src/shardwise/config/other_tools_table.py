@@ -7,6 +7,7 @@ is a key of a configuration file of torchtune or torchtitan. ``config/other_tool
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shardwise.config.axis_words import AXIS_ANSWERS
 from shardwise.config.other_tools_answers import Word, choice, fixed, none, switch, to
 
 __all__ = ["WORDS"]
@@ -106,9 +107,10 @@ _KEEP = Word(
 )
 _TP = fixed("parallel.layout=dp_shard=-1,tp={}", "2")
 _TYPE = choice("launch.device", cpu="cpu", cuda="cuda", gpu="cuda", auto="")
-_LATER = none(
-    "Shardwise does not have that axis yet: dp_replicate, dp_shard and tp are those of a parallel.layout", "2"
-)
+_LATER = {axis: none(AXIS_ANSWERS[axis], "2") for axis in ("pp", "cp", "ep", "sp")}
+_DP = none(f"in parallel.layout {AXIS_ANSWERS['dp']}", "2")
+_SHARDS = fixed("parallel.layout=dp_shard={}", "8")
+_COPIES = fixed("parallel.layout=dp_replicate={}", "2")
 _LR = to("optim.lr", "2e-5")
 _NORM = to("train.max_grad_norm", "1.0")
 _DECAY = to("optim.weight_decay", "0.01")
@@ -300,13 +302,19 @@ _TORCHTITAN = {
     **dict.fromkeys(("training.seed", "debug.seed"), _SEED),
     **dict.fromkeys(("training.deterministic", "debug.deterministic"), switch("train.deterministic=true")),
     **dict.fromkeys(("training.compile", "compile.enable"), _COMPILE),
-    "parallelism.data_parallel_shard_degree": fixed("parallel.layout=dp_shard={}", "8"),
+    "parallelism.data_parallel_shard_degree": _SHARDS,
     "parallelism.data_parallel_replicate_degree": fixed("parallel.layout=dp_replicate={},dp_shard=-1", "2"),
     "parallelism.tensor_parallel_degree": _TP,
-    **dict.fromkeys(
-        tuple(f"parallelism.{axis}_parallel_degree" for axis in ("context", "pipeline", "expert")),
-        _LATER,
-    ),
+    "parallelism.context_parallel_degree": _LATER["cp"],
+    "parallelism.pipeline_parallel_degree": _LATER["pp"],
+    "parallelism.expert_parallel_degree": _LATER["ep"],
+    "parallelism.expert_tensor_parallel_degree": _LATER["ep"],
+    "data_parallel_shard_degree": _SHARDS,
+    "data_parallel_replicate_degree": fixed("parallel.layout=dp_replicate={},dp_shard=-1", "2"),
+    "tensor_parallel_degree": _TP,
+    "context_parallel_degree": _LATER["cp"],
+    "pipeline_parallel_degree": _LATER["pp"],
+    "expert_parallel_degree": _LATER["ep"],
     "parallelism.fsdp_reshard_after_forward": choice(
         "parallel.sharding.reshard_after_forward", default="", always="true", never="false"
     ),
@@ -332,6 +340,16 @@ _TORCHTITAN = {
     **dict.fromkeys(("model.name", "model.flavor"), none("a model is a directory, model.hf=DIRECTORY, or a function, model.build=pkg.mod:fn", "llama3")),
     "comm.init_timeout_seconds": to("train.timeout_s", "600"),
     "validation.freq": to("train.eval_every", "100"),
+}  # fmt: skip
+
+_MEGATRON = {
+    **dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), _TP),
+    **dict.fromkeys(("pipeline_model_parallel_size", "pipeline_parallel_size", "virtual_pipeline_model_parallel_size"), _LATER["pp"]),
+    "context_parallel_size": _LATER["cp"],
+    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"), _LATER["ep"]),
+    "sequence_parallel": none(AXIS_ANSWERS["sp"]),
+    "data_parallel_size": _DP,
+    "use_distributed_optimizer": fixed("parallel.layout=dp_shard=-1", "", "which is the default, and shards parameters and gradients too"),
 }  # fmt: skip
 
 _LIGHTNING = {
@@ -393,7 +411,15 @@ _PLAIN = {
     "tensorboard": switch("log.to=tensorboard"),
     **dict.fromkeys(("amp", "use_amp"), fixed("parallel.precision=bf16", "")),
     "activation_checkpointing": _REMAT,
-    **dict.fromkeys(("tp", "tp_size", "tensor_parallel_size"), _TP),
+    **dict.fromkeys(("tp", "tp_size", "tp_degree", "tensor_parallel_size"), _TP),
+    **dict.fromkeys(("dp", "dp_size", "data_parallel_degree"), _DP),
+    **dict.fromkeys(("dp_shard", "dp_shard_size", "dp_shard_degree", "fsdp_size"), _SHARDS),
+    **dict.fromkeys(("dp_replicate", "dp_replicate_size", "dp_replicate_degree", "ddp_size"), _COPIES),
+    "ddp": switch("parallel.layout=dp_replicate=-1"),
+    "hsdp": switch(
+        "parallel.layout=dp_replicate=-1,dp_shard=node", "which shards within each node, and keeps a copy on each"
+    ),
+    **{name: word for axis, word in _LATER.items() for name in (axis, f"{axis}_size", f"{axis}_degree")},
     "workers": _WORKERS,
     "pin_memory": none(f"{_NEEDLESS.text} for its data; parallel.sharding.pin_memory is for shards in host memory"),
 }
@@ -403,6 +429,7 @@ _TOOLS: Mapping[str, Mapping[str, Word]] = {
     "Trainer/TRL": _TRAINER,
     "torchtune": _TORCHTUNE,
     "torchtitan": _TORCHTITAN,
+    "Megatron-LM": _MEGATRON,
     "Lightning": _LIGHTNING,
     "other tools": _PLAIN,
 }
