@@ -171,8 +171,12 @@ def test_what_blocks_keep_under_a_budget_is_said_and_proved(ranks, tmp_path, tex
 def test_an_older_run_in_the_folder_is_kept_beside(ranks, finished, text):
     folder = finished[0] / "runs/latest"
     old = (folder / "metrics.jsonl").read_text()
-    on_ranks(ranks, "train", "runs/latest/config.yaml", folder=finished[0], num_ranks=1)
+    weights = (folder / "weights/model.safetensors").read_bytes()
+    said = on_ranks(ranks, "train", "runs/latest/config.yaml", folder=finished[0], num_ranks=1)
     assert (folder / "metrics.previous.jsonl").read_text() == old
+    assert (folder / "weights.previous/model.safetensors").read_bytes() == weights
+    assert "older the weights of the run before stay in runs/latest/weights.previous" in said
+    assert "runs/latest/weights.previous (weights of the run before)" in said
     new = [row["step"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "step"]
     assert new == [1, 2, 3, 4]
 

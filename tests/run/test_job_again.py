@@ -72,3 +72,50 @@ def test_checkpoints_that_cannot_be_moved_aside_are_told_and_stay(ranks, linked)
         assert "cannot be moved aside, to" in told and "Device or resource busy" in told
         assert told.startswith(f"CheckpointError: the older checkpoints in {linked}/disk/mine: ")
     assert kept(linked / "disk/mine") == [1, 2]
+
+
+def weights(folder: Path) -> bytes | None:
+    file = folder / "model.safetensors"
+    return file.read_bytes() if file.exists() else None
+
+
+def test_weights_of_an_older_run_are_kept_once_and_those_of_a_resumed_run_replace_its_own(ranks, tmp_path):
+    own, older = tmp_path / "weights", tmp_path / "weights.previous"
+    ranks.run(train, 2, tmp_path, 1)
+    first = weights(own)
+    assert weights(older) is None
+    ranks.run(train, 2, tmp_path, 2)  # resumes
+    second = weights(own)
+    assert second != first and weights(older) is None
+    ranks.run(train, 2, tmp_path, 1, "--checkpoint.resume=false", "--optim.lr=0.02")
+    third = weights(own)
+    assert third not in (first, second) and weights(older) == second
+    ranks.run(train, 2, tmp_path, 2, "--optim.lr=0.02")  # resumes
+    assert weights(own) != third and weights(older) == second
+    last = weights(own)
+    ranks.run(train, 2, tmp_path, 1, "--checkpoint.resume=false", "--optim.lr=0.05")
+    assert weights(older) == last
+
+
+def saved_before_weights(folder):
+    """A run that ends after its last checkpoint, before its weights are written."""
+    patch = pytest.MonkeyPatch()
+
+    def fail(*_, **__):
+        raise sw.RankError("the weights", why="this test ends the run", fix="none")
+
+    patch.setattr(job, "save_weights", fail)
+    try:
+        return train(folder, 1, "--checkpoint.resume=false", "--optim.lr=0.02")
+    finally:
+        patch.undo()
+
+
+def test_weights_of_an_older_run_outlive_a_run_that_is_stopped_and_resumed(ranks, tmp_path):
+    ranks.run(train, 2, tmp_path, 1)
+    first = weights(tmp_path / "weights")
+    for told in ranks.run(saved_before_weights, 2, tmp_path):
+        assert "this test ends the run" in told
+    assert weights(tmp_path / "weights") == weights(tmp_path / "weights.previous") == first
+    ranks.run(train, 2, tmp_path, 1, "--optim.lr=0.02")  # resumes, and cannot know whose weights these are
+    assert weights(tmp_path / "weights") != first and weights(tmp_path / "weights.previous") == first

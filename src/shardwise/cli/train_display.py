@@ -190,6 +190,9 @@ class Display:
     def _show_kept(self, *, text: str) -> None:
         self.row("tokens", text)
 
+    def _show_older(self, *, text: str) -> None:
+        self.row("older", text)
+
     def _show_vocabulary(self, *, text: str) -> None:
         self.row("vocab", text)
 

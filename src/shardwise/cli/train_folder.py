@@ -128,7 +128,10 @@ class RunFolder:
         if picture:
             notes[self.path / "loss.png"] = " (loss curve)"
         if self.weights is not None:
+            from shardwise.run.older_weights import place_of_older
+
             notes[self.weights] = self._weights_note()
+            notes[place_of_older(self.weights)] = " (weights of the run before)"
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
 
     def _weights_note(self) -> str:

@@ -5,7 +5,7 @@ after, the weights. Every rank runs all of it, because every rank takes part in 
 and reports. It reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show
 them.
 
-Events (``kind`` and its fields): ``phase`` text; ``progress`` (of the phase) text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``vocabulary`` text; ``planned`` steps, text;
+Events (``kind`` and its fields): ``phase`` text; ``progress`` (of the phase) text; ``data`` name, train_samples, val_samples, tokens_per_step, report; ``kept`` text; ``older`` text; ``vocabulary`` text; ``planned`` steps, text;
 ``model`` name, num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text,
 word_share; ``answer`` when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so far),
 memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process, rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path, dtype;
@@ -48,6 +48,7 @@ from shardwise.run.loggers import Loggers
 from shardwise.run.loss_unit import perplexity_of
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, Pace, cut_metrics
+from shardwise.run.older_weights import keep_older_weights
 from shardwise.run.optim import put_on_schedule
 from shardwise.run.sample import complete_text, generate, vocabulary, word_share
 from shardwise.run.steps import check_steps, epochs_text, steps_left
@@ -268,7 +269,7 @@ class _Run:
 
     def open_files(self) -> None:
         """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are
-        continued, those of another older run moved aside.
+        continued, those of another older run moved aside, and its weights kept.
 
         Called only after all checks: a run that is refused leaves the folder as it was.
         """
@@ -286,6 +287,10 @@ class _Run:
             else:
                 with contextlib.suppress(FileNotFoundError):
                     file.replace(self.folder / "metrics.previous.jsonl")
+                if (name := self.config.checkpoint.export) is not None:
+                    file = self.folder / name
+                    self.keep_older(file)
+            file = self.folder / "metrics.jsonl"
         except OSError as error:
             raise CheckpointError(
                 f"the file {file}",
@@ -294,6 +299,14 @@ class _Run:
             ) from error
         self.metrics = MetricsWriter(file)
         self.loggers = Loggers(self.config, self.folder, self.done, lambda text: self.emit("trouble", text=text))
+
+    def keep_older(self, weights: Path) -> None:
+        """Keeps the weights of an older run, of which this run does not continue the training, and says where."""
+        model, data = self.config.model, self.config.data
+        used = {"model.hf": model.hf, "model.weights": model.weights, "data.tokenizer": data.tokenizer}
+        place = keep_older_weights(weights, used)
+        if place is not None:
+            self.emit("older", text=f"the weights of the run before stay in {place}")
 
     def introduce(self) -> None:
         """Emits the events that describe the data and the model."""
