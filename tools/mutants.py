@@ -1369,7 +1369,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- config and layout -----------------------------------------------------------------------------------------
     Mutant(
         "unknown-keys-ignored",
-        "raise error or _unknown_key(key, value, list(hints), path, layer, told)",
+        "raise error or _unknown_key(key, value, cls, path, layer, told)",
         "continue",
         "tests/config/test_loader.py -k unknown",
         "a misspelt key of a configuration has no effect",

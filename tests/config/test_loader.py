@@ -440,3 +440,12 @@ def test_what_a_shell_gives_that_is_no_yaml_says_how_it_is_written(text, said):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [f"--model.hf={text}"])
     assert said in caught.value.fix
+
+
+@pytest.mark.parametrize("word", ["proof", "verify", "check_proof", "verification"])
+def test_the_proof_of_a_run_by_the_words_of_its_screen_finds_its_key(write, word):
+    assert "did you mean --train.prove=false?" in failure(None, [f"--train.{word}=false"])
+    assert "did you mean --train.prove=false?" in failure(None, [f"--{word.replace('_', '-')}=false"])
+    assert "fix: did you mean 'prove'?" in failure(write("run.yaml", f"train: {{{word}: false}}"), [])
+    with pytest.raises(ConfigError, match="did you mean 'prove'"):
+        Train(**{word: False})

@@ -64,3 +64,10 @@ def test_free_arguments_are_not_shared_between_records():
     first, second = Model(), Model()
     first.args["dim"] = 3
     assert second.args == {}
+
+
+def test_another_word_for_a_key_is_no_key_and_means_one():
+    found = [(cls, *pair) for cls in records(RunConfig) for pair in cls.also_called.items()]
+    assert found
+    for cls, word, key in found:
+        assert word not in hints_of(cls) and key in hints_of(cls)

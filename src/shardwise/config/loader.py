@@ -199,12 +199,26 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
 
 def _near_key(keys: Keys, depth: int, beside: list[str], cls: type[msgspec.Struct]) -> str | None:
     """The key probably meant: one next to the unknown part, else one of that name anywhere."""
+    written, meant = ".".join(keys).replace("-", "_"), _also_called(cls)
+    if len(keys) == 1:  # without its section
+        meant |= {word.rpartition(".")[2]: key for word, key in meant.items()}
+    if written in meant:
+        return meant[written]
     values = dotted_keys(cls)
     same = [key for key in values if key.rpartition(".")[2] == keys[-1]] if len(keys) == 1 else []
     near = closest(keys[depth], beside)
     if near and not same:
         return ".".join([*keys[:depth], near, *keys[depth + 1 :]])
     return same[0] if same else closest(".".join(keys[depth:]), values)
+
+
+def _also_called(cls: type[msgspec.Struct], prefix: str = "") -> dict[str, str]:
+    """Dotted words that mean a key without being spelled like it -> the dotted key; see ``also_called`` of the records."""
+    found = {f"{prefix}{word}": f"{prefix}{key}" for word, key in getattr(cls, "also_called", {}).items()}
+    for key, hint in hints_of(cls).items():
+        inner = struct_in(hint)
+        found |= _also_called(inner, f"{prefix}{key}.") if inner else {}
+    return found
 
 
 def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
@@ -224,7 +238,7 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
     for key, value in unknown.items():
         told = replacement_for(cls, key, "file")
         error = None if told else file_error(unknown, path, _origin(layer, (*path, key)))
-        raise error or _unknown_key(key, value, list(hints), path, layer, told)
+        raise error or _unknown_key(key, value, cls, path, layer, told)
     built: dict[str, Any] = {}
     for key, hint in hints.items():
         here = (*path, key)
@@ -260,13 +274,16 @@ def _section(value: Any, path: Keys, cls: type[msgspec.Struct], layer: Layer) ->
     return value
 
 
-def _unknown_key(key: str, value: object, known: list[str], path: Keys, layer: Layer, told: str | None) -> ConfigError:
-    section = ".".join(path)
+def _unknown_key(
+    key: str, value: object, cls: type[msgspec.Struct], path: Keys, layer: Layer, told: str | None
+) -> ConfigError:
+    section, also_called = ".".join(path), getattr(cls, "also_called", None)
+    what = f"keys of {section}" if section else "sections"
     fix = missing_blank(key, value) or told
     return ConfigError(
         f"{'.'.join((*path, key))} ({_origin(layer, (*path, key))})",
         why=f"{_OF_TORCH if told and fix == told else ''}there is no key '{key}' in {section or 'a configuration'}",
-        fix=fix or did_you_mean(key, known, what=f"keys of {section}" if section else "sections"),
+        fix=fix or did_you_mean(key, list(hints_of(cls)), what=what, also_called=also_called),
     )
 
 

@@ -1,6 +1,7 @@
 """``Options``, the base of all option records, and helpers that read its fields. Torch-free."""
 
 import typing
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -50,6 +51,7 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
         frozenset()
     )  # fields that may also be a function, or a list that contains functions, when given from Python
     patterns: ClassVar[frozenset[str]] = frozenset()  # fields that name modules, and therefore also accept classes
+    also_called: ClassVar[Mapping[str, str]] = {}  # words that mean a field without being spelled like it -> the field
 
     def __post_init__(self) -> None:
         for key, hint in hints_of(type(self)).items():

@@ -4,7 +4,7 @@ No heavy imports: the command line uses it before it knows what else to import.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["closest", "did_you_mean", "first_few", "listing", "missing_blank"]
 
@@ -25,15 +25,16 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     return last_parts[found[0]] if found else None
 
 
-def did_you_mean(word: str, known: Sequence[str], *, what: str) -> str:
+def did_you_mean(word: str, known: Sequence[str], *, what: str, also_called: Mapping[str, str] | None = None) -> str:
     """The ``fix`` part of an error about an unknown name: the most similar name, if any, and all names that exist.
 
     Args:
         word: what was written.
         known: the names that exist.
         what: what they are, in the plural ("keys of train").
+        also_called: words that mean one of the names without being spelled like it.
     """
-    near = closest(word, known)
+    near = (also_called or {}).get(_plain(word)) or closest(word, known)
     hint = f"did you mean '{near}'? " if near else ""
     return f"{hint}{what}: {listing(known)}"
 

@@ -50,4 +50,6 @@ def why_and_fix(record: type, key: str, known: Sequence[str]) -> tuple[str, str]
     name, fix = record.__name__, replacement_for(record, key, "python")
     if fix is not None:
         return f"torch has this option, and {name} does not", fix
-    return f"{name} has no option {key!r}", did_you_mean(key, known, what=f"options of {name}")
+    return f"{name} has no option {key!r}", did_you_mean(
+        key, known, what=f"options of {name}", also_called=getattr(record, "also_called", None)
+    )

@@ -1,7 +1,8 @@
 """The section ``train`` of the configuration of ``shardwise train``: how long, by which loss, and what is watched. Torch-free."""
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from shardwise.config.limits import AboveZero, Count, NotNegative, Positive
 from shardwise.config.record import Options, doc
@@ -16,6 +17,10 @@ MODEL_LOSS = "model"  # train.loss: the loss that the model returns
 
 class Train(Options, frozen=True, kw_only=True):
     """Section ``train``: number of steps, gradient clipping, validation, seed."""
+
+    also_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("proof", "proofs", "proved", "check_proof", "verify", "verification", "compare", "parity"), "prove"
+    )
 
     steps: Annotated[Positive | None, doc("optimizer steps; null: those of epochs, else 500")] = None
     epochs: Annotated[
