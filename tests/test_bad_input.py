@@ -86,6 +86,33 @@ def test_an_optimizer_with_parameters_of_another_model(ranks):
         assert "holds a parameter of shape (3, 3) that the model does not have" in text
 
 
+def _changed_module(layout, change):
+    with _world(layout) as world:
+        model = sw.parallelize(build(), world)
+        if change == "replaced":
+            model.head = nn.Linear(3, 3)
+        elif change == "added":
+            model.blocks.append(nn.Linear(3, 3))
+        else:
+            model.scale = nn.Parameter(torch.ones(3))
+        return _text(lambda: sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+@pytest.mark.parametrize(
+    ("change", "name", "what"),
+    [
+        ("replaced", "head", "a Linear was added or replaced"),
+        ("added", "blocks.", "a Linear was added or replaced"),
+        ("parameter", "scale", "a parameter was added"),
+    ],
+)
+def test_an_optimizer_of_a_part_that_came_after_sharding_names_the_part(ranks, layout, change, name, what):
+    for text in ranks.run(_changed_module, 2, layout, change):
+        assert text.startswith(f"{name}") and f"the module changed after it was sharded: {what}" in text
+        assert "change the module first, then call parallelize on it, then build the optimizer" in text
+
+
 # ---- a module that cannot be sharded (again) ------------------------------------------------------------------------
 
 

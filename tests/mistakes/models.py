@@ -109,7 +109,7 @@ class LayerAddedLater(Mistake):
     """A layer is added after wrapping, and the optimizer has its parameters: no rank's gradients of it are summed."""
 
     ranks = 2
-    says = "that the model does not have"
+    says = "changed after it was sharded"
 
     def plain(self):
         model = DDP(blocks())

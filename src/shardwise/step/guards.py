@@ -117,6 +117,8 @@ def _refuse_foreign_parameters(runtime: Runtime, optim: torch.optim.Optimizer) -
     held = [param for group in optim.param_groups for param in group["params"]]
     strange = next((param for param in held if id(param) not in known), None)
     if strange is not None:
+        if replaced_name(strange) is None:
+            runtime.check_unchanged()  # its parameter is in the module: a part was added or replaced after sharding
         raise UsageError(
             f"{type(optim).__name__} holds a parameter of shape {tuple(strange.shape)} that the model does not have",
             why="it was built before the module was sharded, or for another model: its steps would change nothing",
