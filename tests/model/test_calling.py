@@ -1,7 +1,10 @@
+import re
+
 import pytest
 import torch
 from torch import nn
 
+from shardwise.errors import UsageError
 from shardwise.model.calling import cropped, run_on
 
 IDS = torch.arange(1, 401).view(4, 100)
@@ -62,3 +65,42 @@ class Shape(nn.Module):
 @pytest.mark.parametrize(("width", "columns"), [(8, 8), (4096, 8), (8192, 4)])
 def test_tokens_for_a_model_that_is_given_no_example(width, columns):
     assert run_on(None)(Shape(width)) == (2, columns)
+
+
+class Mlp(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, left, right):
+        return self.embed(left) + right
+
+
+def test_a_model_of_which_it_is_not_known_what_it_runs_on_is_told_an_example_that_runs():
+    with pytest.raises(UsageError) as caught:
+        run_on(None)(Mlp())
+    assert str(caught.value) == (
+        "Mlp.forward(x) without example=\n"
+        "  why: under tp a model is run once to find which layers can be cut; it has no embedding, so its 'x' has a shape and a dtype that "
+        "are not known\n"
+        "  fix: give it a micro-batch of the shapes and dtypes of training: "
+        'sw.parallelize(model, world, example={"x": torch.randn(16, 12)})'
+    )
+    example = re.search(r"example=({.*})", caught.value.fix).group(1)
+    assert run_on(eval(example, {"torch": torch}))(Mlp()).shape == (16, 4)
+
+
+def test_a_model_of_which_it_is_not_known_where_tokens_go_is_told_so():
+    with pytest.raises(UsageError) as caught:
+        run_on(None)(Pair())
+    assert caught.value.given == "Pair.forward(left, right) without example="
+    assert "it has an embedding, but takes left and right: which of them are tokens is not known" in caught.value.why
+    assert 'example={"left": torch.randn(16, 8), "right": torch.randn(16, 8)}' in caught.value.fix

@@ -202,16 +202,29 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     named = [name for name in ("input_ids", "decoder_input_ids") if name in parameters]
     asked = [p.name for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not tables or not (named or len(asked) == 1):
-        raise UsageError(
-            f"a {type(model).__name__} without example=",
-            why="its code is run once to find what can be cut, and its forward does not show what it takes: it has no embedding, or takes "
-            "neither input_ids nor one tensor alone",
-            fix="pass example=: one micro-batch as training will give it, a mapping of names to tensors",
-        )
+        raise _needs_example(model, asked, has_tables=bool(tables))
     # Not from the shapes of parameters: that they are read would be taken for what the model's code does.
     columns = min(8, _columns(max(table.embedding_dim for table in tables)))
     ids = (torch.arange(2 * columns).view(2, columns) * 7 + 3) % min(table.num_embeddings for table in tables)
     return dict.fromkeys(named or asked, ids)
+
+
+def _needs_example(model: nn.Module, asked: list[str], *, has_tables: bool) -> UsageError:
+    """The error for a model of which it is not known what its forward can be run on: ``asked`` are the arguments it needs."""
+    one = asked[0] if len(asked) == 1 else None
+    what = f"its {one!r} has" if one else "what it takes has"
+    if has_tables:
+        why = f"it has an embedding, but takes {' and '.join(asked) or 'no named argument'}: which of them are tokens is not known"
+    else:
+        why = f"it has no embedding, so {what} a shape and a dtype that are not known"
+    wide = next((child.in_features for child in model.modules() if isinstance(child, nn.Linear)), None)
+    shown = "torch.randn(16, 8)" if wide is None else f"torch.randn(16, {wide})"
+    tensors = ", ".join(f'"{name}": {shown}' for name in asked or ["x"])
+    return UsageError(
+        f"{type(model).__name__}.forward({', '.join(asked)}) without example=",
+        why=f"under tp a model is run once to find which layers can be cut; {why}",
+        fix=f"give it a micro-batch of the shapes and dtypes of training: sw.parallelize(model, world, example={{{tensors}}})",
+    )
 
 
 def line_of(error: BaseException) -> str:

@@ -35,7 +35,7 @@ SAYS = {
     "a mask that the example did not have": (
         "UsageError: a forward with attention_mask, which the example did not have", "parallelize(..., example=batch)"
     ),
-    "no example": ("UsageError: a Plain without example=", "one micro-batch as training will give it"),
+    "no example": ("UsageError: Plain.forward(x, y) without example=", "example={\"x\": torch.randn(16, "),
     "an example that does not fit": ("UsageError: example={x, y} for Plain", "the model does not run with it on meta"),
     "a model that does not run": ("UnsupportedError: a run of Fails without its linear layers", "head.weight takes 3 inputs", "misuses.py, line", "example= of parallelize"),
 }  # fmt: skip
