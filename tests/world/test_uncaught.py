@@ -38,3 +38,22 @@ def test_an_error_of_every_rank_is_shown_once_with_the_lines_of_the_script(tmp_p
     assert sum("why: the micro-batch twice over" in line for line in told) == 1, done.stderr
     assert sum("a loss that takes a mean (shown by rank" in line for line in told) == 1, done.stderr
     assert any("step([{" in line for line in told) and not any("shardwise/" in line for line in told), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "line", "fix"),
+    [
+        ('sw.init("dp_shard=3")', "layout 'dp_shard=3' on 2 ranks", 'on 2 ranks use "dp_shard=2"'),
+        pytest.param('sw.init("pp=2")', "layout 'pp=2': pp=2", "leave pp out", marks=pytest.mark.soak),
+    ],
+)
+def test_a_layout_that_no_rank_can_have_is_shown_once_with_the_lines_of_the_script(tmp_path, call, line, fix):
+    """Before there is a group, by which the ranks could find out which of them is the first."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import shardwise as sw\n{call}\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    told, _, of_torchrun = done.stderr.partition("torch/distributed/elastic/multiprocessing/api.py")
+    assert done.returncode == 1 and of_torchrun, done.stderr
+    assert told.count(f"fix: {fix}") == told.count("Traceback") == 1 and f"    {call}\n" in told, told
+    assert told.count(line) == 1 + told.count("(shown by rank ") and "shardwise/world" not in told, told

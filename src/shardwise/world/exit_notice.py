@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardwise.world.connections import LEFT
 from shardwise.world.termination import stop_listening
-from shardwise.world.uncaught import note_first_rank, show
+from shardwise.world.uncaught import leave_to_world, note_first_rank, show
 
 if TYPE_CHECKING:
     from shardwise.world.init import World
@@ -27,6 +27,7 @@ def owe_exit_notice(world: "World") -> None:
     if _is_installed:
         return
     _is_installed = True
+    leave_to_world()
     shown, rank = sys.excepthook, world.rank
 
     def tell(kind: Any, error: BaseException, trace: Any) -> None:

@@ -35,7 +35,7 @@ from shardwise.world.rng import seed_all
 from shardwise.world.signals import StopRequest
 from shardwise.world.termination import listen, stop_listening
 from shardwise.world.threads import set_threads, threads_of_offloaded_step
-from shardwise.world.uncaught import note_first_rank
+from shardwise.world.uncaught import note_first_rank, show_before_world
 from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
@@ -53,6 +53,7 @@ def init(
     """:func:`shardwise.init` with ``axes``: those that some technique uses; a degree above 1 on another is refused."""
     existing = dist.is_initialized()
     env = env_of_group() if existing else read_env()
+    show_before_world(env)
     resolved = layout_of(layout, env.world_size, lambda: ranks_per_node(env), axes)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(f"timeout_s={timeout_s}", why="it is a number of seconds above 0", fix="use timeout_s=600")

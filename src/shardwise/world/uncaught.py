@@ -8,28 +8,69 @@ import os
 import sys
 import traceback
 import types
+from collections.abc import Callable
+from datetime import timedelta
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from shardwise.errors import ShardwiseError
 from shardwise.world.beats import within
+from shardwise.world.env import Env
 
 if TYPE_CHECKING:
     from shardwise.world.watch import Watch
 
-__all__ = ["note_first_rank", "show"]
+__all__ = ["leave_to_world", "note_first_rank", "show", "show_before_world"]
 
 _WAIT_S = 2.0  # for the store; if it does not answer, every rank shows its own error
 _NOT_THE_SCRIPTS = ("shardwise", "torch")
+_is_installed = _has_world = False
+
+
+def show_before_world(env: Env) -> None:
+    """Shows an uncaught error as :func:`show` does from here on, until a world is open: of a layout, for example, that does not fit
+    the ranks. Which rank is first is asked of torchrun's store, which is there before a group; without one, each shows its own."""
+    global _is_installed
+    if _is_installed:
+        return
+    _is_installed, shown = True, sys.excepthook
+
+    def tell(kind: Any, error: BaseException, trace: Any) -> None:
+        if _has_world:
+            shown(kind, error, trace)
+            return
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and env.source == "torchrun":
+            _note_first(env.rank, lambda: _launchers_store(env), error)
+        show(shown, error, trace, env.rank)
+
+    sys.excepthook = tell
+
+
+def leave_to_world() -> None:
+    """Called when a world shows uncaught errors."""
+    global _has_world
+    _has_world = True
+
+
+def _launchers_store(env: Env) -> dist.Store:
+    store = dist.TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timedelta(seconds=_WAIT_S))
+    return dist.PrefixStore(f"shardwise/start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def note_first_rank(watch: "Watch | None", error: BaseException | None) -> None:
     """Sets ``shown_by`` of a ShardwiseError if another rank was the first to end with the same kind and first line."""
-    if watch is None or not isinstance(error, ShardwiseError) or error.shown_by is not None or _is_all_wanted():
+    if watch is not None:
+        _note_first(watch.rank, watch.open_store, error)
+
+
+def _note_first(rank: int, open_store: Callable[[], dist.Store], error: BaseException | None) -> None:
+    if not isinstance(error, ShardwiseError) or error.shown_by is not None or _is_all_wanted():
         return
     key = sha256(f"{type(error).__name__}: {error.name}: {error.given}".encode()).hexdigest()[:16]
-    first = within(_WAIT_S, lambda: watch.open_store().compare_set(f"shown/{key}", "", str(watch.rank)))
-    error.shown_by = None if first is None or int(first) == watch.rank else f"rank {int(first)}"
+    first = within(_WAIT_S, lambda: open_store().compare_set(f"shown/{key}", "", str(rank)))
+    error.shown_by = None if first is None or int(first) == rank else f"rank {int(first)}"
 
 
 def show(shown: Any, error: BaseException, trace: types.TracebackType | None, rank: int) -> None:
