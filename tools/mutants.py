@@ -1369,8 +1369,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- config and layout -----------------------------------------------------------------------------------------
     Mutant(
         "unknown-keys-ignored",
-        "raise error or _unknown_key(key, value, cls, path, layer, told)",
-        "continue",
+        "_refuse_unknown_keys(cls, layer)\n    origins",
+        "origins",
         "tests/config/test_loader.py -k unknown",
         "a misspelt key of a configuration has no effect",
     ),

@@ -449,3 +449,26 @@ def test_the_proof_of_a_run_by_the_words_of_its_screen_finds_its_key(write, word
     assert "fix: did you mean 'prove'?" in failure(write("run.yaml", f"train: {{{word}: false}}"), [])
     with pytest.raises(ConfigError, match="did you mean 'prove'"):
         Train(**{word: False})
+
+
+def test_all_unknown_keys_of_a_file_are_told_at_once(write):
+    text = """\
+    optim: {weigth_decay: 0}
+    parallel: {remat: {mode: ful, evry: 2}, sharding: {offlaod: true}}
+    train:
+      stpes: 3
+      learning_rate: 1e-3
+      warmup_steps: 4
+    """
+    said = failure(write("run.yaml", text), [])
+    assert "optim.weigth_decay (run.yaml:1): did you mean 'weight_decay'?" in said
+    assert "\n       parallel.remat.evry (run.yaml:2): did you mean 'every'?" in said
+    assert "\n       parallel.sharding.offlaod (run.yaml:2): did you mean 'offload'?" in said
+    assert "\n       train.stpes (run.yaml:4): did you mean 'steps'?" in said
+    assert "\n       train.learning_rate: 0.001: write optim: {lr: 0.001}\n" in said
+    assert "\n       train.warmup_steps: 4: write schedule: {warmup_steps: 4}\n" in said
+    assert "train.learning_rate: 0.001, train.warmup_steps: 4 (run.yaml:5)" in said and "ful" not in said.split()
+    only = failure(write("run.yaml", "train: {steps: 3}\noptim: {weigth_decay: 0}\nlog: {every: no}\n"), [])
+    assert only.startswith(
+        "optim.weigth_decay (run.yaml:2)\n  why: there is no key 'weigth_decay' in optim\n  fix: did you"
+    )

@@ -13,7 +13,7 @@ came from.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
@@ -63,6 +63,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str], cls: type[C])
     layer = _read(path, cls)
     for key, text in _split_overrides(overrides):
         _apply_override(layer, key, text, cls)
+    _refuse_unknown_keys(cls, layer)
     origins: dict[str, str] = {}
     config = _build(cls, layer.values, (), layer, origins)
     return Loaded(config=config, origins=origins)
@@ -231,14 +232,40 @@ def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
     return found
 
 
+def _refuse_unknown_keys(cls: type[msgspec.Struct], layer: Layer) -> None:
+    """Raises ConfigError for all keys that no record has, together: each is a line of the fix."""
+    found = list(_unknown_keys(cls, layer.values, (), layer))
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise ConfigError(
+            ", ".join(error.given for error in found),
+            why="there are no such keys",
+            fix="\n       ".join(e.fix if "\n" in e.fix else f"{e.given}: {e.fix}" for e in found),
+        )
+
+
+def _unknown_keys(
+    cls: type[msgspec.Struct], values: Mapping[str, Any], path: Keys, layer: Layer
+) -> Iterator[ConfigError]:
+    hints = hints_of(cls)
+    unknown = {key: value for key, value in values.items() if key not in hints}
+    by_torch = {key: told for key in unknown if (told := replacement_for(cls, key, "file"))}
+    theirs = {k: v for k, v in unknown.items() if k not in by_torch and file_error({k: v}, path, "") is not None}
+    if theirs and (error := file_error(theirs, path, _origin(layer, (*path, next(iter(theirs)))))) is not None:
+        yield error
+    for key, value in unknown.items():
+        if key not in theirs:
+            yield _unknown_key(key, value, cls, path, layer, by_torch.get(key))
+    for key, value in values.items():
+        inner = struct_in(hints[key]) if key in hints else None
+        if inner is not None and isinstance(value, dict):
+            yield from _unknown_keys(inner, value, (*path, key), layer)
+
+
 def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, origins: dict[str, str]) -> C:
     """Build one record from plain values, checking each key, so that an error can name the key's line."""
     hints = hints_of(cls)
-    unknown = {key: value for key, value in values.items() if key not in hints}
-    for key, value in unknown.items():
-        told = replacement_for(cls, key, "file")
-        error = None if told else file_error(unknown, path, _origin(layer, (*path, key)))
-        raise error or _unknown_key(key, value, cls, path, layer, told)
     built: dict[str, Any] = {}
     for key, hint in hints.items():
         here = (*path, key)
