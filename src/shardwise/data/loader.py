@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.config.keywords import known_keywords
 from shardwise.data.batch import IGNORED, MicroBatch, Place, default_collate
 from shardwise.data.dataset_state import DatasetState, states_in
 from shardwise.data.labels import make_labels, shift_labels
@@ -123,6 +124,7 @@ class Loader:
             out = step(window)
     """
 
+    @known_keywords
     def __init__(
         self,
         dataset: Any,

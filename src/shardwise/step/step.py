@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.keywords import known_keywords
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.model.calling import call, methods_called
 from shardwise.parallel import Runtime, runtime_of
@@ -118,6 +119,7 @@ class TrainStep:
         ConfigError: a loss that takes a mean or returns no 0-dim sum, or a batch in which nothing can be counted.
     """
 
+    @known_keywords
     def __init__(
         self,
         model: nn.Module,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.keywords import known_keywords
 from shardwise.config.tokenizer import tokenizer_path
 from shardwise.data.batch import IGNORED, default_collate
 from shardwise.data.padding import pad_collate
@@ -65,6 +66,7 @@ class SFTDataset:
         loader = sw.Loader(data, world, global_batch=32, micro_batch=4, collate=data.collate)
     """
 
+    @known_keywords
     def __init__(
         self,
         path: str | Path,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardwise.config.keywords import known_keywords
 from shardwise.errors import ConfigError, Stopped, UsageError
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.background import Background
@@ -74,6 +75,7 @@ class CheckpointManager:
 
     says_stop = True
 
+    @known_keywords
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -364,10 +366,10 @@ class CheckpointManager:
 
 
 def _to_the_caller() -> int:
-    """The ``stacklevel`` with which a warning of the calling function points to the line outside this file that led to
-    it."""
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_code.co_filename == __file__:
+    """The ``stacklevel`` with which a warning of the calling function points to the line outside this file, and the
+    decorator of its constructor, that led to it."""
+    frame, level, own = sys._getframe(1), 1, (__file__, known_keywords.__code__.co_filename)
+    while frame is not None and frame.f_code.co_filename in own:
         frame, level = frame.f_back, level + 1
     return level
 
