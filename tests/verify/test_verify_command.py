@@ -394,3 +394,16 @@ def linear():
 def test_verify_without_batches():
     with pytest.raises(ConfigError, match="without batches"):
         verify(torch.nn.Identity, "dp_shard=2", batches=[])
+
+
+def test_a_script_that_trains_when_it_is_imported_is_refused_by_name(model_file):
+    script = model_file.parent / "trains.py"
+    script.write_text(
+        "import shardwise as sw\nfrom torch import nn\n"
+        "class Net(nn.Linear):\n    pass\n"
+        "world = sw.init('dp_shard=-1')\nopen('trained', 'w')\n"
+    )
+    done = _verify("trains.py:Net", "--layout", "dp_shard=2", cwd=script.parent)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"sw.init at the top level of {script}" in done.stderr and "__main__" in done.stderr
+    assert not (script.parent / "trained").exists()

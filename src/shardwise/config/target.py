@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from shardwise.config.importing import importing
 from shardwise.config.suggest import closest, did_you_mean, listing, missing_blank
 from shardwise.errors import ConfigError
 
@@ -82,7 +83,8 @@ def load_target(text: str, *, what: str = "target") -> Any:
         module = _load_file(_existing(place, name, given))
     else:
         _search_in(os.getcwd())
-        module = importlib.import_module(place)
+        with importing(place):
+            module = importlib.import_module(place)
     if not hasattr(module, name):
         found = {key: value for key, value in vars(module).items() if not key.startswith("_")}
         own = [
@@ -258,7 +260,8 @@ def _load_file(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: its classes must be picklable, and find their module
     try:
-        spec.loader.exec_module(module)
+        with importing(str(file)):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from shardwise.config.importing import refuse_while_imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
 from shardwise.launch.failure import Failure, load_error, named_by, rank_error, root_cause
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
-from shardwise.launch.script import pickled, refuse_in_script
+from shardwise.launch.script import pickled
 from shardwise.launch.starting import ForkServer, Interpreters, Starter
 from shardwise.launch.stop_signals import FirstStop, Forwarded, terminable
 
@@ -98,7 +99,7 @@ def launch_local(
     """
     named = target if isinstance(target, str) else None
     said = f"launch_local({getattr(target, '__qualname__', repr(target))})"
-    refuse_in_script(said)
+    refuse_while_imported(said)
     _check(target, nproc, notice_s, passes_on)
     if named is None:
         pickled([target], said)  # by itself: its own error, where it is what cannot be sent

@@ -14,16 +14,16 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.importing import importing
 from shardwise.errors import UsageError
 
-__all__ = ["Script", "load_script", "pickled", "refuse_in_script"]
+__all__ = ["Script", "load_script", "pickled"]
 
 Script = dict[str, Any]
 """How the script is run once more, as ``multiprocessing.spawn.prepare`` takes it; empty: nothing in it is needed."""
 
 _GIVEN = "an argument of a function that ranks call"
 _FIX = "define it at the top level of a file, and name it"
-_running: list[str] = []
 
 
 class _Pickler(pickle.Pickler):
@@ -80,22 +80,5 @@ def load_script(script: Script) -> None:
     """Runs the script, on a rank; its functions and classes are then those of ``__main__``."""
     if not script:
         return
-    _running.append(script.get("init_main_from_path") or script["init_main_from_name"])
-    try:
+    with importing(script.get("init_main_from_path") or script["init_main_from_name"]):
         spawn.prepare(dict(script))
-    finally:
-        _running.pop()
-
-
-def refuse_in_script(what: str) -> None:
-    """Refuses to start ranks on a rank that runs the script only to know its functions.
-
-    Raises:
-        UsageError: it does.
-    """
-    if _running:
-        raise UsageError(
-            f"{what} at the top level of {_running[-1]}",
-            why="each rank runs the script once, to have its functions and classes, and would start ranks of its own",
-            fix='put it below if __name__ == "__main__":, as multiprocessing asks for',
-        )

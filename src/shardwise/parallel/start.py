@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from shardwise.config.importing import refuse_while_imported
 from shardwise.layout import Layout
 from shardwise.techniques import AXES_IN_USE
 from shardwise.world import World
@@ -43,7 +44,9 @@ def init(
         UnsupportedError: an axis that no technique uses (raised before any process group starts).
         ConfigError: an environment that contradicts itself, a device that does not exist, a backend or timeout that
             differs from the existing group's.
+        UsageError: at the top level of a file that is imported for what it defines (``shardwise verify script.py:Model``).
         RankError: ranks that were started with different layouts, seeds or package versions; no process answers at the
             address.
     """
+    refuse_while_imported("sw.init")
     return init_world(layout, device=device, backend=backend, timeout_s=timeout_s, seed=seed, axes=AXES_IN_USE)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.importing import refuse_while_imported
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
 from shardwise.launch.environment import is_rank
-from shardwise.launch.script import pickled, refuse_in_script
+from shardwise.launch.script import pickled
 from shardwise.layout import layout_of, parse_layout
 from shardwise.model.calling import call
 from shardwise.parallel import parallelize
@@ -91,7 +92,7 @@ def verify(
     _refuse_unknown(options)
     if run is None:
         _refuse_on_a_rank()
-        refuse_in_script("verify")
+        refuse_while_imported("verify")
         _refuse_unsendable(build=build, loss=loss, count=count, forward=forward, optimizer=optimizer, **options)
     size = _num_ranks(layout, num_ranks)
     example, parallel = options.pop("example", None), Parallel.of(**options)
