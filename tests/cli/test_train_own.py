@@ -254,3 +254,18 @@ def test_random_augmentation_is_the_same_on_any_ranks_by_any_workers_and_in_the_
         rows = read_metrics(tmp_path / folder / "metrics.jsonl")
         losses.append([row["loss"] for row in rows if row["kind"] in ("step", "val")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_the_wait_for_a_compiler_is_told(ranks, tmp_path):
+    (tmp_path / "own.py").write_text(OWN_LOSS)
+    words = (
+        "--model.build=own.py:GPT",
+        "--data.seq_len=16",
+        "--train.loss=model",
+        *FEW,
+        "--train.prove=false",
+        "--log.dir=run",
+    )
+    compiled = "--parallel.compile={targets: [up], backend: eager}"
+    said = on_ranks(ranks, "train", *words, compiled, folder=tmp_path, num_ranks=1)
+    assert "training, after compiling the blocks" in said

@@ -353,7 +353,7 @@ class _Run:
             self.answer(self.corpus.records, when)
         if self.corpus.text is None:
             return
-        self.emit("phase", text=f"completing a prompt {when} training")
+        self.emit("phase", text=f"completing a prompt {when} training{self._and_compiling()}")
         prompt = prompt_of(self.corpus)
         text = complete_text(
             self.model,
@@ -370,7 +370,7 @@ class _Run:
 
     def answer(self, source: SFTDataset, when: str) -> None:
         """Lets the model answer the first record of ``source``; on every rank."""
-        self.emit("phase", text=f"answering a prompt {when} training")
+        self.emit("phase", text=f"answering a prompt {when} training{self._and_compiling()}")
         ids, prompt, reference = source.question()
         tokens = torch.tensor([ids], device=self.world.device)
         made = generate(self.model, tokens, ANSWER_TOKENS, context=self.config.data.seq_len, stop=source.end)
@@ -389,7 +389,7 @@ class _Run:
         """Runs the optimizer steps that are left, over one or more epochs."""
         train, steps = self.config.train, self.steps
         pace, first = Pace(steps, done=self.done), self.done + 1
-        self.emit("phase", text="training")
+        self.emit("phase", text=f"training{self._and_compiling()}")
         while self.done < steps:
             for window in self.loader:
                 self.watch.begin(self.done + 1)
@@ -424,6 +424,10 @@ class _Run:
         if self.num_validated != self.done:
             self.validate(self.done)
         checkpoints.save(self.done, is_over=True)
+
+    def _and_compiling(self) -> str:
+        """What is said of a phase until a step was taken: forwards and the first step compile the blocks, which takes long."""
+        return ", after compiling the blocks" if self.config.parallel.compile and "loss" not in self.last else ""
 
     def report(self, done: int, out: Any, pace: Pace, *, lr: float, is_first: bool) -> None:
         """Reports the result of a step: an event for each, a line of metrics every ``log.every`` steps."""
