@@ -1,5 +1,6 @@
 """A trace of some steps, a snapshot of the device's memory, and how arithmetic is done."""
 
+import errno
 import gzip
 import json
 import types
@@ -17,10 +18,10 @@ from shardwise.run.watch import Watch, arithmetic
 CPU, CUDA = (types.SimpleNamespace(device=torch.device(kind), rank=0, is_main=True) for kind in ("cpu", "cuda"))
 
 
-def run(train: Train, folder: Path, steps: int, world=CPU) -> list[str]:
+def run(train: Train, folder: Path, steps: int, world=CPU, first: int = 1) -> list[str]:
     told: list[str] = []
-    watch = Watch(train, world, folder, told.append)
-    for step in range(1, steps + 1):
+    watch = Watch(train, world, folder, told.append, told.append)
+    for step in range(first, steps + 1):
         watch.begin(step)
         with torch.profiler.record_function(f"step {step}"):
             torch.ones(8, 8) @ torch.ones(8, 8)
@@ -42,7 +43,27 @@ def test_a_trace_of_the_steps_asked_for(tmp_path):
 
 def test_a_run_that_ends_within_the_window_leaves_what_there_was(tmp_path):
     (path,) = run(Train(profile="3:9"), tmp_path, 4)
-    assert steps_in(path) == ["step 3", "step 4"]
+    assert path.endswith("steps-3-4-rank-0.json.gz") and steps_in(path) == ["step 3", "step 4"]
+
+
+def test_a_run_that_is_resumed_within_the_window_traces_the_rest(tmp_path):
+    (path,) = run(Train(profile="3:7"), tmp_path, 9, first=5)
+    assert path.endswith("steps-5-6-rank-0.json.gz") and steps_in(path) == ["step 5", "step 6"]
+    assert run(Train(profile="3:7"), tmp_path, 9, first=7) == []
+
+
+def test_a_trace_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(path):
+        Path(path).touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: full(path))
+    monkeypatch.setattr(watching, "record_history", lambda on: None)
+    monkeypatch.setattr(watching, "dump_history", full)
+    for train, world in ((Train(profile=2), CPU), (Train(memory_snapshot=2), CUDA)):
+        (said,) = run(train, tmp_path, 4, world)
+        assert "No space left on device; training goes on without it" in said
+    assert list((tmp_path / "profile").iterdir()) == []
 
 
 def test_a_trace_of_one_step(tmp_path):
@@ -72,7 +93,7 @@ def test_a_snapshot_is_of_one_step(tmp_path, monkeypatch):
 
 def test_what_needs_cuda_is_refused_on_a_cpu(tmp_path):
     with pytest.raises(ConfigError, match=r"train\.memory_snapshot=3 on cpu"):
-        Watch(Train(memory_snapshot=3), CPU, tmp_path, print)
+        Watch(Train(memory_snapshot=3), CPU, tmp_path, print, print)
     with pytest.raises(ConfigError, match=r"train\.tf32=false on cpu"), arithmetic(Train(tf32=False), CPU):
         pass
 

@@ -1,12 +1,30 @@
-"""How a DataLoader's worker processes end."""
+"""How a DataLoader's worker processes begin and end."""
 
+import contextlib
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
-__all__ = ["end_workers", "why_ended"]
+from torch.utils.data._utils import signal_handling
+
+__all__ = ["end_workers", "no_signal_of_workers", "why_ended"]
 
 _EXIT_S = 1.0  # in which a process that was killed has an exit status
+
+
+@contextlib.contextmanager
+def no_signal_of_workers() -> Iterator[None]:
+    """Context manager in which ``iter(DataLoader(...))`` installs no handler of SIGCHLD. That raises an error of a worker's end
+    wherever this process is, in a save or an exchange; whoever waits for the worker's data looks after it every 5 s anyway."""
+    was_set = getattr(signal_handling, "_SIGCHLD_handler_set", None)
+    if was_set is None:
+        yield
+        return
+    signal_handling._SIGCHLD_handler_set = True
+    try:
+        yield
+    finally:
+        signal_handling._SIGCHLD_handler_set = was_set
 
 
 def why_ended(batches: Iterator[Any], error: Exception) -> str | None:

@@ -3,6 +3,7 @@ hands them out."""
 
 import contextlib
 import ctypes
+import errno
 import functools
 import gc
 import os
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from shardwise._torch.data_workers import end_workers, why_ended
+from shardwise._torch.data_workers import end_workers, no_signal_of_workers, why_ended
 from shardwise.data.dataset_state import states_in
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
+from shardwise.launch.process import die_with_parent
 from shardwise.world.rng import derive_seed, forked_generators, forked_streams, is_generator
 
 __all__ = ["Reader", "Task", "read_ahead"]
@@ -92,27 +94,30 @@ def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefe
     tasks ahead each. The processes are those of a ``DataLoader``, and end with the iterator.
 
     Raises:
-        UsageError: a worker was killed, or ended by itself.
+        UsageError: a worker was killed, or ended by itself; or there is no room for what it has read.
     """
     has_ended = RawValue(ctypes.c_bool, False)
     loader = DataLoader(
-        _Reading(reader),
+        _Reading(reader, num_workers),
         batch_size=None,
         sampler=_InOrder(tasks),
         num_workers=num_workers,
         prefetch_factor=prefetch,
         collate_fn=_as_read,
-        worker_init_fn=functools.partial(_begin, has_ended),
+        worker_init_fn=functools.partial(_begin, has_ended, _parent()),
         generator=torch.Generator(),  # else it draws a number from the global one
     )
-    with _no_collection():
-        batches = iter(loader)
+    batches: Any = None
     try:
+        with _no_collection(), no_signal_of_workers():
+            batches = iter(loader)
         for batch in batches:
             if isinstance(batch, ShardwiseError):
                 raise batch
             yield batch
     except (RuntimeError, OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and batches is None:
+            raise no_shared_memory(num_workers, str(error)) from error
         why = why_ended(batches, error)
         if why is None:
             raise
@@ -123,20 +128,43 @@ def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefe
         ) from error
     finally:
         has_ended.value = True
-        end_workers(batches)
+        if batches is not None:
+            end_workers(batches)
 
 
 class _Reading(Dataset[Any]):
     """The tasks as a dataset: one is read where DataLoader asks for a sample."""
 
-    def __init__(self, reader: Reader):
-        self._reader = reader
+    def __init__(self, reader: Reader, num_workers: int):
+        self._reader, self._num_workers = reader, num_workers
 
     def __getitem__(self, index: Any) -> Batch | ShardwiseError:
         try:
-            return self._reader(index)
+            batch = self._reader(index)
+            # DataLoader would do it in a thread, whose errors nobody hears of: the rank would wait for the batch for ever.
+            for value in batch.values():
+                _share(value, self._num_workers)
+            return batch
         except ShardwiseError as error:  # which DataLoader could not make anew in the rank
             return error
+
+
+def _share(value: Tensor, num_workers: int) -> None:
+    try:
+        value.share_memory_()
+    except RuntimeError as error:
+        if "shared memory" not in str(error):
+            raise
+        raise no_shared_memory(num_workers, str(error).partition("\n")[0]) from error
+
+
+def no_shared_memory(num_workers: int, said: str) -> UsageError:
+    """The error of worker processes that cannot hand over what they read."""
+    return UsageError(
+        f"Loader(num_workers={num_workers}) without room in shared memory",
+        why=f"worker processes hand over what they read in /dev/shm, and there is no room: {said}",
+        fix="make it larger (docker run --shm-size=8g), use smaller micro-batches or prefetch=1, or read without workers: num_workers=0",
+    )
 
 
 class _InOrder(Sampler[Any]):
@@ -163,10 +191,18 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _begin(has_ended: Any, _number: int) -> None:
+def _parent() -> int | None:
+    """This process, with which workers are to be killed at once, also those that are stopped. None in a thread: the system would
+    kill them with the thread."""
+    return os.getpid() if threading.current_thread() is threading.main_thread() else None
+
+
+def _begin(has_ended: Any, parent: int | None, _number: int) -> None:
     """Called in a new worker. It was forked from a rank, whose signal handlers are not for it: a scheduler that ends a job
     signals all of its processes, and the rank still trains the window for which it reads. A worker ends with its rank in
     any case, as DataLoader looks after that."""
+    if parent is not None:
+        die_with_parent(parent)
     # What the rank has left to the garbage collector is not for this process to destroy: a process group's destructor waits
     # for threads that are not here, and crashes.
     gc.freeze()

@@ -186,7 +186,13 @@ class _Run:
         self.metrics: MetricsWriter | None = None
         self.loggers: Loggers | None = None
         self.use = DeviceUse(self.config, self.world)
-        self.watch = Watch(self.config.train, self.world, self.folder, lambda path: self.emit("trace", path=path))
+        self.watch = Watch(
+            self.config.train,
+            self.world,
+            self.folder,
+            tell=lambda path: self.emit("trace", path=path),
+            trouble=lambda text: self.emit("trouble", text=text),
+        )
         self.unwritten: CheckpointError | None = None
         self.callback = Callback(self.config.train.callback)
         self.unlogged: dict[str, Any] | None = None  # figures of the last step, if they are not in the metrics

@@ -57,16 +57,20 @@ class Watch:
         world: the open world.
         folder: of the run.
         tell: called with the path of each file, on the rank that wrote it.
+        trouble: called with a sentence where one cannot be written, as on a full disk; the run goes on.
 
     Raises:
         ConfigError: a memory snapshot without cuda.
     """
 
-    def __init__(self, train: Train, world: World, folder: Path, tell: Callable[[str], None]):
-        self._world, self._folder, self._tell = world, folder, tell
+    def __init__(
+        self, train: Train, world: World, folder: Path, tell: Callable[[str], None], trouble: Callable[[str], None]
+    ):
+        self._world, self._folder, self._tell, self._trouble = world, folder, tell, trouble
         self._window = train.profiled_steps if train.profile_ranks == "all" or world.is_main else None
         self._snapshot = train.memory_snapshot
         self._profiler: Any = None
+        self._first = self._last = 0  # steps that the profiler has seen
         if self._snapshot is not None and world.device.type != "cuda":
             raise ConfigError(
                 f"train.memory_snapshot={self._snapshot} on {world.device.type}",
@@ -76,37 +80,45 @@ class Watch:
 
     def begin(self, step: int) -> None:
         """Called before step ``step``, counted from 1."""
-        if self._window is not None and step == self._window.start:
+        if (
+            self._window is not None and step in self._window and self._profiler is None
+        ):  # a resumed run begins within it
+            self._first = step
             kinds = torch.profiler.ProfilerActivity
             activities = [kinds.CPU, *([kinds.CUDA] if self._world.device.type == "cuda" else [])]
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profiler.start()
+        if self._profiler is not None:
+            self._last = step
         if self._snapshot == step:
             record_history(True)
 
     def end(self, step: int) -> None:
         """Called after it."""
         if self._profiler is not None and self._window is not None and step == self._window.stop - 1:
-            self._end_profile(self._window)
+            self._end_profile()
         if self._snapshot == step:
-            path = self._place(f"memory-step-{step}-rank-{self._world.rank}.pickle")
-            dump_history(str(path))
+            self._write(f"memory-step-{step}-rank-{self._world.rank}.pickle", dump_history)
             record_history(False)
-            self._tell(str(path))
 
     def close(self) -> None:
         """Writes what was recorded when the run ended within the window."""
-        if self._profiler is not None and self._window is not None:
-            self._end_profile(self._window)
+        if self._profiler is not None:
+            self._end_profile()
 
-    def _end_profile(self, window: range) -> None:
+    def _end_profile(self) -> None:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
-        path = self._place(f"steps-{window.start}-{window.stop - 1}-rank-{self._world.rank}.json.gz")
-        profiler.export_chrome_trace(str(path))
-        self._tell(str(path))
+        self._write(f"steps-{self._first}-{self._last}-rank-{self._world.rank}.json.gz", profiler.export_chrome_trace)
 
-    def _place(self, name: str) -> Path:
-        folder = self._folder / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / name
+    def _write(self, name: str, write: Callable[[str], None]) -> None:
+        path = self._folder / "profile" / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._trouble(f"{path} could not be written: {error}; training goes on without it")
+        else:
+            self._tell(str(path))
