@@ -86,6 +86,11 @@ def echo_first(text, folder):
     raise KeyError("the cause")
 
 
+def lose_a_peer_that_starts():
+    if RANK == 0:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+
 def echo_first_of_a_kill(folder):
     meet(folder)
     if RANK == 0:

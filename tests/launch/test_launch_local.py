@@ -217,7 +217,7 @@ def test_a_rank_that_is_still_starting_is_not_ended_by_the_question_where_it_is(
     (tmp_path / "sitecustomize.py").write_text("import os, time\nif os.environ.get('RANK') == '1': time.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RankError, match="Connection closed by peer") as caught:
-        launch("echo_first_of_a_kill", grace_s=1)
+        launch("lose_a_peer_that_starts", grace_s=1)
     assert caught.value.ranks == (0,)
 
 
