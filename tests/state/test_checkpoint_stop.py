@@ -125,10 +125,10 @@ def saved_on_the_way(root, how: str, *, when: int, every: int | None = 100, **op
     [
         ("signal", 1, 100, ["step-00000002"]),
         ("signal", 1, None, ["step-00000002"]),
-        ("signal", 1, 2, ["step-00000002", "step-00000004"]),
+        pytest.param("signal", 1, 2, ["step-00000002", "step-00000004"], marks=pytest.mark.soak),
         ("call", 2, 100, ["step-00000003"]),
         ("early", 0, 100, ["step-00000001"]),
-        ("signal", 4, 100, []),  # after the last window: closing saves it
+        pytest.param("signal", 4, 100, [], marks=pytest.mark.soak),  # after the last window: closing saves it
     ],
 )
 def test_a_run_that_is_asked_for_a_checkpoint_saves_and_goes_on(ranks, tmp_path, how, when, every, made):

@@ -74,7 +74,12 @@ def _train(name, options, layout, local, schedule, engine="fsdp2"):
         return values(model), _whole_state(optim), [group["lr"] for group in optim.param_groups], kinds
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Rprop"])
+_RARE = ("RAdam", "Adamax", "ASGD", "Adadelta", "RMSprop")  # in soak
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.soak if n in _RARE else ()) for n in OPTIMIZERS if n != "Rprop"]
+)
 def test_bit_equal_to_stock_stepping(ranks, name):
     stock = ranks.run(_train, 2, name, OPTIMIZERS[name], "dp_shard=2", False, "before")[0]
     for schedule in ("before", "after"):

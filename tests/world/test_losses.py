@@ -27,6 +27,7 @@ def lose(cause, lost, launcher, blocked):
     return run(cause, lost, launcher, seconds=30.0, timeout_s=300.0, blocked=blocked, until=until)
 
 
+@pytest.mark.soak  # by forked ranks tests/world/test_lost_ranks.py sees that a killed rank is named
 def test_torchrun_does_not_end_the_survivor_before_it_names_a_killed_rank():
     check("killed", 1, lose("killed", 1, "torchrun", True))
 

@@ -61,6 +61,11 @@ PROBES = (
         words=("_workers",),
         without="workers of a Loader end some seconds after an error",
     ),
+    Probe(
+        "torch.utils.data._utils.signal_handling",
+        ("_SIGCHLD_handler_set",),
+        without="the end of a worker of a Loader raises wherever its rank happens to be",
+    ),
     Probe("torch.nn.utils.clip_grad", ("_get_total_norm",)),
     Probe("torch:Tensor", ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
     Probe("torch.autograd:Variable", ("_execution_engine",)),

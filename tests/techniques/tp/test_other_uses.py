@@ -56,7 +56,10 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", models.select("other uses"))
+@pytest.mark.parametrize(  # that the same stays whole is seen of each below
+    "name",
+    [pytest.param(n, marks=pytest.mark.soak if i % 3 else ()) for i, n in enumerate(models.select("other uses"))],
+)
 def test_training_is_that_of_one_process(ranks, name):
     model = models.get(name)
     report = sw.verify(

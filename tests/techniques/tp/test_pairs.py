@@ -34,7 +34,7 @@ def test_training_is_that_of_one_process(ranks, case, name):
     ("precision", "gate", "fused"),
     [
         ("bf16", 5e-3, False),
-        ("fp16", 1e-3, True),
+        pytest.param("fp16", 1e-3, True, marks=pytest.mark.soak),
         pytest.param("bf16", 5e-3, True, marks=pytest.mark.soak),
         pytest.param("fp16", 1e-3, False, marks=pytest.mark.soak),
     ],
