@@ -171,6 +171,11 @@ class RunFolder:
         """Says by which command the run resumes, and at which step; or what would have kept a checkpoint."""
         newest, kept = self._newest(), self.config.checkpoint
         steps = self.display.steps or self.config.train.steps or done
+        if newest is None and kept.every is not None and done >= kept.every:
+            self.display.row(
+                "resume", f"not possible, no checkpoint is there: the save after step {kept.every} had not finished"
+            )
+            return
         if newest is None:
             every = max(1, min(steps // 10, done))
             why = "no checkpoint was asked for" if kept.every is None else f"the first was due after step {kept.every}"
