@@ -310,3 +310,36 @@ def waited(num_workers: int) -> list[float]:
 def test_a_step_says_how_long_it_waited_for_data(ranks):
     first, second = ranks.run(waited, 2, 0)
     assert first == second and all(0.1 <= seconds < 0.5 for seconds in first)
+
+
+class SlowOnOneRank(Rows):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if os.environ.get("RANK") == "1" and i == 1:
+            time.sleep(4.5)
+        return super().__getitem__(i)
+
+
+def trains_on_slow_data():
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=2) as world:
+        model = sw.parallelize(lambda: nn.Linear(3, 1), world)
+        step = sw.TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            loss=lambda output, _: output.sum(),
+            count=lambda batch: len(batch["x"]),
+            forward=lambda model, batch: model(batch["x"].float()),
+        )
+        for window in sw.Loader(SlowOnOneRank(), world, global_batch=NUM, micro_batch=1, shuffle=False):
+            step(window)
+
+
+def told_of_slow_data():
+    try:
+        trains_on_slow_data()
+    except sw.RankError as error:
+        return str(error)
+
+
+def test_a_rank_that_reads_for_long_is_named_with_that(ranks):
+    told = ranks.run(told_of_slow_data, 2, timeout_s=60)[0]
+    assert told is not None and "rank 1 is reading data" in told

@@ -13,6 +13,7 @@ The position is counted in samples of the global order, never in batches of a ra
 resume with two, and no sample is seen twice or missed.
 """
 
+import contextlib
 import itertools
 import time
 import weakref
@@ -201,7 +202,9 @@ class Loader:
             self._reading(place)
             place.num_micro = self._num_micro(place[1])
             own = self._own(place[1])
-            window = self._window(place, own, [next(batches) for _ in own])
+            with self._reading_is_told():
+                read = [next(batches) for _ in own]
+            window = self._window(place, own, read)
             self.waited_s = place.waited_s = time.perf_counter() - began
             self._position = min(self._position + self.global_batch, self._length)
             yield window
@@ -215,7 +218,8 @@ class Loader:
             began = time.perf_counter()
             place = Place.of(self.epoch, self._position, self._number)
             self._reading(place)
-            samples = stream.take(self.global_batch)
+            with self._reading_is_told():
+                samples = stream.take(self.global_batch)
             if not samples:
                 if not self._position:
                     refuse_empty(self.dataset)
@@ -238,6 +242,11 @@ class Loader:
             if self._is_over:
                 stream.end()
                 return
+
+    def _reading_is_told(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: a rank that waits for its data, or for a worker that is stopped, is named with that."""
+        watch = getattr(self.world, "watch", None)
+        return contextlib.nullcontext() if watch is None else watch.doing("reading data")
 
     def _next_epoch(self) -> None:
         self.epoch, self._position, self._state, self._is_over = self.epoch + 1, 0, None, False

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -114,6 +114,19 @@ class Watch:
     def past(self, place: str) -> None:
         """Records what the main thread has passed: until the next record, it is in code that reports nothing."""
         self.place, self.waits, self._behind = f"after {place}", None, (self.exchanges, place)
+
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Context manager: ranks that wait for this one are told that it is ``what`` ("reading data"). Of the main thread
+        alone: another one may read for it, beside what it does."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before, self.place = self.place, what
+        try:
+            yield
+        finally:
+            self.place = before
 
     def gathers_with(self, ranks: tuple[int, ...], group: Any) -> None:
         """Records with which ranks this one gathers and reduces units, or shares layers, and in which process group."""
