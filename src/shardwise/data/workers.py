@@ -117,7 +117,7 @@ def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefe
             yield batch
     except (RuntimeError, OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and batches is None:
-            raise no_shared_memory(num_workers, str(error)) from error
+            raise _no_shared_memory(num_workers, str(error)) from error
         why = why_ended(batches, error)
         if why is None:
             raise
@@ -141,7 +141,7 @@ class _Reading(Dataset[Any]):
     def __getitem__(self, index: Any) -> Batch | ShardwiseError:
         try:
             batch = self._reader(index)
-            # DataLoader would do it in a thread, whose errors nobody hears of: the rank would wait for the batch for ever.
+            # DataLoader would do it in a thread, whose errors are lost: the rank would wait for the batch for ever.
             for value in batch.values():
                 _share(value, self._num_workers)
             return batch
@@ -155,10 +155,10 @@ def _share(value: Tensor, num_workers: int) -> None:
     except RuntimeError as error:
         if "shared memory" not in str(error):
             raise
-        raise no_shared_memory(num_workers, str(error).partition("\n")[0]) from error
+        raise _no_shared_memory(num_workers, str(error).partition("\n")[0]) from error
 
 
-def no_shared_memory(num_workers: int, said: str) -> UsageError:
+def _no_shared_memory(num_workers: int, said: str) -> UsageError:
     """The error of worker processes that cannot hand over what they read."""
     return UsageError(
         f"Loader(num_workers={num_workers}) without room in shared memory",

@@ -117,8 +117,8 @@ class Watch:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Context manager: ranks that wait for this one are told that it is ``what`` ("reading data"). Of the main thread
-        alone: another one may read for it, beside what it does."""
+        """Context manager: errors of ranks that wait for this one say that it is ``what`` ("reading data"). For the main
+        thread alone: another one may read for it, beside what it does."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
