@@ -117,6 +117,10 @@ _SIZES = "the tests' model has other sizes today, which tp=2 can cut"
 _ODD = (
     "two numbers more for each 0-dim parameter: which gradients kept apart came with it, as those are judged together"
 )
+_COPIES = (
+    "copies that ranks hold of a parameter are compared once, before an optimizer first steps: one gather of objects"
+)
+_SAMPLES = "the tests of misuse have other samples of this error today"
 _SELECTIVE = "ranks exchange what the first run of each block keeps and costs, by which selective remat chooses"
 EXPLAINED: dict[str, str] = {
     "recipes / qwen3-vl-moe | ": _SIZES,
@@ -133,6 +137,7 @@ EXPLAINED: dict[str, str] = {
     "steps / train_step | odd | dp_replicate=2 | * / grad_norm": "the last bit: gradients of parameters that no rank used are zeros "
     "in the sum until ranks know of each other",
     "steps / train_step | * | selective, kept, ahead | *collectives": _SELECTIVE,
+    "steps / * / window 0 / collectives": _COPIES,
     "steps / train_step | experts | dp_shard=1 | bf16 and remat | rank 0 / window 2 / grad_norm": "the last bit: gradients of "
     "one rank are added up without FSDP2's buffers",
     **{
@@ -184,6 +189,9 @@ EXPLAINED: dict[str, str] = {
             "verify": "fused",
         }.items()
     },
+    "public / signatures / shardwise.apply_recipe": "no longer public: parallelize does it, and leaves no memory uninitialised",
+    "public / commands / train --parallel.layout=dp_shard=3 --nproc 4 / stderr": "the place that names the layout is said",
+    "public / commands / train --parallel.layout=dp_shard=3 --nproc 4 --print-config": "--print-config refuses what train would refuse",
     "public / commands / train --parallel.layout=pp=2 / stderr": "tp is among the axes that work",
     "public / commands / train --parallel.remat=some / stderr": "remat is also given as a size",
     "public / commands / --help / stdout": "two commands more",
@@ -200,6 +208,7 @@ EXPLAINED: dict[str, str] = {
             "ConfigError | --max-shard-bytes {text}",
             "CheckpointError | {source.place}: dtype",
             "ConfigError | an empty dataset",
+            "ConfigError | launch.nproc={config.launch.nproc}",
             "ConfigError | a batch with the keys {...} and no count=",
             "ConfigError | a loss whose {name} is None",
             "ConfigError | data.micro_batch={self.micro_batch} with data.global_batch",
@@ -213,14 +222,28 @@ EXPLAINED: dict[str, str] = {
             "ConfigError | token {...} at position",
             "ConfigError | {key}={value} | that is neither a word for {key} nor a",
             "ConfigError | {type(module).__name__} without --batch",
+            "LayoutError | axis {axis}",
             "RankError | rank {self.rank} waited {waited} s",
             "RankError | ranks that came to {place} with micro-batches",
             "RankError | sw.Loader: the ranks have other samples",
             "RankError | {what} differ between ranks",
             "UnsupportedError | a hook on a parameter that is cut",
             "UnsupportedError | deepcopy of a sharded module",
+            "UnsupportedError | layout {text}: {axis}={degree}",
             "UsageError | a dataset of type",
             "UsageError | example={{...}} for",
+        )
+    },
+    **{
+        f"public / messages / warnings / {start}": "the same warning in other words, or with names that are listed in another way"
+        for start in ("f\"units='model': its fully_shard", 'f"{_METHOD}() of {type(model).__name__} leaves out')
+    },
+    **{
+        f"errors / {start}": _SAMPLES
+        for start in (
+            "CheckpointError: ranks that see different weights",
+            "CheckpointError: weights from TMP",
+            "UsageError: the module changed after it was sharded",
         )
     },
     "errors / RankError: ranks that came to different exchanges": "the entries of the exchange before a step have changed",
