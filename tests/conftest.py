@@ -50,7 +50,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        sys.modules["torch"].default_generator.manual_seed(0)  # torch.manual_seed takes a millisecond for accelerators
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 start."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -42,19 +43,28 @@ class _IsAnyGloo(type):
 
 
 class _OneThread(metaclass=_IsAnyGloo):
-    """Called as ``ProcessGroupGloo``; makes one that has a single thread, on the network interfaces that torch takes."""
+    """Called as ``ProcessGroupGloo``; makes one that has a single thread for its collectives."""
 
     def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
         gloo: Any = dist.ProcessGroupGloo
-        named = os.environ.get("GLOO_SOCKET_IFNAME", "")
         options = gloo._Options()
-        options._devices = (
-            [gloo.create_device(interface=each) for each in named.split(",")]
-            if len(named) > 1
-            else [gloo.create_default_device()]
-        )
+        options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
         options._timeout, options._threads = timeout, 1
         return gloo(store, rank, size, options)
+
+
+@functools.cache
+def _gloo_devices(_process: int, interfaces: str) -> list[Any]:
+    """What gloo sends and receives by: a listening socket and a thread each, on the network interfaces that torch takes.
+
+    All groups of a process share them, and they stay: gloo finds the address of a new one by the host's name, which takes
+    some 10 ms for each group, and seconds where the name server is slow. A forked process makes its own, as threads are
+    not copied, and keeps those it was forked with, which could not be ended without their threads.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    if len(interfaces) > 1:
+        return [gloo.create_device(interface=each) for each in interfaces.split(",")]
+    return [gloo.create_default_device()]
 
 
 def default_store() -> dist.Store:

@@ -11,6 +11,8 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
+from shardwise._torch.dtensor import cut_like, local_tensor
+
 __all__ = ["BatchNormBase", "DDPModule", "PausableHooks", "cast_floating", "is_spectral_norm", "materialise"]
 
 
@@ -41,7 +43,9 @@ def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -
     def make(tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
             return tensor
-        return torch.empty_like(tensor, device=cut if isinstance(tensor, DTensor) else device)
+        if isinstance(tensor, DTensor):  # without DTensor's dispatch, which takes a millisecond for each new shape
+            return cut_like(torch.empty_like(local_tensor(tensor), device=cut), tensor)
+        return torch.empty_like(tensor, device=device)
 
     module._apply(make)
 

@@ -26,9 +26,14 @@ def hints_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
     return {name: hints[name] for name in cls.__struct_fields__}
 
 
+@cache
+def _fields_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field for field in msgspec.structs.fields(cls)}
+
+
 def default_of(cls: type[msgspec.Struct], key: str) -> Any:
     """The default value of one field (a new object, where it is a container)."""
-    field = next(field for field in msgspec.structs.fields(cls) if field.name == key)
+    field = _fields_of(cls)[key]
     return field.default_factory() if field.default is msgspec.NODEFAULT else field.default
 
 

@@ -38,7 +38,8 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 def inner_module(module: nn.Module) -> nn.Module | None:
     """The module that a wrapper wraps; None for a module that is not a wrapper."""
     kind = type(module)
-    return module._modules.get(_WRAPPERS.get(kind.__name__, "")) if kind.__module__.startswith("torch.") else None
+    attr = _WRAPPERS.get(kind.__name__)
+    return module._modules.get(attr) if attr is not None and kind.__module__.startswith("torch.") else None
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -57,15 +58,21 @@ def canonical_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module under its canonical name, without wrappers; each (name, module) pair once per name."""
-
-    def walk(module: nn.Module, prefix: str, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
-        module = unwrap_module(module)
+    # A stack, not a generator within a generator: each name would pass through all levels above it.
+    waiting: list[tuple[str, nn.Module, tuple[int, ...]]] = [("", unwrap_module(root), ())]
+    while waiting:
+        prefix, module, above = waiting.pop()
         yield prefix, module
-        for name, child in canonical_children(module):
-            if id(child) not in above:
-                yield from walk(child, f"{prefix}.{name}" if prefix else name, (*above, id(module)))
-
-    yield from walk(root, "", ())
+        if not module._modules:
+            continue
+        below, start = (*above, id(module)), f"{prefix}." if prefix else ""
+        children = []
+        for name, child in module._modules.items():
+            if child is not None and type(child).__name__ in _WRAPPERS:
+                child = unwrap_module(child)
+            if child is not None and id(child) not in above:
+                children.append((start + name, child, below))
+        waiting += reversed(children)
 
 
 def canonical_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str]]:

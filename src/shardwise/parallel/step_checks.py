@@ -156,7 +156,7 @@ def _owned(module: nn.Module) -> dict[int, torch.Tensor]:
 
 def _stepped(held: Mapping[int, torch.Tensor]) -> list[Runtime]:
     """Sharded models with a parameter in ``held`` (id -> parameter)."""
-    return [r for r in list(_watched) if any(id(param) in held for param in r.parameters.values())]
+    return [r for r in list(_watched) if not held.keys().isdisjoint(map(id, r.parameters.values()))]
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch.Tensor]) -> None:

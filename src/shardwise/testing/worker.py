@@ -108,10 +108,10 @@ def _answer(call: Call) -> tuple[str, bytes | Failure]:
 
 
 def _seed() -> None:
-    import torch
+    from shardwise.world.rng import seed_torch
 
     random.seed(_SEED)
-    torch.manual_seed(_SEED)
+    seed_torch(_SEED)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(_SEED)
 

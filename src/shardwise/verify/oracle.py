@@ -19,7 +19,7 @@ from shardwise._torch.modules import cast_floating
 from shardwise.model.lift import LiftFloat32
 from shardwise.step.loss import counter_of, forward_of
 from shardwise.step.step_state import StepState
-from shardwise.world.rng import derive_seed, forked_streams
+from shardwise.world.rng import derive_seed, forked_streams, seed_torch
 
 __all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]
 
@@ -107,7 +107,7 @@ def _drawing_from(seed: int) -> Iterator[None]:
     """Within: every generator that a constructor may draw from is seeded with ``seed``. Python's and numpy's are
     restored afterwards."""
     python, arrays = random.getstate(), np.random.get_state()
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed)
     try:

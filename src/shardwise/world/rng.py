@@ -28,6 +28,7 @@ __all__ = [
     "has_generator",
     "is_generator",
     "seed_all",
+    "seed_torch",
     "set_state",
     "set_streams",
     "snapshot",
@@ -288,7 +289,16 @@ def seed_all(seed: int, rank: int) -> None:
     own = seed if rank == 0 else derive_seed(seed, "rank", rank)
     random.seed(own)
     np.random.seed(own % 2**32)
-    torch.manual_seed(own)
+    seed_torch(own)
+
+
+def seed_torch(seed: int) -> None:
+    """``torch.manual_seed``, which takes a millisecond on a machine without an accelerator: it notes the seed, with a
+    traceback, for each kind that might come."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
 
 
 def streams(device: torch.device) -> dict[str, Any]:
