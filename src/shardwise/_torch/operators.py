@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["foreach_norms", "foreach_scale", "is_taken_apart", "looked_at_on_meta", "operator_names"]
+__all__ = ["foreach_copy", "foreach_norms", "foreach_scale", "is_taken_apart", "looked_at_on_meta", "operator_names"]
 
 
 def looked_at_on_meta(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -25,6 +25,11 @@ def foreach_norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -
 def foreach_scale(tensors: list[Tensor], factor: float) -> None:
     """Multiplies each tensor by ``factor``, in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def foreach_copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies each of ``sources`` into the tensor at its place."""
+    torch._foreach_copy_(tensors, sources)
 
 
 def operator_names() -> list[str]:

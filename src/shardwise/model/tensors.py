@@ -224,13 +224,12 @@ def change_marks(tensors: Sequence[Tensor]) -> Tensor:
     On the CPU they are made without operators, of which one takes longer than a small buffer's checksum."""
     if not all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors):
         return checksums(tensors)
-    return torch.tensor([_crc32(tensor.detach().contiguous()) for tensor in tensors], dtype=torch.int64)
+    return torch.tensor([_crc32(tensor.contiguous()) for tensor in tensors], dtype=torch.int64)
 
 
 def _crc32(tensor: Tensor) -> int:
-    if not tensor.nbytes:
-        return 0
-    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    size = tensor.nbytes
+    return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:

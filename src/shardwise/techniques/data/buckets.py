@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.operators import foreach_copy
 from shardwise.model.large_pages import in_large_pages
 
 __all__ = ["Bucket", "make_buckets"]
@@ -57,7 +58,7 @@ class Bucket:
         self.members = members
         self.numel = sum(param.numel() for param in members.values())
         self._sizes = [param.numel() for param in members.values()]
-        self._has_own_order = {i: _has_own_order(param) for i, param in members.items()}
+        self._has_own_order = {i for i, param in members.items() if _has_own_order(param)}
         self.reset()
 
     def reset(self) -> None:
@@ -84,12 +85,11 @@ class Bucket:
         in_large_pages([flat])
         flat[self.numel :].zero_()
         views = self.views_of(flat)
-        for i, view in views.items():
-            grad = grads[i]
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        copied = {i: grad.to_dense() if grad.is_sparse else grad for i, grad in grads.items() if grad is not None}
+        if copied:
+            foreach_copy([views[i] for i in copied], [*copied.values()])
+        for i in views.keys() - copied.keys():
+            views[i].zero_()
         return flat, views
 
     def views(self) -> dict[int, Tensor]:
@@ -97,11 +97,12 @@ class Bucket:
         return self._views
 
     def views_of(self, flat: Tensor) -> dict[int, Tensor]:
-        pieces = zip(self.members.items(), flat[: self.numel].split(self._sizes), strict=True)
-        return {
-            i: piece.as_strided(param.shape, param.stride()) if self._has_own_order[i] else piece.view(param.shape)
-            for (i, param), piece in pieces
-        }
+        pieces = flat[: self.numel].split(self._sizes)
+        views = dict(zip(self.members, map(Tensor.view_as, pieces, self.members.values()), strict=True))
+        for i, piece in zip(self.members, pieces, strict=True) if self._has_own_order else ():
+            if i in self._has_own_order:
+                views[i] = piece.as_strided(self.members[i].shape, self.members[i].stride())
+        return views
 
     def settle(self) -> None:
         """Waits for an all-reduce that was left running; bounded, since a peer that has ended will never take part."""

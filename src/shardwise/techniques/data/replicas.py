@@ -216,7 +216,8 @@ class DDPEngine:
             bucket.has_late_parts = True
         else:
             bucket.missing.discard(i)
-            self._send_ready()
+            if not bucket.missing:
+                self._send_ready()
 
     def _unreduced(self) -> list[int]:
         """Indices of parameters with a gradient of this rank alone."""
