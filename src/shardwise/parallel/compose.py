@@ -26,13 +26,6 @@ from shardwise.model.calling import cropped, run_on
 from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
 from shardwise.parallel.copies import refuse_other_copies
-from shardwise.parallel.guards import (
-    part_of_another,
-    refuse_loose_partial,
-    refuse_numbers_of_parts,
-    refuse_unfit_parts,
-    refuse_whole_values,
-)
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.plain_parts import refuse_norms_of_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
@@ -40,6 +33,13 @@ from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_r
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
+from shardwise.parallel.unfit_modules import (
+    part_of_another,
+    refuse_loose_partial,
+    refuse_numbers_of_parts,
+    refuse_unfit_parts,
+    refuse_whole_values,
+)
 from shardwise.recipe import Anatomy, Recipe, fingerprint_of
 from shardwise.techniques import TECHNIQUES, Parallel, fold
 from shardwise.techniques.data.fsdp2 import apply_fsdp2

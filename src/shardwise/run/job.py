@@ -43,6 +43,7 @@ from shardwise.run.checkpoints import RunCheckpoints
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import RunData, limit_to_model, open_data, prompt_of, vocab_of
 from shardwise.run.device_use import DeviceUse
+from shardwise.run.diagnostics import Diagnostics, arithmetic
 from shardwise.run.disk_space import check_space, spare_folders
 from shardwise.run.loggers import Loggers
 from shardwise.run.loss_unit import perplexity_of
@@ -54,7 +55,6 @@ from shardwise.run.sample import complete_text, generate, vocabulary, word_share
 from shardwise.run.steps import check_steps, epochs_text, steps_left
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.run.vocabulary import vocabulary_of
-from shardwise.run.watch import Watch, arithmetic
 from shardwise.state import check_dtypes, save_weights, weights_bytes
 from shardwise.step.evaluate import evaluate
 from shardwise.step.step import TrainStep
@@ -186,7 +186,7 @@ class _Run:
         self.metrics: MetricsWriter | None = None
         self.loggers: Loggers | None = None
         self.use = DeviceUse(self.config, self.world)
-        self.watch = Watch(
+        self.diagnostics = Diagnostics(
             self.config.train,
             self.world,
             self.folder,
@@ -216,7 +216,7 @@ class _Run:
 
     def close(self) -> None:
         """Called at the end, also if that is an error: ends what watches the run."""
-        self.watch.close()
+        self.diagnostics.close()
         if self.loggers is not None:
             self.loggers.close()
 
@@ -398,12 +398,12 @@ class _Run:
         self.emit("phase", text=f"training{self._and_compiling()}")
         while self.done < steps:
             for window in self.loader:
-                self.watch.begin(self.done + 1)
+                self.diagnostics.begin(self.done + 1)
                 lr = self.step.optim.param_groups[0]["lr"]  # after the step the scheduler has set that of the next
                 with self.use.counted(self.done + 1 - first):
                     out, self.done = self.step(window), self.done + 1
                 done = self.done
-                self.watch.end(done)
+                self.diagnostics.end(done)
                 pace.step(done, int(out.num_tokens))
                 if done == first:
                     self.measure()

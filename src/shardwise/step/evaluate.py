@@ -14,10 +14,10 @@ from shardwise.data.loader import mark_used
 from shardwise.errors import UsageError
 from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.step.argument_checks import refuse_torch_loss
 from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffers
 from shardwise.step.fused import fused_forward
 from shardwise.step.grad_stash import clone_buffers, restore_buffers
-from shardwise.step.guards import refuse_autocast, refuse_torch_loss
 from shardwise.step.loss import (
     Batch,
     Loss,
@@ -32,6 +32,7 @@ from shardwise.step.loss_check import SumCheck
 from shardwise.step.mode import eval_mode
 from shardwise.step.model_loss import ModelLoss
 from shardwise.step.model_loss_check import ModelLossCheck
+from shardwise.step.no_gradient import refuse_autocast
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 

@@ -15,19 +15,17 @@ from shardwise.model.calling import call, methods_called
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.state.given import Given
-from shardwise.step.clip import Clipping, NormType
-from shardwise.step.fused import fused_forward
-from shardwise.step.grad_stash import clone_buffers, restore_buffers
-from shardwise.step.guards import (
+from shardwise.step.argument_checks import (
     facts_of_schedule,
-    no_gradient,
-    nothing_of,
     refuse_other_state,
     refuse_parameters,
     refuse_torch_loss,
     refuse_unfit,
     warn_of_left_out,
 )
+from shardwise.step.clip import Clipping, NormType
+from shardwise.step.fused import fused_forward
+from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.local_optimizer import local_optimizer
 from shardwise.step.loss import (
     Batch,
@@ -43,6 +41,7 @@ from shardwise.step.loss_check import SumCheck, agreed_problem
 from shardwise.step.mode import EvalMode
 from shardwise.step.model_loss import ModelLoss
 from shardwise.step.model_loss_check import ModelLossCheck
+from shardwise.step.no_gradient import no_gradient, nothing_of
 from shardwise.step.norm import GradientNorm
 from shardwise.step.scale import LossScale
 from shardwise.step.settings import agree_on_settings, digest_of_settings

@@ -13,7 +13,7 @@ from shardwise.data.labels import Batch, compare_labels, judge_labels, valid_lab
 from shardwise.data.loader import Loader, loader_of
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
-from shardwise.step.guards import refuse_gradless
+from shardwise.step.no_gradient import refuse_gradless
 from shardwise.step.same_data import compare_shared, digest_of_data, judge_data, refuse_others
 from shardwise.world.agreement import digest_of_text, minority
 from shardwise.world.signals import EndOfRun

@@ -29,8 +29,8 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_unreduced
 from shardwise.step.exchange import Exchange, buffer_versions
 from shardwise.step.grad_stash import GradStash, clone_buffers, restore_buffers
-from shardwise.step.guards import explain_no_gradient, refuse_unused
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
+from shardwise.step.no_gradient import explain_no_gradient, refuse_unused
 from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count, count_again, refuse_other_count
 from shardwise.world.rng import derive_seed, forked_streams

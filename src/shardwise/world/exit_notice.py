@@ -40,7 +40,7 @@ def owe_exit_notice(world: "World") -> None:
                 lost = world.lost_peer(error)
                 if lost is not None:
                     shown(type(lost), lost, None)
-                world.closed, world.watch.guard.is_shown = True, True
+                world.closed, world.watch.watchdog.is_shown = True, True
                 world.watch.failed(lost or error)
                 stop_listening(world.watch)
 
@@ -65,4 +65,4 @@ def _leave() -> None:
             if world.owns_group:
                 dist.destroy_process_group()
             world.watch.leave_unannounced()
-            world.watch.stop()  # after a failure the guard stays: what runs at interpreter exit may wait for a peer
+            world.watch.stop()  # after a failure the watchdog stays: what runs at interpreter exit may wait for a peer

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.world.beats import Word, leave_word, read_word, within
 from shardwise.world.connections import RESET, TERMINATED, PeerConnections
-from shardwise.world.guard import ended_word
+from shardwise.world.watchdog import ended_word
 
 if TYPE_CHECKING:
     from shardwise.world.watch import Watch

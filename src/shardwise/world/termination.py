@@ -104,9 +104,9 @@ class _Listener:
         if not str(getattr(handler, "__module__", "")).startswith("shardwise."):
             return
         for watch in list(self.watches):
-            lost = watch.guard.loss()
+            lost = watch.watchdog.loss()
             if lost is not None:
-                watch.guard.end(lost, _PATIENCE_S if watch.is_told or self._before is leave else 0.0)
+                watch.watchdog.end(lost, _PATIENCE_S if watch.is_told or self._before is leave else 0.0)
         if handler is _handle_sigterm and self._before == signal.SIG_DFL:
             self._end_by_signal()
 

@@ -9,7 +9,7 @@ one prints that, and the run ends when the timeout of the group has passed.
 A thread per rank writes a *beat* into the store every interval: a counter, and where its main thread is ("at window 12,
 before the step"). It reads the alarm and its right neighbour's beat, and all beats when its main thread waits for long.
 So an alarm reaches all ranks in one interval, whatever their number. The main thread sees the alarm where it polls (the
-agreement); if it cannot, a second thread, :mod:`shardwise.world.guard`, ends the process.
+agreement); if it cannot, a second thread, :mod:`shardwise.world.watchdog`, ends the process.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from shardwise.errors import RankError, first_line
 from shardwise.world.beats import HAS_LEFT, Beat, Beats, Word, leave_beat, leave_word, read_word, within
 from shardwise.world.connections import LEFT
 from shardwise.world.crossed import Crossed, elsewhere
-from shardwise.world.guard import EXIT_PEER_LOST, Guard
 from shardwise.world.neighbours import connect
 from shardwise.world.waiting import Wait, WaitReport, missing
+from shardwise.world.watchdog import EXIT_PEER_LOST, Watchdog
 
 __all__ = ["EXIT_PEER_LOST", "Watch"]
 
@@ -94,22 +94,22 @@ class Watch:
         self.stopped = threading.Event()
         self._store, self._main_store = connection_to(store), connection_to(store)
         self.open_store = lambda: connection_to(store)  # for threads that seldom need one: a read blocks its connection
-        self.guard = guard = Guard(self, threading.current_thread(), self.stopped)
+        self.watchdog = watchdog = Watchdog(self, threading.current_thread(), self.stopped)
         self._crossed: dict[str, Crossed] = {}  # by process group
         self.report = WaitReport(rank, self.report_s, timeout_s)
-        self.beats = Beats(self._store, rank, size, lambda: guard.awake_s)
+        self.beats = Beats(self._store, rank, size, lambda: watchdog.awake_s)
         self.connections = connect(self, self.open_store, master=master, is_one_host=is_one_host)
         self._beat(self._main_store)
         self._thread = threading.Thread(target=self._talk, name="shardwise-watch", daemon=True)
         self._thread.start()
-        self.guard.start()
+        self.watchdog.start()
 
     # ---- for the main thread ---------------------------------------------------------------------------------
 
     def at(self, place: str) -> None:
         """Records where the main thread is, and that it waits there for all ranks: in an exchange."""
         self.exchanges += 1
-        self.place, self.waits = f"at {place}", Wait(f"at {place}", self.guard.awake_s)
+        self.place, self.waits = f"at {place}", Wait(f"at {place}", self.watchdog.awake_s)
 
     def past(self, place: str) -> None:
         """Records what the main thread has passed: until the next record, it is in code that reports nothing."""
@@ -142,14 +142,19 @@ class Watch:
     def wait_for_alarm(self, seconds: float) -> RankError | None:
         """The alarm, waiting at most ``seconds`` for it or for the message that a rank has left: a broken connection is
         often noticed before the message arrives."""
-        start, guard = self.guard.awake_s, self.guard
-        while self.alarm is None and self.left_since is None and guard.awake_s - start < seconds and guard.is_alive():
+        start, watchdog = self.watchdog.awake_s, self.watchdog
+        while (
+            self.alarm is None
+            and self.left_since is None
+            and watchdog.awake_s - start < seconds
+            and watchdog.is_alive()
+        ):
             time.sleep(0.02)
         return self.alarm
 
     def note_broken_collective(self) -> None:
         """Called when a collective has failed: until a rank is named, this one waits for a message about it."""
-        self.is_broken, self.waits = True, Wait(self.LOST, self.guard.awake_s)
+        self.is_broken, self.waits = True, Wait(self.LOST, self.watchdog.awake_s)
 
     def missing(self, what: str, *, silent_s: float | None = None) -> tuple[tuple[int, ...], str]:
         """The ranks that do not wait in ``what``, and where they are, as text.
@@ -160,7 +165,7 @@ class Watch:
         """
         found = within(_READ_S, lambda: self._missing(what, silent_s))
         if found is None:
-            word = self.store_lost(f"has not answered for {max(self.guard.stalled_s, _READ_S):.0f} s")
+            word = self.store_lost(f"has not answered for {max(self.watchdog.stalled_s, _READ_S):.0f} s")
             return tuple(word.ranks), word.why
         return found
 
@@ -186,7 +191,7 @@ class Watch:
                 )
         if self.keeper == self.rank:
             self._wait_until_heard()
-        self.is_told = True  # last: should the store hang, the guard still ends this process
+        self.is_told = True  # last: should the store hang, the watchdog still ends this process
 
     def leave(self, patience_s: float) -> None:
         """Leaves the message that this rank is done, and waits until every rank is.
@@ -195,7 +200,7 @@ class Watch:
             RankError: a peer failed or was lost meanwhile, or did not come within ``patience_s`` seconds.
         """
         self.check()
-        self.waits = Wait(_LEAVING, self.guard.awake_s)
+        self.waits = Wait(_LEAVING, self.watchdog.awake_s)
         self._say_left()
         self._wait_for_all("left", self.size, patience_s)
         # The store's keeper leaves last: the others have then read the number they waited for.
@@ -226,7 +231,7 @@ class Watch:
         self.stopped.set()
         self.is_told, self.waits = True, None
         self.connections.close()
-        for thread in (self._thread, self.guard):
+        for thread in (self._thread, self.watchdog):
             thread.join(_STOP_S)  # a thread that waits for an unresponsive store is left behind: it is a daemon
 
     # ---- words -----------------------------------------------------------------------------------------------
@@ -259,9 +264,11 @@ class Watch:
                 time.sleep(0.02)
 
     def _beat(self, store: dist.Store) -> None:
-        wait = self.waits or self.guard.blocked
+        wait = self.waits or self.watchdog.blocked
         count = HAS_LEFT if self._left else self.turns
-        beat = Beat(count, self.place, self.guard.main.line(), wait.what if wait else "", self.exchanges, self._process)
+        beat = Beat(
+            count, self.place, self.watchdog.main.line(), wait.what if wait else "", self.exchanges, self._process
+        )
         leave_beat(store, self.rank, beat)
 
     def _missing(self, what: str, silent_s: float | None) -> tuple[tuple[int, ...], str]:
@@ -282,7 +289,7 @@ class Watch:
                     self._store.add("heard", 1)
                 elif self.left_since is None and self._store.add("left", 0) > self._left:
                     self.left_since = time.monotonic()
-                wait, now = self.waits or self.guard.blocked, self.guard.awake_s
+                wait, now = self.waits or self.watchdog.blocked, self.watchdog.awake_s
                 is_long = wait is not None and wait != looked_at and now - wait.since > 2 * self.interval_s
                 self.beats.read(None if is_long else [neighbour])  # to compare their counts with later ones
                 looked_at = wait if is_long else looked_at
@@ -307,7 +314,7 @@ class Watch:
         if not found:
             return
         where = "; ".join(f"rank {rank} {elsewhere(beat)}" for rank, beat in found.items())
-        here = f"{self.place} ({line})" if (line := self.guard.main.line()) else self.place
+        here = f"{self.place} ({line})" if (line := self.watchdog.main.line()) else self.place
         why = f"rank {self.rank} waits {wait.what} ({here}), and {where}: they run other forwards or backwards, or in another order"
         leave_word(self._store, Word(sorted({self.rank, *found}), why, is_crossed=True))
 
@@ -321,7 +328,7 @@ class Watch:
         """Takes over a message; the first one counts. A fatal one ends a process whose main thread does not look."""
         if self.stopped.is_set() or not self.is_current():
             return
-        self.guard.is_fatal = self.guard.is_fatal or fatal
+        self.watchdog.is_fatal = self.watchdog.is_fatal or fatal
         if self.alarm is not None:
             return
         who = f"rank {', '.join(map(str, word.ranks))}" if word.ranks else word.who

@@ -11,16 +11,16 @@ import torch
 
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError
-from shardwise.run import watch as watching
+from shardwise.run import diagnostics as watching
 from shardwise.run.config import Train
-from shardwise.run.watch import Watch, arithmetic
+from shardwise.run.diagnostics import Diagnostics, arithmetic
 
 CPU, CUDA = (types.SimpleNamespace(device=torch.device(kind), rank=0, is_main=True) for kind in ("cpu", "cuda"))
 
 
 def run(train: Train, folder: Path, steps: int, world=CPU, first: int = 1) -> list[str]:
     told: list[str] = []
-    watch = Watch(train, world, folder, told.append, told.append)
+    watch = Diagnostics(train, world, folder, told.append, told.append)
     for step in range(first, steps + 1):
         watch.begin(step)
         with torch.profiler.record_function(f"step {step}"):
@@ -93,7 +93,7 @@ def test_a_snapshot_is_of_one_step(tmp_path, monkeypatch):
 
 def test_what_needs_cuda_is_refused_on_a_cpu(tmp_path):
     with pytest.raises(ConfigError, match=r"train\.memory_snapshot=3 on cpu"):
-        Watch(Train(memory_snapshot=3), CPU, tmp_path, print, print)
+        Diagnostics(Train(memory_snapshot=3), CPU, tmp_path, print, print)
     with pytest.raises(ConfigError, match=r"train\.tf32=false on cpu"), arithmetic(Train(tf32=False), CPU):
         pass
 

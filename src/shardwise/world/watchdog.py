@@ -22,7 +22,7 @@ from shardwise.world.waiting import MainThread, Wait
 if TYPE_CHECKING:
     from shardwise.world.watch import Watch
 
-__all__ = ["EXIT_PEER_LOST", "Guard", "ended_word"]
+__all__ = ["EXIT_PEER_LOST", "Watchdog", "ended_word"]
 
 EXIT_PEER_LOST = 71  # os.EX_OSERR: this process ended itself because a peer was lost
 _GRACE_S = 3.0  # time for the main thread to see an alarm by itself
@@ -33,8 +33,8 @@ _LOOKS_S = 6.0  # how long silence is looked for after that: on a busy machine t
 _WORD_S = 1.5  # time in which the store receives the message about a process that has ended
 
 
-class Guard(threading.Thread):
-    """The guard thread of one watch.
+class Watchdog(threading.Thread):
+    """The watchdog thread of one watch.
 
     Attributes:
         awake_s: the clock: seconds in which this process ran.
@@ -46,7 +46,7 @@ class Guard(threading.Thread):
     """
 
     def __init__(self, watch: "Watch", main: threading.Thread, stop: threading.Event):
-        super().__init__(name="shardwise-guard", daemon=True)
+        super().__init__(name="shardwise-watchdog", daemon=True)
         self.awake_s, self.stalled_s = 0.0, 0.0
         self.blocked: Wait | None = None
         self.main = MainThread(main)

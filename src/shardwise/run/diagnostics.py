@@ -14,7 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import Train
 from shardwise.world import World
 
-__all__ = ["Watch", "arithmetic"]
+__all__ = ["Diagnostics", "arithmetic"]
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def arithmetic(train: Train, world: World) -> Iterator[None]:
         yield
 
 
-class Watch:
+class Diagnostics:
     """The profiler and the memory snapshot of one rank.
 
     Args:

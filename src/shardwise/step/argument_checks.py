@@ -1,5 +1,4 @@
-"""Checks of the model, optimizer, scheduler and loss before a training step computes anything; and errors for a loss
-that has no gradient."""
+"""Checks of what a training step is given, the optimizer, scheduler and loss, before it computes anything."""
 
 import warnings
 from collections.abc import Mapping
@@ -7,27 +6,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.config.suggest import first_few
-from shardwise.errors import CheckpointError, ShardwiseError, UnsupportedError, UsageError
-from shardwise.model.pytrees import leaves_of
+from shardwise.errors import CheckpointError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.parallel.stale import replaced_name
 from shardwise.step.parameter_groups import has_groups
 
 __all__ = [
-    "explain_no_gradient",
     "facts_of_schedule",
-    "no_gradient",
-    "nothing_of",
-    "refuse_autocast",
-    "refuse_gradless",
     "refuse_other_state",
     "refuse_parameters",
     "refuse_torch_loss",
     "refuse_unfit",
-    "refuse_unused",
     "warn_of_left_out",
 ]
 
@@ -192,95 +184,3 @@ def refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any]) -> None
 
 def _listed(names: Any) -> str:
     return ", ".join(map(str, names)) if isinstance(names, list) else repr(names)
-
-
-# ---- nothing to differentiate ----------------------------------------------------------------------------------
-
-
-def refuse_autocast(runtime: Runtime, what: str) -> None:
-    """Raises UsageError inside ``torch.autocast``: it casts per operator, which differs from the dtypes of the
-    recipe."""
-    device = runtime.world.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-        word = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
-        raise UsageError(
-            f"{what} inside torch.autocast({device!r}, dtype=torch.{dtype})",
-            why="autocast casts operator by operator, and the dtypes that the model was sharded with say otherwise",
-            fix=f'call it outside, and give the dtype to parallelize(..., precision="{word}"); in a loop of your own, sw.window takes '
-            "autocast around the forward",
-        )
-
-
-def refuse_gradless(runtime: Runtime) -> None:
-    """Raises UsageError, before the first forward, where no loss can have a gradient, or inside autocast."""
-    refuse_autocast(runtime, "a training step")
-    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled() or not _is_trained(runtime):
-        raise no_gradient(runtime)
-
-
-def no_gradient(runtime: Runtime) -> UsageError:
-    """The error for a loss that has no gradient on this rank, with the cause."""
-    if torch.is_inference_mode_enabled():
-        return UsageError(
-            "a training step inside torch.inference_mode()",
-            why="nothing is recorded there, so backward has nothing to run",
-            fix="call step(window) outside it; for a loss without training, sw.evaluate(model, loader)",
-        )
-    if not torch.is_grad_enabled():
-        return UsageError(
-            "a training step with gradients switched off",
-            why="it runs inside torch.no_grad(), or after torch.set_grad_enabled(False), so nothing is recorded",
-            fix="call step(window) outside it; for a loss without training, sw.evaluate(model, loader)",
-        )
-    if not _is_trained(runtime):
-        return UsageError(
-            "a model without a trainable parameter",
-            why=f"requires_grad is False on all {len(runtime.parameters)} of its parameters",
-            fix="leave requires_grad on for what is to be trained, before parallelize",
-        )
-    return UsageError(
-        "a loss that is detached from the model",
-        why="it has no gradient: a .detach(), torch.no_grad() or torch.tensor(...) lies between the model and it",
-        fix="compute it from the model's output alone; for a micro-batch with nothing to count, return output.sum() * 0",
-    )
-
-
-def refuse_unused(runtime: Runtime, used: Tensor | None) -> None:
-    """Raises UsageError, on every rank, after a window in which no rank used a trainable parameter.
-
-    Args:
-        runtime: of the model.
-        used: how many ranks used each trainable parameter, where the engine knows it; None: gradients show it.
-    """
-    is_used = (
-        any(runtime.parameters[n].grad is not None for n in runtime.trainable) if used is None else bool(used.any())
-    )
-    if not is_used:
-        raise UsageError(
-            "a window in which no trainable parameter was used, by any rank",
-            why="the loss has a gradient, but it leads to none of the parameters: it is computed from something else than the "
-            "model's output, or from an output that was detached on the way",
-            fix="compute the loss from what the model returns",
-        )
-
-
-def nothing_of(output: Any, error: ShardwiseError) -> Tensor:
-    """0, computed from a model's output: its backward runs the collectives that other ranks wait for, and adds nothing.
-
-    Raises:
-        ShardwiseError: ``error``, if the output has no gradient either.
-    """
-    found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
-    if not found:
-        raise error
-    return sum((x.sum() * 0 for x in found), torch.zeros((), device=found[0].device))
-
-
-def explain_no_gradient(runtime: Runtime, error: BaseException) -> UsageError | None:
-    """Translates torch's error for a backward without a graph; None for any other error."""
-    return no_gradient(runtime) if "does not require grad and does not have a grad_fn" in str(error) else None
-
-
-def _is_trained(runtime: Runtime) -> bool:
-    return any(param.requires_grad for param in runtime.parameters.values())
