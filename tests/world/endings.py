@@ -23,7 +23,7 @@ import torch.distributed as dist
 import shardwise as sw
 import shardwise.verify.preload  # each rank would import it itself: some seconds
 from shardwise.launch import held_port
-from shardwise.world import connections, guard
+from shardwise.world import connections, watchdog
 
 RANK = 0
 _LIMIT_S = 40.0
@@ -174,7 +174,7 @@ def _block(world, seconds):
 
 def sigterm_after_a_loss():
     world = _patient_world()
-    guard._GRACE_S = 1e6  # nothing but the signal ends it
+    watchdog._GRACE_S = 1e6  # nothing but the signal ends it
     world.barrier()
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)

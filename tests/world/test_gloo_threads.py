@@ -1,7 +1,8 @@
 """Each gloo group of a world has one thread for its collectives: two would write the name of the last one into one
-string, and so into freed memory."""
+string, and so into freed memory. All groups send and receive by one thread."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,25 @@ def threads_of_groups(layout):
 def test_one_thread_for_each_group(ranks):
     for found in ranks.run(threads_of_groups, 4, "dp_replicate=2,dp_shard=2"):
         assert found == [1] * 6  # the world's, of each axis and of both, of the gradients, of a second thread
+
+
+def policies_of_threads():
+    """Names and scheduling policies of gloo's threads that send and receive, and the policy of this one."""
+    with sw.init("dp_replicate=2,dp_shard=2", device="cpu") as world:
+        world.gradient_group()
+        world.barrier()
+        named = {int(t.name): (t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()}
+        return [
+            os.sched_getscheduler(t) for t, name in named.items() if name == "gloo_tcp_loop"
+        ], os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_all_groups_of_a_process_send_by_one_thread_which_does_not_take_the_core_of_another(ranks):
+    assert ranks.run(policies_of_threads, 4) == [([os.SCHED_BATCH], os.SCHED_OTHER)] * 4
+    assert (
+        ranks.run(policies_of_threads, 4) == [([os.SCHED_BATCH], os.SCHED_OTHER)] * 4
+    )  # nor does the next world make one
 
 
 def sum_and_timeout_s(interface):

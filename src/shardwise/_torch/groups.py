@@ -62,9 +62,32 @@ def _gloo_devices(_process: int, interfaces: str) -> list[Any]:
     not copied, and keeps those it was forked with, which could not be ended without their threads.
     """
     gloo: Any = dist.ProcessGroupGloo
-    if len(interfaces) > 1:
-        return [gloo.create_device(interface=each) for each in interfaces.split(",")]
-    return [gloo.create_default_device()]
+    with _threads_that_wait_their_turn():
+        if len(interfaces) > 1:
+            return [gloo.create_device(interface=each) for each in interfaces.split(",")]
+        return [gloo.create_default_device()]
+
+
+@contextlib.contextmanager
+def _threads_that_wait_their_turn() -> Iterator[None]:
+    """Context manager: threads that the calling one starts within it do not take its core when they wake up.
+
+    gloo's thread tries the lock of a connection again and again while another thread has it. Woken at once, it takes the
+    core of the very thread that has the lock, and tries until its time slice ends: half of a small model's time in the
+    kernel. Linux wakes threads of the policy ``SCHED_BATCH`` without that.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield  # not Linux, or a policy that the user has chosen
+        return
+    changed = False
+    with contextlib.suppress(OSError):  # a container may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        changed = True
+    try:
+        yield
+    finally:
+        if changed:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def default_store() -> dist.Store:
