@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -93,10 +94,11 @@ def _by_hand(
 
 
 def _fsdp2(module: nn.Module, world: sw.World, fused: bool, by_block: bool = True) -> Step:
-    """``fully_shard`` on each block, or on none, and on the root."""
+    """``fully_shard`` on each block, or on none, and on the root, over torch's own group."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
     for block in module.blocks if by_block else ():  # type: ignore[union-attr]
-        fully_shard(block, mesh=world.mesh["dp_shard"])
-    fully_shard(module, mesh=world.mesh["dp_shard"])
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
 
     def sync(is_last: bool) -> Any:
         module.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -205,7 +207,7 @@ def measure(model: str, rounds: int, warmup: int = 3, part: str = "step") -> dic
     """
     layout, contenders, _ = PARTS[part]
     names = tuple(contenders)
-    with sw.init(layout, device="cpu") as world:
+    with _torchs_own_group(), sw.init(layout, device="cpu") as world:
         config = MODELS[model]
         _check(config, world, contenders)
         steps = {name: make(_build(config, torch.float32), world) for name, make in contenders.items()}
@@ -229,6 +231,17 @@ def measure(model: str, rounds: int, warmup: int = 3, part: str = "step") -> dic
             _close(figures, first[names[0]], 1e-5, f"loss and gradient norm of {name!r} in fp32")
         num_params = sum(p.numel() for p in _build(config, torch.float32).parameters())
         return {"seconds": seconds, "cpu": cpu, "num_params": num_params}
+
+
+@contextlib.contextmanager
+def _torchs_own_group() -> Iterator[None]:
+    """Within: torch's default process group is one that torch has made, for all contenders but Shardwise, which exchanges
+    and reduces gradients in groups of its own and uses this one for two small all-reduces a step."""
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _check(config: ReferenceConfig, world: sw.World, contenders: dict[str, Callable[..., Step]]) -> None:
