@@ -10,7 +10,8 @@ block and on the root, tokens counted over the ranks, the loss scaled by (ranks 
 reduction at the last micro-batch only (``set_requires_gradient_sync``), ``clip_grad_norm_`` on the DTensors, AdamW,
 ``zero_grad``, and the loss summed over the ranks for the log. Replicas are compared with torch's
 ``DistributedDataParallel`` in the same way, and with Accelerate and Lightning Fabric where they are installed, which
-are given the same loop with their own way of not reducing until the last micro-batch.
+are given the same loop with their own way of not reducing until the last micro-batch. All of them run over a process group
+that torch has made, as their users' loops do.
 
 Before anything is timed: after three steps in fp64 every parameter of each contender equals that of the first one to
 1e-9 of its largest element, and in fp32 the first loss and gradient norm to 1e-5 (parameters are not compared in fp32:
@@ -235,8 +236,12 @@ def measure(model: str, rounds: int, warmup: int = 3, part: str = "step") -> dic
 
 @contextlib.contextmanager
 def _torchs_own_group() -> Iterator[None]:
-    """Within: torch's default process group is one that torch has made, for all contenders but Shardwise, which exchanges
-    and reduces gradients in groups of its own and uses this one for two small all-reduces a step."""
+    """Within: torch's default process group is one that torch has made, over which all contenders but Shardwise run.
+
+    Shardwise gathers parameters and reduces gradients in groups of its own; its two small exchanges a step run over this one.
+    A group of torch's has two threads, which in rare cases write into freed memory (``shardwise/_torch/groups.py``): a run that
+    ends in a size of many digits has met that.
+    """
     dist.init_process_group("gloo")
     try:
         yield

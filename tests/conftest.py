@@ -49,8 +49,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.manual_seed(0)  # torch.manual_seed takes a millisecond for accelerators
+    if "shardwise.world.rng" in sys.modules:
+        sys.modules["shardwise.world.rng"].seed_torch(0)
+    elif "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -1832,7 +1832,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tp-kept-functions-not-copied",
         "            kept[key] = _rebound(function, memo)",
         "            pass",
-        "tests/model/test_search.py -k keep",
+        "tests/model/test_cut_search.py -k keep",
         "a function that a module keeps runs the modules of the original",
     ),
     Mutant(
@@ -1874,7 +1874,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tp-plan-with-half-a-pair",
         'if kind != "whole" and not _agrees(kind, cut.get(weight)):',
         "if False:",
-        "tests/techniques/tp/test_plan.py -k said",
+        "tests/techniques/tp/test_given_plan.py -k said",
         "a layer that a plan names is left whole without a word",
     ),
     Mutant(

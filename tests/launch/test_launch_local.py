@@ -307,7 +307,7 @@ def test_an_exit_known_only_after_all_that_was_written_has_been_read_is_a_failur
             time.sleep(0.01)
         return False
 
-    monkeypatch.setattr(local._Watch, "_alive", is_any_alive)
+    monkeypatch.setattr(local._Supervisor, "_alive", is_any_alive)
     with pytest.raises(RankError, match="exited with code 3 without"):
         launch("exit_with", 3, True)
 

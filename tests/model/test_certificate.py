@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise.model.certificate import certify
+from shardwise.model.cut_search import find_certified
 from shardwise.model.found import Region, Whole
-from shardwise.model.search import find_certified
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Part
 

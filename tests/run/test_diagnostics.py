@@ -11,7 +11,7 @@ import torch
 
 from shardwise.cli.main import main
 from shardwise.errors import ConfigError
-from shardwise.run import diagnostics as watching
+from shardwise.run import diagnostics
 from shardwise.run.config import Train
 from shardwise.run.diagnostics import Diagnostics, arithmetic
 
@@ -20,13 +20,13 @@ CPU, CUDA = (types.SimpleNamespace(device=torch.device(kind), rank=0, is_main=Tr
 
 def run(train: Train, folder: Path, steps: int, world=CPU, first: int = 1) -> list[str]:
     told: list[str] = []
-    watch = Diagnostics(train, world, folder, told.append, told.append)
+    looks = Diagnostics(train, world, folder, told.append, told.append)
     for step in range(first, steps + 1):
-        watch.begin(step)
+        looks.begin(step)
         with torch.profiler.record_function(f"step {step}"):
             torch.ones(8, 8) @ torch.ones(8, 8)
-        watch.end(step)
-    watch.close()
+        looks.end(step)
+    looks.close()
     return told
 
 
@@ -58,8 +58,8 @@ def test_a_trace_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: full(path))
-    monkeypatch.setattr(watching, "record_history", lambda on: None)
-    monkeypatch.setattr(watching, "dump_history", full)
+    monkeypatch.setattr(diagnostics, "record_history", lambda on: None)
+    monkeypatch.setattr(diagnostics, "dump_history", full)
     for train, world in ((Train(profile=2), CPU), (Train(memory_snapshot=2), CUDA)):
         (said,) = run(train, tmp_path, 4, world)
         assert "No space left on device; training goes on without it" in said
@@ -84,8 +84,8 @@ def test_other_ranks_are_profiled_when_all_are_asked_for(tmp_path):
 def test_a_snapshot_is_of_one_step(tmp_path, monkeypatch):
     """The allocator's history on cuda; here two functions stand in for it."""
     calls: list[object] = []
-    monkeypatch.setattr(watching, "record_history", calls.append)
-    monkeypatch.setattr(watching, "dump_history", lambda path: calls.append(Path(path).name))
+    monkeypatch.setattr(diagnostics, "record_history", calls.append)
+    monkeypatch.setattr(diagnostics, "dump_history", lambda path: calls.append(Path(path).name))
     told = run(Train(memory_snapshot=3), tmp_path, 5, CUDA)
     assert calls == [True, "memory-step-3-rank-0.pickle", False]
     assert told == [str(tmp_path / "profile/memory-step-3-rank-0.pickle")]

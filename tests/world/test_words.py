@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.world.beats import read_word
-from shardwise.world.watch import Watch
+from shardwise.world.liveness import Watch
 
 
 @pytest.mark.parametrize(

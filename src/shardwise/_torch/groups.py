@@ -58,8 +58,9 @@ def _gloo_devices(_process: int, interfaces: str) -> list[Any]:
     """What gloo sends and receives by: a listening socket and a thread each, on the network interfaces that torch takes.
 
     All groups of a process share them, and they stay: gloo finds the address of a new one by the host's name, which takes
-    some 10 ms for each group, and seconds where the name server is slow. A forked process makes its own, as threads are
-    not copied, and keeps those it was forked with, which could not be ended without their threads.
+    some 10 ms for each group, and seconds where the name server is slow. So a process keeps the address that it had when
+    it made its first group. A forked process makes its own, as threads are not copied, and keeps those it was forked with,
+    which could not be ended without their threads.
     """
     gloo: Any = dist.ProcessGroupGloo
     with _threads_that_wait_their_turn():
@@ -76,18 +77,17 @@ def _threads_that_wait_their_turn() -> Iterator[None]:
     core of the very thread that has the lock, and tries until its time slice ends: half of a small model's time in the
     kernel. Linux wakes threads of the policy ``SCHED_BATCH`` without that.
     """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield  # not Linux, or a policy that the user has chosen
-        return
     changed = False
-    with contextlib.suppress(OSError):  # a container may forbid it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        changed = True
+    with contextlib.suppress(OSError, AttributeError):  # a container may forbid it; other systems do not have it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else the user has chosen another policy
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
     try:
         yield
     finally:
-        if changed:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        with contextlib.suppress(OSError):
+            if changed:
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def default_store() -> dist.Store:

@@ -126,35 +126,35 @@ def launch_local(
             **(env or {}),
             **forwarded.env,
         }
-        watch = _Watch(guard, grace_s, timeout_s, stopped_s, callbacks.on_event)
-        ranks.callback(watch.close)  # before the server ends, which would end the ranks
+        supervisor = _Supervisor(guard, grace_s, timeout_s, stopped_s, callbacks.on_event)
+        ranks.callback(supervisor.close)  # before the server ends, which would end the ranks
 
         def overdue() -> None:
             if stop.number is not None:
                 raise SystemExit(128 + stop.number)  # nothing has begun that could be saved
-            if watch.is_late:
+            if supervisor.is_late:
                 raise _error([], [_not_begun(rank, timeout_s, preload) for rank in range(nproc)])
 
         starter = _starter(server, preload, base, callbacks, overdue)
         with forwarded.blocked():
             for rank in range(nproc):
-                watch.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
+                supervisor.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
         try:
-            watch.run(stop, notice_s, forwarded)
+            supervisor.run(stop, notice_s, forwarded)
         except KeyboardInterrupt:
             callbacks.on_event(0, {"kind": "interrupted"})
             raise
-    if stop.number is not None and not watch.blamed and _has_only_stopped(watch.ranks, stop.number):
+    if stop.number is not None and not supervisor.blamed and _has_only_stopped(supervisor.ranks, stop.number):
         raise SystemExit(128 + stop.number)  # it has ended a rank that had nothing to save
-    failures = [rank.failure for rank in watch.ranks if rank.failure is not None]
-    if failures or watch.blamed:
+    failures = [rank.failure for rank in supervisor.ranks if rank.failure is not None]
+    if failures or supervisor.blamed:
         if failures and all(failure.weight for failure in failures):
-            failures += [rank.quit for rank in watch.ranks if rank.quit is not None]
-        raise _error(failures, watch.blamed)
-    for rank in watch.ranks:
+            failures += [rank.quit for rank in supervisor.ranks if rank.quit is not None]
+        raise _error(failures, supervisor.blamed)
+    for rank in supervisor.ranks:
         if rank.stopped is not None:
             raise rank.stopped
-    return [pickle.loads(rank.result) for rank in watch.ranks]  # type: ignore[arg-type]
+    return [pickle.loads(rank.result) for rank in supervisor.ranks]  # type: ignore[arg-type]
 
 
 def _has_only_stopped(ranks: Sequence[RankProcess], number: int) -> bool:
@@ -189,7 +189,7 @@ def _starter(
     return Interpreters()
 
 
-class _Watch:
+class _Supervisor:
     """The launcher's loop: reads output of the ranks, notices how they end, and ends the rest."""
 
     def __init__(

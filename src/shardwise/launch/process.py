@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["Guard", "catches", "die_with_parent", "free_port", "held_port", "is_stopped", "kill_group"]
 
 _PR_SET_PDEATHSIG = 1
-_ORPHANS_SCRIPT = str(Path(__file__).with_name("orphans.py"))
+_GUARD_SCRIPT = str(Path(__file__).with_name("guard_process.py"))
 _GUARD_ENDS_S = 2.0
 
 
@@ -94,11 +94,11 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Guard:
-    """Runs the process that kills the ranks should this one be killed; see :mod:`shardwise.launch.orphans`."""
+    """Runs the process that kills the ranks should this one be killed; see :mod:`shardwise.launch.guard_process`."""
 
     def __enter__(self) -> "Guard":
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _ORPHANS_SCRIPT],
+            [sys.executable, "-I", "-S", _GUARD_SCRIPT],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -57,7 +57,8 @@ def canonical_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under its canonical name, without wrappers; each (name, module) pair once per name."""
+    """Every module under its canonical name, without wrappers; each (name, module) pair once per name. A module's children
+    are looked up when the walk leaves it: those that the caller puts in place of them later are not visited."""
     # A stack, not a generator within a generator: each name would pass through all levels above it.
     waiting: list[tuple[str, nn.Module, tuple[int, ...]]] = [("", unwrap_module(root), ())]
     while waiting:
@@ -68,7 +69,7 @@ def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         below, start = (*above, id(module)), f"{prefix}." if prefix else ""
         children = []
         for name, child in module._modules.items():
-            if child is not None and type(child).__name__ in _WRAPPERS:
+            if child is not None and type(child).__name__ in _WRAPPERS:  # else a call for each module: most of the walk
                 child = unwrap_module(child)
             if child is not None and id(child) not in above:
                 children.append((start + name, child, below))

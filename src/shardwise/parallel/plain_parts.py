@@ -1,4 +1,4 @@
-"""Guards for parameters of which a rank has a part as a plain tensor, cut by another axis than FSDP2's.
+"""Checks of parameters of which a rank has a part as a plain tensor, cut by another axis than FSDP2's.
 
 For torch such a tensor is a whole parameter: a state dict would hold this rank's part under the parameter's name, an
 optimizer that mixes the elements of a matrix would update the part as if it were the matrix, and gradients would be clipped by

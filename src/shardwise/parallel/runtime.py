@@ -279,13 +279,13 @@ class Runtime:
     def withhold(self, error: ShardwiseError) -> None:
         """Makes the model's forward, and :meth:`check_values`, raise ``error`` until :meth:`release` is called."""
         if self._withheld is None:
-            self._guard = self.module.register_forward_pre_hook(lambda *_: self.check_values(), prepend=True)
+            self._values_hook = self.module.register_forward_pre_hook(lambda *_: self.check_values(), prepend=True)
         self._withheld = error
 
     def release(self) -> None:
         """Called when the model has its values: it may be used."""
         if self._withheld is not None:
-            self._guard.remove()
+            self._values_hook.remove()
         self._withheld = None
 
     def check_values(self) -> None:

@@ -1,4 +1,5 @@
-"""Checks of what a training step is given, the optimizer, scheduler and loss, before it computes anything."""
+"""Checks of what a training step is given, the optimizer, scheduler and loss, before it computes anything, and of the state
+that is loaded into it."""
 
 import warnings
 from collections.abc import Mapping

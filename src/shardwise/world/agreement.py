@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise._torch.reads import on_host
 from shardwise.errors import RankError, UsageError, first_line
-from shardwise.world.watch import Watch
+from shardwise.world.liveness import Watch
 
 __all__ = ["Agreement", "digest_of_text", "minority"]
 

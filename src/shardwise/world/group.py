@@ -16,7 +16,7 @@ from shardwise._torch.groups import default_store, forget_failed_group, group_ti
 from shardwise.errors import ConfigError, RankError, first_line
 from shardwise.launch.environment import given_in, number
 from shardwise.world.env import Env
-from shardwise.world.watch import Watch
+from shardwise.world.liveness import Watch
 
 __all__ = [
     "check_group",

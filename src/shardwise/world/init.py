@@ -31,12 +31,12 @@ from shardwise.world.group import (
     start_group,
     start_watch,
 )
+from shardwise.world.liveness import Watch
 from shardwise.world.rng import seed_all
 from shardwise.world.signals import StopRequest
 from shardwise.world.termination import listen, stop_listening
 from shardwise.world.threads import set_threads, threads_of_offloaded_step
 from shardwise.world.uncaught import note_first_rank, show_before_world
-from shardwise.world.watch import Watch
 
 __all__ = ["World", "init"]
 

@@ -13,7 +13,7 @@ from shardwise.world.connections import RESET, TERMINATED, PeerConnections
 from shardwise.world.watchdog import ended_word
 
 if TYPE_CHECKING:
-    from shardwise.world.watch import Watch
+    from shardwise.world.liveness import Watch
 
 __all__ = ["connect"]
 

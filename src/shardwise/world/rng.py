@@ -293,9 +293,10 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """``torch.manual_seed``, which takes a millisecond on a machine without an accelerator: it notes the seed, with a
-    traceback, for each kind that might come."""
-    if torch.accelerator.is_available():
+    """``torch.manual_seed``. Where torch has no accelerator, that takes a millisecond: it notes the seed, with a traceback,
+    for each kind of accelerator, to be set should one be initialised later."""
+    # What torch was built for. Whether there is one would be asked of the driver, after which forked processes cannot use it.
+    if torch.accelerator.current_accelerator() is not None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)

@@ -18,7 +18,7 @@ from shardwise.launch.stop_signals import leave, replaceable
 from shardwise.world.connections import TERMINATED
 
 if TYPE_CHECKING:
-    from shardwise.world.watch import Watch
+    from shardwise.world.liveness import Watch
 
 __all__ = ["listen", "stop_listening"]
 

@@ -20,7 +20,7 @@ from shardwise.world.beats import within
 from shardwise.world.env import Env
 
 if TYPE_CHECKING:
-    from shardwise.world.watch import Watch
+    from shardwise.world.liveness import Watch
 
 __all__ = ["leave_to_world", "note_first_rank", "show", "show_before_world"]
 

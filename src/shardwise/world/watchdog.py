@@ -20,7 +20,7 @@ from shardwise.world.beats import Word, read_word, within
 from shardwise.world.waiting import MainThread, Wait
 
 if TYPE_CHECKING:
-    from shardwise.world.watch import Watch
+    from shardwise.world.liveness import Watch
 
 __all__ = ["EXIT_PEER_LOST", "Watchdog", "ended_word"]
 

@@ -6,7 +6,7 @@ from techniques.tp.dropping import HEADS, HIDDEN, WIDTH, train
 from torch import nn
 from torch.nn import functional
 
-from shardwise.model.search import search
+from shardwise.model.cut_search import search
 from shardwise.techniques.tp.probe import facts_of
 
 DEGREE = 2

@@ -58,7 +58,7 @@ class Bucket:
         self.members = members
         self.numel = sum(param.numel() for param in members.values())
         self._sizes = [param.numel() for param in members.values()]
-        self._has_own_order = {i for i, param in members.items() if _has_own_order(param)}
+        self._in_own_order = {i for i, param in members.items() if _has_own_order(param)}
         self.reset()
 
     def reset(self) -> None:
@@ -85,7 +85,8 @@ class Bucket:
         in_large_pages([flat])
         flat[self.numel :].zero_()
         views = self.views_of(flat)
-        copied = {i: grad.to_dense() if grad.is_sparse else grad for i, grad in grads.items() if grad is not None}
+        own = {i: grads[i] for i in self.members}
+        copied = {i: grad.to_dense() if grad.is_sparse else grad for i, grad in own.items() if grad is not None}
         if copied:
             foreach_copy([views[i] for i in copied], [*copied.values()])
         for i in views.keys() - copied.keys():
@@ -98,10 +99,10 @@ class Bucket:
 
     def views_of(self, flat: Tensor) -> dict[int, Tensor]:
         pieces = flat[: self.numel].split(self._sizes)
+        # view_as makes no shape objects in Python, which take longer than the views.
         views = dict(zip(self.members, map(Tensor.view_as, pieces, self.members.values()), strict=True))
-        for i, piece in zip(self.members, pieces, strict=True) if self._has_own_order else ():
-            if i in self._has_own_order:
-                views[i] = piece.as_strided(self.members[i].shape, self.members[i].stride())
+        for i in self._in_own_order:
+            views[i] = views[i].as_strided(self.members[i].shape, self.members[i].stride())
         return views
 
     def settle(self) -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from shardwise.errors import UnsupportedError
 from shardwise.model.block_kinds import block_kinds
 from shardwise.model.calling import run_on
-from shardwise.model.search import find_certified, search
+from shardwise.model.cut_search import find_certified, search
 from shardwise.model.trial import Trial
 
 
