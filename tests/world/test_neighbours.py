@@ -10,14 +10,14 @@ from shardwise.world.beats import HAS_LEFT, Beat, Beats, Word, leave_beat, leave
 from shardwise.world.neighbours import _Told
 
 
-class _Supervisor(SimpleNamespace):
+class _Watch(SimpleNamespace):
     """Of rank 1 among 2, as far as it is asked; references to it may be weak."""
 
 
 @pytest.fixture
 def watch():
     store = dist.HashStore()
-    found = _Supervisor(rank=1, size=2, alarm=None, interval_s=0.5, stopped=threading.Event(), open_store=lambda: store)
+    found = _Watch(rank=1, size=2, alarm=None, interval_s=0.5, stopped=threading.Event(), open_store=lambda: store)
     found.beats = Beats(store, 1, 2, lambda: 0.0)
     return found
 

@@ -11,7 +11,7 @@ from shardwise.world.liveness import Watch
 from shardwise.world.watchdog import Watchdog
 
 
-class _Supervisor(SimpleNamespace):
+class _Watch(SimpleNamespace):
     """Of rank 0 among 2, as far as it is asked; references to it may be weak."""
 
     LOST = Watch.LOST
@@ -27,7 +27,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(watchdog, "_LOOKS_S", 0.6)
     monkeypatch.setattr(watchdog, "within", lambda seconds, function: None)
     connections = SimpleNamespace(closed=set(), ended=set, is_complete=False)
-    found = _Supervisor(
+    found = _Watch(
         rank=0, keeper=None, alarm=None, turns=0, waits=None, place="at window 3", left_since=None, is_told=False
     )
     found.is_broken, found.is_asked, found.stopped, found.is_current = True, False, threading.Event(), lambda: True
