@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import seldom_collected  # noqa: F401
 from combinations import pytest_collection_modifyitems as pytest_collection_modifyitems  # a hook of pytest
 from hypothesis import settings
 
@@ -30,6 +31,7 @@ PRELOAD = (
     "shardwise.verify.preload",
     "shardwise.state.checkpoint",
     "short_texts",
+    "seldom_collected",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "t5", "bert", "vit")),
 )
 

@@ -18,6 +18,7 @@ from shardwise.run.optim_config import Optim, Schedule
 LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_replicate=2,dp_shard=2": 4, "dp_shard=1,tp=2": 2}
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -34,7 +34,10 @@ def why_ended(batches: Iterator[Any], error: Exception) -> str | None:
     if said.startswith("Caught "):
         return None
     sentinels = {worker.sentinel: worker for worker in getattr(batches, "_workers", ())}
-    codes = [sentinels[ready].exitcode for ready in wait(list(sentinels), _EXIT_S)]
+    ended = [sentinels[ready] for ready in wait(list(sentinels), _EXIT_S)]
+    for worker in ended:
+        worker.join(_EXIT_S)  # a process that ends closes its files before it has an exit status
+    codes = [worker.exitcode for worker in ended]
     if said.startswith("DataLoader worker (pid"):
         return f"{said} (exit status {', '.join(map(str, codes)) or 'not known'})"
     return None if not codes else f"it ended with exit status {codes[0]} ({type(error).__name__}: {said})"
