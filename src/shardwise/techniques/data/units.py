@@ -4,8 +4,7 @@ The rule: the blocks of outermost lists, neighbours merged until a unit holds ``
 belongs to the root unit. A rank may skip units: they are taken in one order at run time. Each unit needs one
 collective and the host's time for it, so many small units cost time, and one huge unit costs memory and cannot overlap
 its gather with anything. ``benchmarks/step.py`` measures three models on gloo: of 24 blocks of 0.2 MiB one unit takes
-half the time of a unit for each, of 12 blocks of 3 MiB one takes 0.86 of it, and of 4 blocks of 11 MiB both take the
-same, while units of two such blocks take a little more than either.
+half the time of a unit for each, of 12 blocks of 3 MiB three quarters, and of 4 blocks of 11 MiB nine tenths.
 """
 
 from collections.abc import Sequence
