@@ -117,8 +117,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "models-never-compared",
-        'if agreement.all_same(summed["digest"]):',
-        'if agreement.all_same(summed["digest"]) or summed:',
+        "None if agreement.all_same(total) else _difference(agreement, own)",
+        "None",
         "tests/world/test_world.py -k 'ranks_with_different_models or ranks_started_differently'",
         "ranks that were started differently, or built different models, train on",
     ),
@@ -500,8 +500,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "python-state-taken-for-the-same",
-        "or _taken_of_python[1] != words:",
-        "or False:",
+        "return self._now() == self._seen",
+        "return True",
         "tests/world/test_global_numbers.py",
         "a block that draws by Python's random gets other numbers in its second run",
     ),
@@ -693,15 +693,15 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- techniques: running again and compiling ---------------------------------------------------------------------
     Mutant(
         "one-of-a-pair-unseen",
-        "_taken = None if not words or state[3] else (bits, words, state)",
-        "_taken = (bits, words, state)",
+        "is_plain = type(bits) is np.random.MT19937 and not state[3] and _reads_words()",
+        "is_plain = type(bits) is np.random.MT19937 and _reads_words()",
         "tests/world/test_global_numbers.py",
         "a block that draws one normal number of numpy's draws another when it runs again",
     ),
     Mutant(
         "dropout-drawn-anew",
-        "            if _differs(state, current):",
-        "            if False:",
+        "            generator.set_state(state)",
+        "            pass",
         "tests/techniques/remat/test_traps_remat.py -k dropout_and_noise",
         "dropout has another mask when a block runs again, and gradients are wrong",
     ),
@@ -777,10 +777,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "own-generators-drawn-anew",
-        "self.generators = [(g, snapshot(g)) for g in _generators(self.state.modules, leaves)]",
+        "self.generators = [(g, snapshot(g)) for g in _generators(self.state.attributes, leaves)]",
         "self.generators = []",
         "tests/techniques/remat/test_second_runs.py -k generator_that_a_module_keeps",
         "a generator that a module keeps draws other numbers when its block runs again",
+    ),
+    Mutant(
+        "first-attributes-taken-for-torchs",
+        "return len(_OF_TORCH) if tuple(",
+        "return len(_OF_TORCH) if True or tuple(",
+        "tests/techniques/remat/test_second_runs.py -k generator_that_a_module_keeps",
+        "a generator that a module had before torch's own attributes draws other numbers when its block runs again",
     ),
     Mutant(
         "second-run-loosely-compared",

@@ -104,8 +104,8 @@ def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, rea
 @pytest.mark.parametrize(("module", "name"), [(np.random, "get_state"), (random, "getstate")])
 def test_a_state_is_copied_once_where_nothing_is_drawn(monkeypatch, module, name):
     assert rng._reads_words() and rng._reads_words_of_python()
-    monkeypatch.setattr(rng, "_taken", None)
-    monkeypatch.setattr(rng, "_taken_of_python", None)
+    monkeypatch.setattr(rng, "_of_numpy", None)
+    monkeypatch.setattr(rng, "_of_python", None)
     copies, copy = [], getattr(module, name)
     counted = functools.wraps(copy)(lambda: copies.append(1) or copy())
     if module is random:

@@ -24,7 +24,7 @@ from shardwise.model.tensors import loose_tensors
 from shardwise.parallel.init.sources import all_tensors
 from shardwise.recipe import Anatomy, Recipe, TensorFact
 from shardwise.world import World
-from shardwise.world.fingerprint import agree_on, described, difference
+from shardwise.world.fingerprint import Facts, agree_on, described, differences
 
 __all__ = ["refuse_other_modules", "refuse_other_recipes"]
 
@@ -85,20 +85,24 @@ def refuse_other_modules(
         facts["example"] = {
             name: [str(x.dtype), x.dim()] for name, x in sorted(example.items()) if isinstance(x, Tensor)
         }
-    agree_on(world.agreement, facts, what=_WHAT, fix=_FIX)
-    found = difference(world.agreement, _settings(module), what=_WHAT, absent=False)
+    build, settings, texts = differences(
+        world.agreement,
+        Facts(facts, _WHAT),
+        Facts(_settings(module), _WHAT, absent=False),
+        Facts(_texts(module), "what else the ranks' modules have", absent=False),
+    )
+    found = build or settings
     if found is not None:
         raise RankError(
-            f"{_WHAT} differ between ranks: {found.names[0]}",
+            f"{_WHAT} differ between ranks: {found.names[0] if found.names else '?'}",
             why=found.told,
-            fix=f"{_FIX}; what has to differ can be set after parallelize",
+            fix=_FIX if build else f"{_FIX}; what has to differ can be set after parallelize",
             ranks=found.ranks,
         )
-    found = difference(world.agreement, _texts(module), what="what else the ranks' modules have", absent=False)
-    if found is not None and world.is_main:
-        more = f" (and {len(found.names) - 1} more)" if len(found.names) > 1 else ""
+    if texts is not None and world.is_main:
+        more = f" (and {len(texts.names) - 1} more)" if len(texts.names) > 1 else ""
         warnings.warn(
-            f"{found.names[0]}{more} differs between ranks: {found.told}. If the forward reads it, ranks compute different "
+            f"{texts.names[0]}{more} differs between ranks: {texts.told}. If the forward reads it, ranks compute different "
             f"things. {_FIX.capitalize()}.",
             stacklevel=4,
         )

@@ -14,7 +14,7 @@ import msgspec
 from shardwise.errors import RankError
 from shardwise.world.agreement import Agreement, digest_of_text
 
-__all__ = ["Difference", "agree_on", "described", "difference", "package_versions"]
+__all__ = ["Difference", "Facts", "agree_on", "described", "differences", "package_versions"]
 
 _PACKAGES = ("shardwise", "torch", "numpy", "transformers")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -54,7 +54,7 @@ def agree_on(
     Raises:
         RankError: naming the facts that differ, their values and the ranks that have them.
     """
-    found = difference(agreement, facts, what=what, most=most, shown=shown)
+    (found,) = differences(agreement, Facts(facts, what, most, shown))
     if found is not None:
         raise RankError(
             f"{what} differ between ranks: {', '.join(found.names[:most]) or '?'}",
@@ -62,6 +62,22 @@ def agree_on(
             fix=fix,
             ranks=found.ranks,
         )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts that each rank has, to be compared.
+
+    Attributes:
+        facts, what, most, shown: as of :func:`agree_on`.
+        absent: whether it is a difference that a rank does not have a fact.
+    """
+
+    facts: Mapping[str, Any]
+    what: str
+    most: int = 1
+    shown: Mapping[str, str] | None = None
+    absent: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,32 +95,26 @@ class Difference:
     ranks: tuple[int, ...]
 
 
-def difference(
-    agreement: Agreement,
-    facts: Mapping[str, Any],
-    *,
-    what: str,
-    most: int = 1,
-    shown: Mapping[str, str] | None = None,
-    absent: bool = True,
-) -> Difference | None:
-    """How ``facts`` differ between ranks, the same on every rank; None: they are equal.
+def differences(agreement: Agreement, *compared: Facts) -> list[Difference | None]:
+    """How each of ``compared`` differs between ranks, the same on every rank; None: it is equal. Costs one small exchange
+    if all are equal."""
+    digests = [digest_of_text(msgspec.json.encode(own.facts, order="deterministic")) for own in compared]
+    entries = {f"digest {i}": agreement.same(digest) for i, digest in enumerate(digests)}
+    summed = agreement.sum(entries, f"comparing {compared[0].what}")
+    return [
+        None if agreement.all_same(total) else _difference(agreement, own)
+        for own, total in zip(compared, summed.values(), strict=True)
+    ]
 
-    Args:
-        agreement, facts, what, most, shown: as of :func:`agree_on`.
-        absent: whether it is a difference that a rank does not have a fact.
-    """
-    text = msgspec.json.encode(facts, order="deterministic")
-    summed = agreement.sum({"digest": agreement.same(digest_of_text(text))}, f"comparing {what}")
-    if agreement.all_same(summed["digest"]):
+
+def _difference(agreement: Agreement, own: Facts) -> Difference | None:
+    answers = agreement.gather((dict(own.facts), {**own.facts, **(own.shown or {})}), f"naming how {own.what} differ")
+    facts, printed = [answer[0] for answer in answers], [answer[1] for answer in answers]
+    keys = [key for key in _differing(facts) if own.absent or all(key in given for given in facts)]
+    if not keys and not own.absent:
         return None
-    answers = agreement.gather((dict(facts), {**facts, **(shown or {})}), f"naming how {what} differ")
-    compared, printed = [answer[0] for answer in answers], [answer[1] for answer in answers]
-    keys = [key for key in _differing(compared) if absent or all(key in own for own in compared)]
-    if not keys and not absent:
-        return None
-    ranks = tuple(r for r, own in enumerate(compared) if any(own.get(k) != compared[0].get(k) for k in keys))
-    return Difference(keys, _told(keys, printed, most), ranks)
+    ranks = tuple(r for r, given in enumerate(facts) if any(given.get(k) != facts[0].get(k) for k in keys))
+    return Difference(keys, _told(keys, printed, own.most), ranks)
 
 
 def described(value: Any) -> str:

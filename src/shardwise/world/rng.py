@@ -115,7 +115,8 @@ class GlobalNumbers:
 
     Whether the first run drew some cannot be seen from the states: code may draw and put a state back. So the second run
     begins where the first one did, always. Copying numpy's state takes 50 us and Python's 10, and most code draws nothing:
-    they are copied once for all that comes before the next draw, and written only where they are others.
+    they are copied once for all that comes before the next draw, and written only where they are others. For one of torch
+    this would take longer than writing it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,15 +132,15 @@ class GlobalNumbers:
     def _now(self) -> tuple[Any, Any, list[Tensor]]:
         return _python_state(), _numpy_state(), [generator.get_state() for generator in self._torch_generators]
 
-    def _put(self, wanted: tuple[Any, Any, list[Tensor]], now: tuple[Any, Any, list[Tensor]]) -> None:
-        """Sets the generators to the states ``wanted``; ``now`` are those that they have."""
-        if wanted[0] is not now[0] and wanted[0] != now[0]:
-            random.setstate(wanted[0])
-        if wanted[1] is not now[1]:
-            _set_numpy_state(wanted[1])
-        for generator, state, current in zip(self._torch_generators, wanted[2], now[2], strict=True):
-            if _differs(state, current):
-                generator.set_state(state)
+    def _put(self, wanted: tuple[Any, Any, list[Tensor]], now: tuple[Any, Any]) -> None:
+        """Sets the generators to the states ``wanted``; ``now`` are those that Python's and numpy's have."""
+        python, numpy, of_torch = wanted
+        if python is not now[0] and python != now[0]:
+            random.setstate(python)
+        if numpy is not now[1]:
+            _set_numpy_state(numpy)
+        for generator, state in zip(self._torch_generators, of_torch, strict=True):
+            generator.set_state(state)
 
 
 class _Again(contextlib.AbstractContextManager[None]):
@@ -150,85 +151,103 @@ class _Again(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._before = self._numbers._now()
-        self._numbers._put(self._numbers._begin, self._before)
+        self._numbers._put(self._numbers._begin, self._before[:2])
 
     def __exit__(self, *_: object) -> None:
-        self._numbers._put(self._before, self._numbers._now())
+        self._numbers._put(self._before, (_python_state(), _numpy_state()))
 
 
-def _differs(a: Tensor, b: Tensor) -> bool:
-    """Whether two states of a torch generator differ. By their bytes: no operator, which modes of others would see."""
-    return ctypes.string_at(a.data_ptr(), a.numel()) != ctypes.string_at(b.data_ptr(), b.numel())
+# A Mersenne twister makes all its words anew together, and one that was seeded otherwise differs in each word but the first:
+# whether a state is another is seen from the position in the words, and these.
+_FIRST_WORDS = 32
 
 
-_taken: tuple[Any, bytes, Any] | None = (
-    None  # numpy's bit generator, its words, and the whole state that goes with them
-)
-_taken_of_python: tuple[Any, bytes, Any] | None = None  # the same of Python's generator
+class _Known:
+    """A state of a generator that lasts until it draws: seen in its memory, as reading a state whole takes long."""
+
+    __slots__ = ("_memory", "_seen", "generator", "state")
+
+    def __init__(self, generator: Any, state: Any, position: int, words: int):
+        """``position``, ``words``: addresses of the position and the words of ``generator``'s Mersenne twister."""
+        self.generator, self.state = generator, state
+        self._memory = _bytes_at(position, 4), _bytes_at(words, 4 * _FIRST_WORDS)
+        self._seen = self._now()
+
+    def lasts(self) -> bool:
+        return self._now() == self._seen
+
+    def _now(self) -> tuple[bytes, bytes]:
+        position, words = self._memory
+        return position.tobytes(), words.tobytes()
+
+
+_of_python: _Known | None = None
+_of_numpy: _Known | None = None
+
+
+def _bytes_at(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size).from_address(address))
 
 
 def _python_state() -> Any:
     """``random.getstate()``; the same object as before where nothing was drawn in between."""
-    global _taken_of_python
+    global _of_python
     generator: Any = getattr(random.getstate, "__self__", None)
-    if type(generator) is not random.Random or not _reads_words_of_python():
-        return random.getstate()
-    if vars(generator).get("gauss_next") is not None:  # a number left of a pair of normal numbers
-        return random.getstate()
-    words = _words_of_python(generator)
-    if _taken_of_python is None or _taken_of_python[0] is not generator or _taken_of_python[1] != words:
-        _taken_of_python = generator, words, random.getstate()
-    return _taken_of_python[2]
+    # With a number left of a pair of normal numbers, the next draw may change no word.
+    is_plain = getattr(generator, "gauss_next", 0) is None
+    if is_plain and _of_python is not None and _of_python.generator is generator and _of_python.lasts():
+        return _of_python.state
+    state = random.getstate()
+    is_plain = is_plain and type(generator) is random.Random and _reads_words_of_python()
+    address = _position_in_python(generator)
+    _of_python = _Known(generator, state, address, address + 4) if is_plain else None
+    return state
 
 
-def _words_of_python(generator: random.Random) -> bytes:
-    """The position in the words of CPython's Mersenne twister, and the words: its fields after those of any object."""
-    return ctypes.string_at(id(generator) + object.__basicsize__, 4 + _NUM_WORDS * 4)
+def _position_in_python(generator: random.Random) -> int:
+    """The address of the position in the words of CPython's Mersenne twister, before the words: its fields after those of any
+    object."""
+    return id(generator) + object.__basicsize__
 
 
 @functools.cache
 def _reads_words_of_python() -> bool:
-    """Whether Python keeps them where ``_words_of_python`` reads them."""
+    """Whether Python keeps them there."""
     generator = random.Random(7)
     words = generator.getstate()[1]
-    if generator.__sizeof__() < object.__basicsize__ + 4 + _NUM_WORDS * 4 or len(words) != _NUM_WORDS + 1:
+    size = 4 + _NUM_WORDS * 4
+    if generator.__sizeof__() < object.__basicsize__ + size or len(words) != _NUM_WORDS + 1:
         return False
     known = b"".join(word.to_bytes(4, sys.byteorder) for word in (words[-1], *words[:-1]))
-    return _words_of_python(generator) == known
+    return _bytes_at(_position_in_python(generator), size).tobytes() == known
 
 
 def _numpy_state() -> Any:
     """``np.random.get_state()``; the same object as before where nothing was drawn in between."""
-    global _taken
-    bits = np.random.get_bit_generator()
-    words = _words_of(bits)
-    if _taken is not None and _taken[0] is bits and _taken[1] == words and words:
-        return _taken[2]
+    global _of_numpy
+    bits: Any = np.random.get_bit_generator()
+    if _of_numpy is not None and _of_numpy.generator is bits and _of_numpy.lasts():
+        return _of_numpy.state
     state: Any = np.random.get_state()
     # With a number left of a pair of normal numbers, the next draw may change no word.
-    _taken = None if not words or state[3] else (bits, words, state)
+    is_plain = type(bits) is np.random.MT19937 and not state[3] and _reads_words()
+    address = bits.ctypes.state_address if is_plain else 0
+    _of_numpy = _Known(bits, state, address + _NUM_WORDS * 4, address) if is_plain else None
     return state
 
 
 def _set_numpy_state(state: Any) -> None:
-    global _taken
+    global _of_numpy
     np.random.set_state(state)
-    _taken = None  # it may bring a number left of a pair, without changing a word
-
-
-def _words_of(bits: Any) -> bytes:
-    """All words of a Mersenne twister and its position in them; empty for another generator."""
-    if type(bits) is not np.random.MT19937 or not _reads_words():
-        return b""
-    return ctypes.string_at(bits.ctypes.state_address, _NUM_WORDS * 4 + 4)
+    _of_numpy = None  # it may bring a number left of a pair, without changing a word
 
 
 @functools.cache
 def _reads_words() -> bool:
-    """Whether numpy keeps them where ``_words_of`` reads them."""
+    """Whether numpy keeps the words of a Mersenne twister, and after them the position, where it says."""
     state: Any = _SCRATCH.state["state"]
-    read = ctypes.string_at(_SCRATCH.ctypes.state_address, _NUM_WORDS * 4 + 4)
-    return read == state["key"].tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
+    known = state["key"].tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
+    return _bytes_at(_SCRATCH.ctypes.state_address, _NUM_WORDS * 4 + 4).tobytes() == known
 
 
 @contextlib.contextmanager

@@ -30,6 +30,14 @@ class OwnDropout(nn.Module):
         return x + y * (torch.rand(y.shape, generator=self.gen) < 0.9) / 0.9
 
 
+class EarlyDropout(OwnDropout):
+    """The same with the generator as its first attribute, before those that each module has."""
+
+    def __init__(self, dim: int = 64):
+        self.gen = torch.Generator()
+        super().__init__(dim)
+
+
 class Shared(nn.Module):
     """The same with a generator of the file's."""
 
@@ -154,8 +162,9 @@ def train(block: type[nn.Module], steps: int = 1, **options) -> dict[str, Tensor
         return {n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers())
 
 
-def test_a_generator_that_a_module_keeps_draws_the_same_again(ranks):
-    plain, again = (ranks.run(train, 1, OwnDropout, 2, remat=remat)[0] for remat in (None, "full"))
+@pytest.mark.parametrize("block", [OwnDropout, EarlyDropout])
+def test_a_generator_that_a_module_keeps_draws_the_same_again(ranks, block):
+    plain, again = (ranks.run(train, 1, block, 2, remat=remat)[0] for remat in (None, "full"))
     assert all(torch.equal(again[name], plain[name]) for name in plain)
 
 

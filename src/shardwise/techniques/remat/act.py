@@ -13,6 +13,7 @@ runs, and buffers cannot be restored: see :mod:`shardwise.techniques.compile.wri
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ __all__ = ["RematAct"]
 
 _FIRST = 16  # how many runs of a block are compared with their repetition; after them only each power of two
 _PLAIN = Tensor | bool | int | float | str | None  # leaves of arguments with nothing in them
+_OF_TORCH = tuple(vars(nn.Module()))  # attributes of each module
 _STATE, _SECOND = "_shardwise_remat", "_shardwise_second_run"
 
 
@@ -131,8 +133,9 @@ class _State:
         # Where the code is compiled, results are kept by name.
         self.options: dict[str, Any] = {"context_fn": _contexts(tuple(args["save"]))} if "save" in args else {}
         self.own = vars(module).get("forward")  # a forward that was set on the object
-        self.modules = list(module.modules())
-        self.owners = [child for child in self.modules if child._buffers]
+        modules = list(module.modules())
+        self.attributes = [(vars(child), _num_of_torch(child)) for child in modules]
+        self.owners = [child for child in modules if child._buffers]
         self.written: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
         self.num_runs = 0
         self._module = module
@@ -195,7 +198,8 @@ class _Runs:
         self.buffers: list[tuple[nn.Module, str, Tensor]] | None = None  # as before the first run; None: not run yet
         state.num_runs += 1
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
-        self.is_checked = _training(state) not in state.written or is_due  # whether both runs are compared
+        # Whether both runs are compared.
+        self.is_checked = is_due or (bool(state.owners) and _training(state) not in state.written)
         self.digest: list[Tensor] = []
         self.numbers = GlobalNumbers(state.device)
         self.generators: list[tuple[Any, Callable[[], Any]]] = []  # with functions that restore them for the second run
@@ -206,14 +210,14 @@ class _Runs:
         run = _inner(self.module, self.state)
         if self.buffers is None:
             (args, kwargs), self.given = self.given, None
-            self.generators = [(g, snapshot(g)) for g in _generators(self.state.modules, leaves)]
-            before = _values_before(self.state)
+            self.generators = [(g, snapshot(g)) for g in _generators(self.state.attributes, leaves)]
+            before = _values_before(self.state) if self.state.owners else []
             with self.measurement.watching() if self.measurement is not None else contextlib.nullcontext():
                 output = run(*args, **kwargs)
             if self.measurement is not None and self.state.selection is not None:
                 self.state.selection.ran(self.state.name, self.measurement)
                 self.measurement = None
-            self.buffers = _written(self.state, before)
+            self.buffers = _written(self.state, before) if self.state.owners else []
             self.digest = digest_of_result(output) if self.is_checked else []
             return output
         args, kwargs = (leaves, {}) if self.spec is None else tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
@@ -249,18 +253,23 @@ class _Runs:
             return stack.pop_all()
 
 
-def _generators(modules: Sequence[nn.Module], leaves: Sequence[Any]) -> list[Any]:
+def _generators(attributes: Sequence[tuple[dict[str, Any], int]], leaves: Sequence[Any]) -> list[Any]:
     """Random generators that the block's modules keep as attributes, or that are passed to it."""
     kinds: set[type] = set()  # few, of many values: a block keeps no generator, as a rule
-    for child in modules:
-        kinds.update(map(type, child.__dict__.values()))
+    for of_module, skipped in attributes:
+        kinds.update(map(type, itertools.islice(of_module.values(), skipped, None)))
     kept = (
-        [value for child in modules for value in generators_among(child.__dict__.values())]
+        [value for of_module, _ in attributes for value in generators_among(of_module.values())]
         if has_generator(kinds)
         else []
     )
     passed = [value for leaf in leaves if not isinstance(leaf, _PLAIN) for value in generators_among(leaves_of(leaf))]
     return list({id(value): value for value in (*kept, *passed)}.values())
+
+
+def _num_of_torch(module: nn.Module) -> int:
+    """How many attributes of ``module``, from the first on, are those that each has of torch, none of them a generator."""
+    return len(_OF_TORCH) if tuple(itertools.islice(vars(module), len(_OF_TORCH))) == _OF_TORCH else 0
 
 
 @contextlib.contextmanager
