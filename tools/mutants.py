@@ -272,10 +272,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "norm-counts-replicas",
-        "strict=True) if ranks[0] == self.world.rank)",
-        "strict=True) if self.world.rank in ranks)",
+        "                if ranks[least] == self.world.rank:",
+        "                if self.world.rank in ranks:",
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-hsdp-2x2-acc1-clip-blocks]'",
         "the gradient norm counts each replica's copy, so gradients are clipped too much",
+    ),
+    Mutant(
+        "norm-counted-by-one-rank",
+        "least = so_far.index(min(so_far))",
+        "least = 0",
+        "tests/step/test_optim_clip.py -k counted_on_one",
+        "the norm of replicas is measured by one rank while the others wait",
     ),
     # ---- techniques: units and their order ---------------------------------------------------------------------------
     Mutant(
@@ -1153,8 +1160,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "local-step-unchecked",
-        "                check_step(optim)\n                params = (",
-        "                params = (",
+        "                check_step(optim)\n",
+        "                pass\n",
         "tests/step/test_local_own_loops.py",
         "loops whose optimizer is local are not checked: a mean loss trains with gradients twice as large",
     ),
@@ -2033,15 +2040,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "none-sent-as-what-memory-held",
-        "            views[i].zero_()",
-        "            views[i].fill_(7)",
+        "                view.zero_()",
+        "                view.fill_(7)",
         "tests/techniques/data/test_unused.py -k one_rank",
         "a rank without a gradient adds what lay in memory before to those of the others",
     ),
     Mutant(
         "buffers-compared-by-their-first-byte",
-        "zlib.crc32((ctypes.c_char * size)",
-        "zlib.crc32((ctypes.c_char * 1)",
+        "crc32c((ctypes.c_char * size)",
+        "crc32c((ctypes.c_char * 1)",
         "tests/model/test_checksums.py",
         "buffers that a forward writes through .data stay different on the ranks",
     ),

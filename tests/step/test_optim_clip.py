@@ -10,6 +10,7 @@ from step.plain import assert_close, batch, build, gradients, mine, plain_backwa
 
 import shardwise as sw
 from shardwise.errors import ConfigError, NonFiniteError, RankError, UnsupportedError
+from shardwise.parallel import runtime_of
 
 # Rows that do not divide evenly, replicas, a 0-dim parameter, a tie.
 MESHES = ("ddp-2", "fsdp2-2x1", "fsdp-4", "hsdp-2x2", "one-fsdp2")
@@ -41,6 +42,23 @@ def test_norm_and_clipped_gradients(ranks, layout, norm_type, max_norm):
         assert norm.dtype == torch.float64 and norm.dim() == 0
         assert float(norm) == pytest.approx(float(wanted), rel=1e-12)
         assert_close(grads, {n: p.grad for n, p in plain.named_parameters()})
+
+
+def _counted(layout, engine):
+    world, model = shard(layout, engine=engine)
+    with world:
+        _backward(world, model)
+        runtime = runtime_of(model)
+        return {name: sum(x.numel() for x in runtime.owned(name, grad)) for name, grad in runtime.gradients().items()}
+
+
+@every_layout(*MESHES)
+def test_each_element_is_counted_on_one_rank_and_each_rank_counts_about_as_many(ranks, layout):
+    by_rank = ranks.run(_counted, layout.num_ranks, layout.text, layout.engine)
+    sizes = {name: param.numel() for name, param in build().named_parameters()}
+    assert {name: sum(counted[name] for counted in by_rank) for name in sizes} == sizes
+    totals = [sum(counted.values()) for counted in by_rank]
+    assert max(totals) - min(totals) <= 2 * max(sizes.values())
 
 
 def _clamped(layout, engine, value):

@@ -3,12 +3,12 @@
 import ctypes
 import functools
 import types
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from crc32c import crc32c
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -222,14 +222,14 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 def change_marks(tensors: Sequence[Tensor]) -> Tensor:
     """Numbers, int64 [len(tensors)], on the device of the first: other ones than before where values of a tensor have changed.
     On the CPU they are made without operators, of which one takes longer than a small buffer's checksum."""
-    if not all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors):
+    if not all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
         return checksums(tensors)
-    return torch.tensor([_crc32(tensor.contiguous()) for tensor in tensors], dtype=torch.int64)
+    return torch.tensor([_crc32c(tensor.contiguous()) for tensor in tensors], dtype=torch.int64)
 
 
-def _crc32(tensor: Tensor) -> int:
+def _crc32c(tensor: Tensor) -> int:
     size = tensor.nbytes
-    return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
+    return crc32c((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:

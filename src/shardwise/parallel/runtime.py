@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
+from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules
@@ -180,6 +181,8 @@ class Runtime:
         for some hundred modules."""
         found: dict[int, tuple[str, Tensor]] = {}
         for prefix, module in self.modules:
+            if not module._buffers:
+                continue
             for attr, buffer in module._buffers.items():
                 if buffer is not None:
                     found.setdefault(id(buffer), (f"{prefix}.{attr}" if prefix else attr, buffer))
@@ -202,8 +205,8 @@ class Runtime:
         return [(piece, local if len(pieces) == 1 else local[piece.local_index]) for piece in pieces]
 
     def owned(self, name: str, local: Tensor) -> list[Tensor]:
-        """The pieces of ``local`` that this rank counts when something is summed over the full parameter: those of
-        which it is the first owner. Views."""
+        """The pieces of ``local`` that this rank counts when something is summed over the full parameter: of copies on
+        several ranks, each is counted by one, and each rank counts about as much. Views."""
         mine = self._own_pieces[name]
         if mine is None:
             return [local] if local.numel() else []
@@ -211,17 +214,27 @@ class Runtime:
 
     @functools.cached_property
     def _own_pieces(self) -> dict[str, tuple[Slice, ...] | None]:
-        """Name -> the pieces of which this rank is the first owner; None: of all that it holds."""
+        """Name -> the pieces that this rank counts; None: all that it holds."""
         found: dict[str, tuple[Slice, ...] | None] = {}
+        counted: dict[tuple[int, ...], list[int]] = {}  # ranks that hold the same pieces -> elements that each counts
         for name in self.parameters:
-            slices, holders = self.view.extents(name), self.view.owners(name)
-            mine = tuple(piece for piece, ranks in zip(slices, holders, strict=True) if ranks[0] == self.world.rank)
-            found[name] = None if len(mine) == len(slices) else mine
+            slices, mine = self.view.extents(name), []
+            for piece, ranks in zip(slices, self.view.owners(name), strict=True):
+                so_far = counted.setdefault(ranks, [0] * len(ranks))
+                least = so_far.index(min(so_far))
+                so_far[least] += math.prod(piece.sizes)
+                if ranks[least] == self.world.rank:
+                    mine.append(piece)
+            found[name] = None if len(mine) == len(slices) else tuple(mine)
         return found
 
     def gradients(self) -> dict[str, Tensor]:
         """Name -> local gradient of every parameter that has one."""
-        return {name: local_tensor(grad) for name, p in self.parameters.items() if (grad := p.grad) is not None}
+        return {
+            name: grad if type(grad) is Tensor else local_tensor(grad)
+            for name, param in self.parameters.items()
+            if (grad := param.grad) is not None
+        }
 
     def sum_partial(self, place: str) -> None:
         """Sums the gradients of :attr:`partial` over their axes, once; ``.grad`` must hold only this window's
@@ -257,6 +270,11 @@ class Runtime:
         held = [{piece.box: piece for piece in extents(self.recipe.params[name], coord)} for coord in coords]
         boxes = sorted({box for pieces in held for box in pieces if sum(box in other for other in held) > 1})
         return [(math.prod(box.sizes), held[axis.rank].get(box)) for box in boxes]
+
+    @functools.cached_property
+    def batch_norms(self) -> list[nn.Module]:
+        """The batch norms, which are to be asked for in each window whether they train."""
+        return [module for _, module in self.modules if isinstance(module, BatchNormBase)]
 
     @functools.cached_property
     def generators(self) -> dict[str, Any]:

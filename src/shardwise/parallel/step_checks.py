@@ -8,6 +8,7 @@ warning, as it may be intended: a backward outside of windows sums gradients ove
 """
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -190,8 +191,16 @@ def _warn_of_sums(runtime: Runtime) -> None:
         f"rank gives gradients {size} times as large. Count what all ranks have, and divide a sum by it: "
         "`with sw.window(model, batches) as w: ... (loss_sum / w.num_tokens).backward()`; or divide the mean by the number of ranks.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=_level_of_caller(),
     )
+
+
+def _level_of_caller() -> int:
+    """``stacklevel`` of the user's line that has taken the step: above those of torch's and Shardwise's own wrappers."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardwise", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _warn_of_own(runtime: Runtime, what: str) -> None:
@@ -203,5 +212,5 @@ def _warn_of_own(runtime: Runtime, what: str) -> None:
         "a step by it lets the ranks drift apart. Put it into param.grad inside `with sw.window(model, batches) as w:`, which sums it over the "
         "ranks, or call backward() there.",
         UserWarning,
-        stacklevel=4,
+        stacklevel=_level_of_caller(),
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import RankError
 from shardwise.model.tensors import change_marks
 from shardwise.parallel import Runtime
@@ -132,12 +131,7 @@ def _marks(buffers: Mapping[str, Tensor]) -> BufferMarks:
 def _always_written(runtime: Runtime) -> set[int]:
     """Ids of the buffers that count as written by any forward. Batch norm's kernels write running statistics without
     changing their version."""
-    return {
-        id(buffer)
-        for _, module in runtime.modules
-        if isinstance(module, BatchNormBase) and module.training
-        for buffer in module.buffers(recurse=False)
-    }
+    return {id(buffer) for module in runtime.batch_norms if module.training for buffer in module.buffers(recurse=False)}
 
 
 def _same_buffers(runtime: Runtime, changed: list[Tensor], place: str) -> None:

@@ -72,12 +72,13 @@ class _LocalStep:
                     why="a closure runs forward and backward in the middle of the step, on parameters that are swapped out",
                     fix="run the window first, then call step() without a closure",
                 )
+            if not any(isinstance(param, DTensor) for group in optim.param_groups for param in group["params"]):
+                return inner()
             # Here: torch's hooks before a step run while the optimizer holds the shards, and know no model by them.
             refuse_stale(optim)
             with threads_of_step(stepped_by(optim)):
                 check_step(optim)
-                params = (param for group in optim.param_groups for param in group["params"])
-                return self._run(inner) if any(isinstance(param, DTensor) for param in params) else inner()
+                return self._run(inner)
 
         step._shardwise_local = True  # type: ignore[attr-defined]
         if hasattr(inner, "_wrapped_by_lr_sched"):

@@ -31,7 +31,7 @@ class GradientNorm:
         self.runtime, self.norm_type, self.whole_after = runtime, norm_type, whole_after
 
     def entry(self) -> Tensor:
-        """This rank's part, from the pieces of which it is the first owner: a sum of powers, or for p = inf the largest
+        """This rank's part, from the pieces that it counts: a sum of powers, or for p = inf the largest
         element, in this rank's own slot, because exchanges add up."""
         runtime = self.runtime
         grads = ((name, grad) for name, grad in runtime.gradients().items() if name not in self.whole_after)

@@ -278,7 +278,8 @@ def snapshot(generator: Any) -> Callable[[], Any]:
         return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
     if isinstance(generator, torch.Generator | np.random.RandomState):
         return functools.partial(generator.set_state, generator.get_state())
-    return functools.partial(generator.setstate, generator.getstate())
+    state = _python_state() if generator is random else generator.getstate()
+    return functools.partial(generator.setstate, state)
 
 
 def state_of(generator: Any) -> Any:

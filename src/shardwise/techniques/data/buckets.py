@@ -84,13 +84,16 @@ class Bucket:
         # Each step takes this memory anew: page by page that takes as long as writing it.
         in_large_pages([flat])
         flat[self.numel :].zero_()
-        views = self.views_of(flat)
-        own = {i: grads[i] for i in self.members}
-        copied = {i: grad.to_dense() if grad.is_sparse else grad for i, grad in own.items() if grad is not None}
+        views, to, copied = self.views_of(flat), [], []
+        for i, view in views.items():
+            grad = grads[i]
+            if grad is None:
+                view.zero_()
+                continue
+            to.append(view)
+            copied.append(grad.to_dense() if grad.is_sparse else grad)
         if copied:
-            foreach_copy([views[i] for i in copied], [*copied.values()])
-        for i in views.keys() - copied.keys():
-            views[i].zero_()
+            foreach_copy(to, copied)
         return flat, views
 
     def views(self) -> dict[int, Tensor]:

@@ -267,10 +267,13 @@ class DDPEngine:
 
     def _own_of(self, bucket: Bucket) -> dict[int, Tensor | None]:
         """This rank's gradients of a bucket; removes them from ``.grad``."""
-        grads = {i: self._take(i) for i in bucket.members}
-        for i, grad in grads.items():
+        grads: dict[int, Tensor | None] = {}
+        for i, param in bucket.members.items():
+            self._put_aside(i)
+            grads[i] = grad = param.grad
             if grad is not None:  # perhaps assigned by hand, which no hook notices
                 self._used[i] = 1
+                param.grad = None
         return grads
 
     def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None], tail: Sequence[int] | None = None) -> None:
@@ -362,10 +365,10 @@ class DDPEngine:
                     add_to_gradient(self.params[i], view.clone() if found["differs"] else view / size)
 
     def _set_gradients(self, used: Sequence[float]) -> None:
+        kept = self._done.kept
         for bucket in self.buckets:
             for i, grad in bucket.views().items():
-                done = self._done.kept.pop(i, None)
-                if done is not None:
+                if kept and (done := kept.pop(i, None)) is not None:
                     self.params[i].grad = done.add_(grad) if used[i] else done
                 else:
                     self.params[i].grad = grad if used[i] else None
