@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import RankError
-from shardwise.launch import launch_local
+from shardwise.testing import RankPool
 from shardwise.world.side_group import SideGroup
 
 
@@ -32,22 +32,23 @@ def test_one_thread_for_each_group(ranks):
 
 
 def policies_of_threads():
-    """Scheduling policies of gloo's threads that send and receive, and of this one, in two worlds one after the other."""
+    """Scheduling policies by thread of those of gloo's that send and receive, in two worlds one after the other; and that of
+    this thread."""
     found = []
     for _ in range(2):
         with sw.init("dp_replicate=2,dp_shard=2", device="cpu") as world:
             world.gradient_group()
             world.barrier()
-            found.append((_policies("gloo_tcp_loop"), os.sched_getscheduler(0)))
-    return found
+            found.append(_policies("gloo_tcp_loop"))
+    return *found, os.sched_getscheduler(0)
 
 
 def _policies(name):
-    found = []
+    found = {}
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             if (thread / "comm").read_text().strip() == name:
-                found.append(os.sched_getscheduler(int(thread.name)))
+                found[thread.name] = os.sched_getscheduler(int(thread.name))
     return found
 
 
@@ -65,8 +66,9 @@ def can_choose():
 @pytest.mark.skipif(not can_choose(), reason="no scheduling policy can be chosen here")
 def test_all_groups_of_a_process_send_by_one_thread_which_does_not_take_the_core_of_another():
     # In processes of its own: others may have met on several network interfaces.
-    for first, second in launch_local(policies_of_threads, nproc=4, timeout_s=60):
-        assert first == second == ([os.SCHED_BATCH], os.SCHED_OTHER)
+    with RankPool() as pool:
+        for first, second, own in pool.run(policies_of_threads, 4):
+            assert list(first.values()) == [os.SCHED_BATCH] and second == first and own == os.SCHED_OTHER
 
 
 def sum_and_timeout_s(interface):
