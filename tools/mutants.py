@@ -284,6 +284,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_optim_clip.py -k counted_on_one",
         "the norm of replicas is measured by one rank while the others wait",
     ),
+    Mutant(
+        "norm-of-frozen-parameters-shared-out",
+        "math.prod(piece.sizes) if name in trained else 0",
+        "math.prod(piece.sizes)",
+        "tests/step/test_optim_clip.py -k frozen_ones_are_no_work",
+        "a rank that counts a large frozen parameter counts nothing else, and the others wait for each other's work",
+    ),
     # ---- techniques: units and their order ---------------------------------------------------------------------------
     Mutant(
         "gathered-before-the-step",
@@ -700,8 +707,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- techniques: running again and compiling ---------------------------------------------------------------------
     Mutant(
         "one-of-a-pair-unseen",
-        "is_plain = type(bits) is np.random.MT19937 and not state[3] and _reads_words()",
-        "is_plain = type(bits) is np.random.MT19937 and _reads_words()",
+        "known = _Known(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS), left_over)",
+        "known = _Known(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS))",
         "tests/world/test_global_numbers.py",
         "a block that draws one normal number of numpy's draws another when it runs again",
     ),
@@ -784,15 +791,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "own-generators-drawn-anew",
-        "self.generators = [(g, snapshot(g)) for g in _generators(self.state.attributes, leaves)]",
+        "self.generators = [(g, snapshot(g)) for g in _generators(self.state.modules, leaves)]",
         "self.generators = []",
         "tests/techniques/remat/test_second_runs.py -k generator_that_a_module_keeps",
         "a generator that a module keeps draws other numbers when its block runs again",
     ),
     Mutant(
         "first-attributes-taken-for-torchs",
-        "return len(_OF_TORCH) if tuple(",
-        "return len(_OF_TORCH) if True or tuple(",
+        "len(_OF_TORCH) if is_usual else 0",
+        "len(_OF_TORCH)",
         "tests/techniques/remat/test_second_runs.py -k generator_that_a_module_keeps",
         "a generator that a module had before torch's own attributes draws other numbers when its block runs again",
     ),

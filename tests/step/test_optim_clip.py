@@ -7,10 +7,12 @@ import pytest
 import torch
 from layouts import every_layout
 from step.plain import assert_close, batch, build, gradients, mine, plain_backward, shard, sum_loss, values
+from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, NonFiniteError, RankError, UnsupportedError
 from shardwise.parallel import runtime_of
+from shardwise.run.reference import ReferenceConfig, ReferenceModel
 
 # Rows that do not divide evenly, replicas, a 0-dim parameter, a tie.
 MESHES = ("ddp-2", "fsdp2-2x1", "fsdp-4", "hsdp-2x2", "one-fsdp2")
@@ -59,6 +61,34 @@ def test_each_element_is_counted_on_one_rank_and_each_rank_counts_about_as_many(
     assert {name: sum(counted[name] for counted in by_rank) for name in sizes} == sizes
     totals = [sum(counted.values()) for counted in by_rank]
     assert max(totals) - min(totals) <= 2 * max(sizes.values())
+
+
+def blocks():
+    return ReferenceModel(ReferenceConfig(dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn=32, vocab=32))
+
+
+def with_a_frozen_part():
+    """A model whose largest parameter is frozen: that it is counted is no work."""
+    return nn.Sequential(nn.Linear(64, 64).requires_grad_(False), *(nn.Linear(4, 4) for _ in range(6)))
+
+
+def _counted_of(build_model, layout):
+    with sw.init(layout, device="cpu") as world:
+        runtime = runtime_of(sw.parallelize(build_model(), world))
+        local = runtime.local_tensors()
+        return {name: sum(x.numel() for x in runtime.owned(name, local[name])) for name in runtime.trainable}
+
+
+@pytest.mark.parametrize(
+    ("build_model", "layout"),
+    [(blocks, "dp_replicate=2,tp=2"), (blocks, "tp=4"), (with_a_frozen_part, "dp_replicate=4")],
+)
+def test_each_element_is_counted_once_under_tensor_parallel_and_frozen_ones_are_no_work(ranks, build_model, layout):
+    by_rank = ranks.run(_counted_of, 4, build_model, layout)
+    sizes = {name: param.numel() for name, param in build_model().named_parameters() if param.requires_grad}
+    assert {name: sum(counted[name] for counted in by_rank) for name in sizes} == sizes
+    totals = [sum(counted.values()) for counted in by_rank]
+    assert max(totals) - min(totals) <= max(sizes.values())
 
 
 def _clamped(layout, engine, value):

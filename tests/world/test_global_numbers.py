@@ -45,6 +45,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "the other of Python's pair": lambda: [random.gauss(0, 1) for _ in range(2)],
     "one of a pair": np.random.randn,
     "the other of a pair": lambda: np.random.randn(2).tolist(),
+    "seeded, one of a pair": lambda: (np.random.seed(0), np.random.randn()),
     "torch": lambda: torch.rand(3).tolist(),
     "one of torch's pair": lambda: torch.randn(1).item(),
     "all three": lambda: (random.random(), np.random.rand(), torch.bernoulli(torch.full((9,), 0.5)).tolist()),
@@ -101,6 +102,47 @@ def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, rea
             assert states() == kept
 
 
+@pytest.mark.parametrize("reads_words", [True, False])
+def test_a_number_left_of_a_pair_is_seen_where_no_word_is_another(monkeypatch, reads_words):
+    if not reads_words:
+        monkeypatch.setattr(rng, "_reads_words", lambda: False)
+    np.random.seed(0)
+    np.random.randn()
+    state = np.random.get_state()  # with a number left
+    np.random.randn()
+    GlobalNumbers(torch.device("cpu"))  # knows the state without it
+    np.random.set_state(state)
+    numbers = GlobalNumbers(torch.device("cpu"))
+    first = np.random.randn()
+    with numbers.again():
+        assert np.random.randn() == first
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "draw"), [(np.random, "get_state", np.random.rand), (random, "getstate", random.random)]
+)
+def test_a_draw_while_a_state_is_copied_is_seen(monkeypatch, module, name, draw):
+    """As of another thread: the copy is that from before, and the generator's memory that from after the draw."""
+    copy = getattr(module, name)
+
+    @functools.wraps(copy)
+    def copied_late():
+        state = copy()
+        monkeypatch.setattr(module, name, copy)
+        draw()
+        return state
+
+    copied_late.__self__ = copy.__self__
+    monkeypatch.setattr(rng, "_of_numpy", None)
+    monkeypatch.setattr(rng, "_of_python", None)
+    monkeypatch.setattr(module, name, copied_late)
+    GlobalNumbers(torch.device("cpu"))
+    numbers = GlobalNumbers(torch.device("cpu"))
+    first = draw()
+    with numbers.again():
+        assert draw() == first
+
+
 @pytest.mark.parametrize(("module", "name"), [(np.random, "get_state"), (random, "getstate")])
 def test_a_state_is_copied_once_where_nothing_is_drawn(monkeypatch, module, name):
     assert rng._reads_words() and rng._reads_words_of_python()
@@ -108,8 +150,7 @@ def test_a_state_is_copied_once_where_nothing_is_drawn(monkeypatch, module, name
     monkeypatch.setattr(rng, "_of_python", None)
     copies, copy = [], getattr(module, name)
     counted = functools.wraps(copy)(lambda: copies.append(1) or copy())
-    if module is random:
-        counted.__self__ = copy.__self__
+    counted.__self__ = copy.__self__
     monkeypatch.setattr(module, name, counted)
     for _ in range(5):
         numbers = GlobalNumbers(torch.device("cpu"))

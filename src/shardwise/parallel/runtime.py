@@ -217,12 +217,13 @@ class Runtime:
         """Name -> the pieces that this rank counts; None: all that it holds."""
         found: dict[str, tuple[Slice, ...] | None] = {}
         counted: dict[tuple[int, ...], list[int]] = {}  # ranks that hold the same pieces -> elements that each counts
-        for name in self.parameters:
+        trained = set(self.trainable)
+        for name in sorted(self.parameters):  # all ranks decide in one order
             slices, mine = self.view.extents(name), []
             for piece, ranks in zip(slices, self.view.owners(name), strict=True):
                 so_far = counted.setdefault(ranks, [0] * len(ranks))
                 least = so_far.index(min(so_far))
-                so_far[least] += math.prod(piece.sizes)
+                so_far[least] += math.prod(piece.sizes) if name in trained else 0
                 if ranks[least] == self.world.rank:
                     mine.append(piece)
             found[name] = None if len(mine) == len(slices) else tuple(mine)

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -138,7 +139,7 @@ class GlobalNumbers:
         if python is not now[0] and python != now[0]:
             random.setstate(python)
         if numpy is not now[1]:
-            _set_numpy_state(numpy)
+            np.random.set_state(numpy)
         for generator, state in zip(self._torch_generators, of_torch, strict=True):
             generator.set_state(state)
 
@@ -163,22 +164,25 @@ _FIRST_WORDS = 32
 
 
 class _Known:
-    """A state of a generator that lasts until it draws: seen in its memory, as reading a state whole takes long."""
+    """A state of a generator that lasts until it draws: seen in its memory, as reading a state whole takes long.
+
+    The memory is read here, before the state is: a draw in between (of another thread) leaves a state that does not last.
+    """
 
     __slots__ = ("_memory", "_seen", "generator", "state")
 
-    def __init__(self, generator: Any, state: Any, position: int, words: int):
-        """``position``, ``words``: addresses of the position and the words of ``generator``'s Mersenne twister."""
-        self.generator, self.state = generator, state
-        self._memory = _bytes_at(position, 4), _bytes_at(words, 4 * _FIRST_WORDS)
+    def __init__(self, generator: Any, *memory: tuple[int, int]):
+        """``memory``: addresses and sizes of all by which a state is seen to be another."""
+        self.generator = generator
+        self.state: Any = None
+        self._memory = [_bytes_at(address, size) for address, size in memory]
         self._seen = self._now()
 
     def lasts(self) -> bool:
         return self._now() == self._seen
 
-    def _now(self) -> tuple[bytes, bytes]:
-        position, words = self._memory
-        return position.tobytes(), words.tobytes()
+    def _now(self) -> list[bytes]:
+        return [part.tobytes() for part in self._memory]
 
 
 _of_python: _Known | None = None
@@ -195,12 +199,16 @@ def _python_state() -> Any:
     generator: Any = getattr(random.getstate, "__self__", None)
     # With a number left of a pair of normal numbers, the next draw may change no word.
     is_plain = getattr(generator, "gauss_next", 0) is None
-    if is_plain and _of_python is not None and _of_python.generator is generator and _of_python.lasts():
-        return _of_python.state
+    known = _of_python
+    if is_plain and known is not None and known.generator is generator and known.lasts():
+        return known.state
+    known = None
+    if is_plain and type(generator) is random.Random and _reads_words_of_python():
+        known = _Known(generator, (_position_in_python(generator), 4 + 4 * _FIRST_WORDS))
     state = random.getstate()
-    is_plain = is_plain and type(generator) is random.Random and _reads_words_of_python()
-    address = _position_in_python(generator)
-    _of_python = _Known(generator, state, address, address + 4) if is_plain else None
+    if known is not None:
+        known.state = state
+    _of_python = known if state[2] is None else None
     return state
 
 
@@ -226,28 +234,46 @@ def _numpy_state() -> Any:
     """``np.random.get_state()``; the same object as before where nothing was drawn in between."""
     global _of_numpy
     bits: Any = np.random.get_bit_generator()
-    if _of_numpy is not None and _of_numpy.generator is bits and _of_numpy.lasts():
-        return _of_numpy.state
+    known = _of_numpy
+    if known is not None and known.generator is bits and known.lasts():
+        return known.state
+    known, owner = None, getattr(np.random.get_state, "__self__", None)
+    if type(bits) is np.random.MT19937 and type(owner) is np.random.RandomState and _reads_words():
+        address = bits.ctypes.state_address
+        # Whether a number is left of a pair of normal numbers, and which: the next draw of one changes no word.
+        left_over = id(owner) + _place_of_left_over(), 16
+        known = _Known(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS), left_over)
     state: Any = np.random.get_state()
-    # With a number left of a pair of normal numbers, the next draw may change no word.
-    is_plain = type(bits) is np.random.MT19937 and not state[3] and _reads_words()
-    address = bits.ctypes.state_address if is_plain else 0
-    _of_numpy = _Known(bits, state, address + _NUM_WORDS * 4, address) if is_plain else None
+    if known is not None:
+        known.state = state
+    _of_numpy = known
     return state
-
-
-def _set_numpy_state(state: Any) -> None:
-    global _of_numpy
-    np.random.set_state(state)
-    _of_numpy = None  # it may bring a number left of a pair, without changing a word
 
 
 @functools.cache
 def _reads_words() -> bool:
-    """Whether numpy keeps the words of a Mersenne twister, and after them the position, where it says."""
+    """Whether numpy keeps the words of a Mersenne twister, and after them the position, where it says; and in its generator
+    whether a number is left of a pair."""
     state: Any = _SCRATCH.state["state"]
     known = state["key"].tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
-    return _bytes_at(_SCRATCH.ctypes.state_address, _NUM_WORDS * 4 + 4).tobytes() == known
+    return _bytes_at(_SCRATCH.ctypes.state_address, _NUM_WORDS * 4 + 4).tobytes() == known and _place_of_left_over() > 0
+
+
+@functools.cache
+def _place_of_left_over() -> int:
+    """Where in a ``RandomState`` is whether it has a number left of a pair of normal numbers, and 8 bytes on that number; 0: it
+    is not to be seen."""
+    generator = np.random.RandomState(7)
+    bits = np.random.MT19937(7).state["state"]
+    found = []
+    for is_left in (0, 1, 0):  # the number itself stays the same
+        generator.set_state(("MT19937", bits["key"], bits["pos"], is_left, 0.5))
+        found.append(_bytes_at(id(generator), generator.__sizeof__()).tobytes())
+    before, left, after = found
+    places = [i for i, pair in enumerate(zip(before, left, strict=True)) if pair[0] != pair[1]]
+    if len(places) != 1 or before != after or left[places[0] + 8 :][:8] != struct.pack("d", 0.5):
+        return 0
+    return places[0]
 
 
 @contextlib.contextmanager

@@ -134,7 +134,7 @@ class _State:
         self.options: dict[str, Any] = {"context_fn": _contexts(tuple(args["save"]))} if "save" in args else {}
         self.own = vars(module).get("forward")  # a forward that was set on the object
         modules = list(module.modules())
-        self.attributes = [(vars(child), _num_of_torch(child)) for child in modules]
+        self.modules = [(child, _begins_as_torchs(child)) for child in modules]
         self.owners = [child for child in modules if child._buffers]
         self.written: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
         self.num_runs = 0
@@ -210,7 +210,7 @@ class _Runs:
         run = _inner(self.module, self.state)
         if self.buffers is None:
             (args, kwargs), self.given = self.given, None
-            self.generators = [(g, snapshot(g)) for g in _generators(self.state.attributes, leaves)]
+            self.generators = [(g, snapshot(g)) for g in _generators(self.state.modules, leaves)]
             before = _values_before(self.state) if self.state.owners else []
             with self.measurement.watching() if self.measurement is not None else contextlib.nullcontext():
                 output = run(*args, **kwargs)
@@ -253,13 +253,16 @@ class _Runs:
             return stack.pop_all()
 
 
-def _generators(attributes: Sequence[tuple[dict[str, Any], int]], leaves: Sequence[Any]) -> list[Any]:
+def _generators(modules: Sequence[tuple[nn.Module, bool]], leaves: Sequence[Any]) -> list[Any]:
     """Random generators that the block's modules keep as attributes, or that are passed to it."""
     kinds: set[type] = set()  # few, of many values: a block keeps no generator, as a rule
-    for of_module, skipped in attributes:
-        kinds.update(map(type, itertools.islice(of_module.values(), skipped, None)))
+    for child, is_usual in modules:
+        attributes = vars(child)
+        # Those of torch come first. Where one was removed and set again, another is at the place of their last one.
+        is_usual = is_usual and next(itertools.islice(attributes, len(_OF_TORCH) - 1, None), None) == _OF_TORCH[-1]
+        kinds.update(map(type, itertools.islice(attributes.values(), len(_OF_TORCH) if is_usual else 0, None)))
     kept = (
-        [value for of_module, _ in attributes for value in generators_among(of_module.values())]
+        [value for child, _ in modules for value in generators_among(vars(child).values())]
         if has_generator(kinds)
         else []
     )
@@ -267,9 +270,9 @@ def _generators(attributes: Sequence[tuple[dict[str, Any], int]], leaves: Sequen
     return list({id(value): value for value in (*kept, *passed)}.values())
 
 
-def _num_of_torch(module: nn.Module) -> int:
-    """How many attributes of ``module``, from the first on, are those that each has of torch, none of them a generator."""
-    return len(_OF_TORCH) if tuple(itertools.islice(vars(module), len(_OF_TORCH))) == _OF_TORCH else 0
+def _begins_as_torchs(module: nn.Module) -> bool:
+    """Whether the first attributes of ``module`` are those that each has of torch, none of them a generator."""
+    return tuple(itertools.islice(vars(module), len(_OF_TORCH))) == _OF_TORCH
 
 
 @contextlib.contextmanager
