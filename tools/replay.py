@@ -136,6 +136,14 @@ EXPLAINED: dict[str, str] = {
     "steps / * | dp_replicate=2 | * / collectives [2] [1]": "which parameters were used travels with the exchange before the step",
     "steps / train_step | odd | dp_replicate=2 | * / grad_norm": "the last bit: gradients of parameters that no rank used are zeros "
     "in the sum until ranks know of each other",
+    **dict.fromkeys(
+        (
+            "steps / train_step | * | dp_replicate=2* / grad_norm",
+            "steps / own_loop | * | dp_replicate=2* / norm",
+            "steps / own_loop | odd | dp_shard=2 | * / norm",
+        ),
+        "the last bit: of copies each rank counts some, where the first counted all, so the sum has another order",
+    ),
     "steps / train_step | * | selective, kept, ahead | *collectives": _SELECTIVE,
     "steps / * / window 0 / collectives": _COPIES,
     "steps / train_step | experts | dp_shard=1 | bf16 and remat | rank 0 / window 2 / grad_norm": "the last bit: gradients of "
