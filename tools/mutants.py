@@ -707,8 +707,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- techniques: running again and compiling ---------------------------------------------------------------------
     Mutant(
         "one-of-a-pair-unseen",
-        "known = _Known(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS), left_over)",
-        "known = _Known(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS))",
+        "known = _KnownState(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS), left_over)",
+        "known = _KnownState(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS))",
         "tests/world/test_global_numbers.py",
         "a block that draws one normal number of numpy's draws another when it runs again",
     ),

@@ -163,7 +163,7 @@ class _Again(contextlib.AbstractContextManager[None]):
 _FIRST_WORDS = 32
 
 
-class _Known:
+class _KnownState:
     """A state of a generator that lasts until it draws: seen in its memory, as reading a state whole takes long.
 
     The memory is read here, before the state is: a draw in between (of another thread) leaves a state that does not last.
@@ -172,7 +172,7 @@ class _Known:
     __slots__ = ("_memory", "_seen", "generator", "state")
 
     def __init__(self, generator: Any, *memory: tuple[int, int]):
-        """``memory``: addresses and sizes of all by which a state is seen to be another."""
+        """``memory``: addresses and sizes in bytes of what differs between any two states."""
         self.generator = generator
         self.state: Any = None
         self._memory = [_bytes_at(address, size) for address, size in memory]
@@ -185,8 +185,8 @@ class _Known:
         return [part.tobytes() for part in self._memory]
 
 
-_of_python: _Known | None = None
-_of_numpy: _Known | None = None
+_of_python: _KnownState | None = None
+_of_numpy: _KnownState | None = None
 
 
 def _bytes_at(address: int, size: int) -> memoryview:
@@ -204,7 +204,7 @@ def _python_state() -> Any:
         return known.state
     known = None
     if is_plain and type(generator) is random.Random and _reads_words_of_python():
-        known = _Known(generator, (_position_in_python(generator), 4 + 4 * _FIRST_WORDS))
+        known = _KnownState(generator, (_position_in_python(generator), 4 + 4 * _FIRST_WORDS))
     state = random.getstate()
     if known is not None:
         known.state = state
@@ -242,7 +242,7 @@ def _numpy_state() -> Any:
         address = bits.ctypes.state_address
         # Whether a number is left of a pair of normal numbers, and which: the next draw of one changes no word.
         left_over = id(owner) + _place_of_left_over(), 16
-        known = _Known(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS), left_over)
+        known = _KnownState(bits, (address + _NUM_WORDS * 4, 4), (address, 4 * _FIRST_WORDS), left_over)
     state: Any = np.random.get_state()
     if known is not None:
         known.state = state
