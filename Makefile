@@ -45,8 +45,6 @@ demo: $(ENV)  ## train a small model on 2 local processes, about a minute, and p
 	@$(PYTHON) -m shardwise train $(ARGS)
 
 test: $(ENV)  ## the whole suite, on a clean checkout too (minutes)
-	@echo "error index: does docs/errors.md say what the code says?"
-	@$(PYTHON) tools/error_index.py --check
 	@echo "tests: a dot each; the first that uses ranks waits some seconds for PyTorch"
 	@$(PYTEST) -n $(WORKERS) --dist worksteal -m "not soak and not gpu" $(ARGS)
 

@@ -45,6 +45,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    gc.freeze()  # this process ends, and need not look through all it has imported
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test and its fixtures draw the same random numbers whatever ran before them in this process."""

@@ -251,7 +251,7 @@ def test_torchrun_works_as_it_is(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
     node = "--parallel.layout=dp_replicate=-1,dp_shard=node"
     words = (*TINY, node, "--data.path=tokens.npy", "--train.prove=false")
-    done = start(tmp_path, "train", *words, before=torchrun)
+    done = start(tmp_path, "train", *words, before=torchrun, COLLECT_AS_USUAL="")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "layout     dp_shard=2: " in done.stdout
     assert done.stdout.count("ranks      2, as the launcher of this environment started them") == 1
