@@ -145,20 +145,21 @@ class Leaves(LayerCalls):
         return func(*args, **kwargs)
 
 
-_DROPOUTS = (
+_DROPOUTS = frozenset({
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
-)  # fmt: skip
-_ASKS_FOR_GRADIENTS = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-_DRAWS = (
+})  # fmt: skip
+_ASKS_FOR_GRADIENTS = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
+_DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
     "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
-)  # fmt: skip
+})  # fmt: skip
 _DROPOUT = ("input", "p", "training")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
-_SIZES, _SHAPE = ("size", "numel", "stride", "__len__", "nelement"), Tensor.shape.__get__  # type: ignore[attr-defined]
+_SIZES = frozenset({"size", "numel", "stride", "__len__", "nelement"})
+_SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
-_LOOKS = ("size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
+_LOOKS = frozenset({"size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__"})
 """Names of functions that look at a tensor and not at its values."""
 
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
