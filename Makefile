@@ -8,9 +8,9 @@ else
   VENV ?= .venv
 endif
 TORCH ?= torch==2.13.0
-# Processes that share the tests of `make test`, each with its own warm ranks: one more than two cores, as many tests wait for
+# Processes that share the tests of `make test`, each with its own warm ranks: two more than two cores, as many tests wait for
 # programs they start. 0: none.
-WORKERS ?= 3
+WORKERS ?= 4
 # More words for the command behind a target: make demo ARGS=--train.steps=50, make test ARGS="-k layout"
 ARGS ?=
 

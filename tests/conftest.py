@@ -1,6 +1,7 @@
 """What all tests share: warm ranks that have the imports of the parity matrix's models behind them."""
 
 import gc
+import os
 import random
 import signal
 import sys
@@ -22,6 +23,9 @@ settings.load_profile("shardwise")
 # are sent it on purpose.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Programs that tests start find `sitecustomize`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 PRELOAD = (
     "pytest",  # of the files of tests, whose functions ranks call

@@ -1,5 +1,5 @@
-"""Imported by Python itself in every program that a test starts with the tests on its path: once torch is imported, the garbage
-collector takes a second of the three that a small program lives, half of it when the program ends.
+"""Imported by Python itself in every program that a test starts: once torch is imported, the garbage collector takes a second of
+the three that a small program lives, half of it when the program ends.
 
 The tests of torchrun set ``COLLECT_AS_USUAL``, so that some programs start and end as a user's do.
 """
