@@ -25,6 +25,7 @@ from shardwise.launch.events import open_channel, open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.imports import import_frozen
 from shardwise.launch.process import die_with_parent
+from shardwise.launch.results import dumps
 from shardwise.launch.script import Script, load_script
 
 __all__ = ["DUMP_SIGNAL", "Job", "load_target", "main"]
@@ -88,7 +89,7 @@ def _run(job: Job) -> tuple[str, bytes | Failure | Stopped]:
         load_script(job.script)
         args = pickle.loads(job.args)
         function, args = (args[0], args[1:]) if job.target is None else (load_target(job.target), args)
-        return "result", pickle.dumps(function(*args))
+        return "result", dumps(function(*args))
     except Stopped as stop:
         return "stopped", stop
     except SystemExit as end:

@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from shardwise.errors import RankError, UsageError
 from shardwise.launch.failure import Failure, rank_error, root_cause
 from shardwise.launch.process import held_port
+from shardwise.launch.results import dumps
 from shardwise.testing.calls import Call, call_of
 from shardwise.testing.processes import Helper, Worker
 
@@ -158,7 +159,7 @@ class RankPool:
 
 def _call(fn: Callable[..., object], args: tuple, kwargs: dict) -> Call:
     module, name, file = call_of(fn)
-    payload = pickle.dumps((args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    payload = dumps((args, kwargs))
     return Call(module=module, qualname=name, file=file, env={}, path=tuple(sys.path), cwd=os.getcwd(), payload=payload)
 
 

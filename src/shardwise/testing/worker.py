@@ -22,6 +22,7 @@ from typing import cast
 from shardwise.launch.events import open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.process import die_with_parent
+from shardwise.launch.results import dumps
 from shardwise.testing.calls import Call, resolve
 
 __all__ = ["DUMP_SIGNAL", "main"]
@@ -98,7 +99,7 @@ def _answer(call: Call) -> tuple[str, bytes | Failure]:
         fn = resolve(call.module, call.qualname, call.file)
         args, kwargs = pickle.loads(call.payload)
         _seed()
-        result = pickle.dumps(fn(*args, **kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+        result = dumps(fn(*args, **kwargs))
     except BaseException as error:  # SystemExit and KeyboardInterrupt of a test's function must not end the worker
         return "error", failure_of(int(call.env["RANK"]), error)
     finally:

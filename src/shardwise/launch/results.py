@@ -1,0 +1,16 @@
+"""What a function returns on a rank, on its way to the process that called it there."""
+
+import pickle
+import sys
+from typing import Any
+
+__all__ = ["dumps"]
+
+
+def dumps(value: Any) -> bytes:
+    """``pickle.dumps``, with tensors by the bytes of their memory. Where nothing has imported torch there are none."""
+    if "torch" not in sys.modules:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    from shardwise._torch import pickling
+
+    return pickling.dumps(value)
