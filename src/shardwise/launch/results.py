@@ -1,4 +1,4 @@
-"""What a function returns on a rank, on its way to the process that called it there."""
+"""What a function on a rank is given and returns, between its process and the one that called it there."""
 
 import pickle
 import sys

@@ -31,12 +31,8 @@ def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         return Tensor.to, (args[0], _WIDER[func]), {}
     if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
         return _grouped_mm, args, kwargs
-    for value in (
-        *args,
-        *kwargs.values(),
-    ):  # each function of a model comes here: a generator would take three times as long
-        if value is torch.float32 or value is torch.complex64:
-            return func, tuple(map(_wider, args)), {key: _wider(value) for key, value in kwargs.items()}
+    if any(value is torch.float32 or value is torch.complex64 for value in (*args, *kwargs.values())):
+        return func, tuple(map(_wider, args)), {key: _wider(value) for key, value in kwargs.items()}
     return func, args, kwargs
 
 

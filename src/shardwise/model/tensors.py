@@ -33,23 +33,6 @@ __all__ = [
     "unregistered_parameters",
 ]
 
-# Types of values that hold no tensor, which most attributes are: looking closer takes most of a walk through a module.
-_PLAIN = frozenset(
-    {
-        int,
-        float,
-        str,
-        bool,
-        bytes,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        types.FunctionType,
-        types.MethodType,
-        type,
-    }
-)
 _SMALL = 1 << 16  # bytes of a tensor whose checksum is computed together with others'
 
 
@@ -76,10 +59,9 @@ def hidden_tensors(module: nn.Module) -> Iterator[Hidden]:
     """All of them in ``module``, named like ``blocks.0.tables.cos``; one that is also registered is included."""
     seen: set[int] = set()
     for prefix, owner in canonical_modules(module):
-        for attr in [name for name, value in own_attributes(owner).items() if type(value) not in _PLAIN]:
-            if not attr.startswith("_shardwise"):
-                put = functools.partial(object.__setattr__, owner, attr)
-                yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr], put, seen)
+        for attr in [attr for attr in own_attributes(owner) if not attr.startswith("_shardwise")]:
+            put = functools.partial(object.__setattr__, owner, attr)
+            yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr], put, seen)
 
 
 def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int], depth: int = 4) -> Iterator[Hidden]:
@@ -91,14 +73,10 @@ def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int]
     seen.add(id(value))
     if isinstance(value, dict):
         for i, (key, item) in enumerate(list(value.items())):
-            if type(item) in _PLAIN:
-                continue
             text = str(i) if " at 0x" in str(key) else key  # an address is no name: it differs in each process
             yield from _hidden_in(f"{name}.{text}", item, functools.partial(value.__setitem__, key), seen, depth - 1)
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            if type(item) in _PLAIN:
-                continue
             yield from _hidden_in(f"{name}.{i}", item, functools.partial(value.__setitem__, i), seen, depth - 1)
     elif isinstance(value, tuple):
         parts = list(value)  # shared by the elements' put functions, so that each keeps what the others have put
@@ -107,9 +85,9 @@ def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int]
             yield from _hidden_in(f"{name}.{i}", item, put_part, seen, depth - 1)
     elif _is_users(value):
         for attr, item in list(vars(value).items()):
-            if type(item) not in _PLAIN:
-                put = functools.partial(object.__setattr__, value, attr)
-                yield from _hidden_in(f"{name}.{attr}", item, put, seen, depth - 1)
+            yield from _hidden_in(
+                f"{name}.{attr}", item, functools.partial(object.__setattr__, value, attr), seen, depth - 1
+            )
 
 
 def _put_in_tuple(kind: type, parts: list[Any], put: Callable[[Any], None], index: int, item: Any) -> None:
