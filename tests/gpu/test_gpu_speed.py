@@ -88,3 +88,18 @@ def test_labels_that_were_replaced_are_counted_as_they_are(device):
         window[1]["labels"] = window[1]["labels"].masked_fill(window[1]["labels"] > 100, -100)
         wanted = sum(int((batch["labels"] != -100).sum()) for batch in window)
         assert step(window).num_tokens == wanted
+
+
+def test_batches_are_copied_while_the_device_computes_and_none_is_overwritten_before_it_was_read(device):
+    """The device is kept far behind the host, which reads, copies and drops many micro-batches meanwhile."""
+    samples = [torch.full((1 << 20,), float(i)) for i in range(64)]
+    busy = torch.randn(4096, 4096, device=device)
+    with sw.init("dp_shard=1") as world:
+        loader = sw.Loader(samples, world, global_batch=4, micro_batch=2, shuffle=False, prepare=None)
+        sums = []
+        for window in loader:
+            for _ in range(20):
+                busy = torch.tanh(busy @ busy)
+            sums += [batch["input"].double().sum(1) for batch in window]
+            del window
+    assert torch.cat(sums).tolist() == [float(i) * (1 << 20) for i in range(64)]

@@ -40,6 +40,7 @@ from shardwise.data.order import sample_order
 from shardwise.data.same_dataset import digest_of_dataset
 from shardwise.data.stream import Stream, is_stream, refuse_empty
 from shardwise.data.token_budget import TokenBudget
+from shardwise.data.transfer import Transfer
 from shardwise.data.workers import Reader, Task, read_ahead
 from shardwise.errors import ConfigError, UsageError
 
@@ -103,7 +104,8 @@ class Loader:
             asked for, by the process that trains. Samples and their order are the same for any number, and so is what a
             resumed run reads.
         prefetch: micro-batches that each worker is ahead.
-        pin_memory: on cuda: micro-batches are copied from page-locked memory, for which the host does not wait.
+        pin_memory: on cuda: micro-batches are copied from page-locked memory, by a stream of their own: the host does not wait,
+            and the device makes the copies while it still runs the last step.
 
     Random numbers that the dataset, ``collate`` and ``prepare`` draw (augmentation) depend on (seed, epoch, micro-batch)
     alone, from the global generators of torch, Python and numpy as from those in the dataset's attributes: they are the
@@ -144,6 +146,7 @@ class Loader:
         check_sizes(global_batch, micro_batch, micro_tokens)
         check_workers(num_workers, prefetch)
         self.num_workers, self.prefetch, self.pin_memory = num_workers, prefetch or _PREFETCH, pin_memory
+        self._transfer = Transfer(world.device, pin_memory=pin_memory)
         self.waited_s = 0.0
         self.dataset, self.world = dataset, world
         self.global_batch, self.micro_batch = global_batch, micro_batch or 1
@@ -304,15 +307,8 @@ class Loader:
         return read_ahead(reader, self._tasks(), num_workers=self.num_workers, prefetch=self.prefetch)
 
     def _on_device(self, batch: Mapping[str, Tensor], index: int, place: Place) -> MicroBatch:
-        if self.world.device.type == "cpu":
-            return MicroBatch(batch, index=index, window=place)
-        is_locked = self.world.device.type == "cuda" and self.pin_memory
-        if is_locked:  # else the host waits for the copy, and for all that the device does before it
-            batch = {name: value if value.is_cuda else _page_locked(value) for name, value in batch.items()}
-        on_device = {name: value.to(self.world.device, non_blocking=is_locked) for name, value in batch.items()}
-        # What is not locked is the dataset's own memory, which it may write again.
-        is_kept = is_locked and not any(value.is_cuda for value in batch.values())
-        return MicroBatch(on_device, index=index, window=place, host=batch if is_kept else None)
+        there, host = self._transfer(batch)
+        return MicroBatch(there, index=index, window=place, host=host)
 
     # ---- what was used -----------------------------------------------------------------------------------------
 
@@ -439,8 +435,3 @@ def loader_of(place: tuple[int, int] | None) -> Loader | None:
     if not isinstance(place, Place) or place.loader is None:
         return None
     return _LOADERS.get(place.loader)
-
-
-def _page_locked(tensor: Tensor) -> Tensor:
-    """A copy, always: the dataset may write its own tensors again before the device has them."""
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
