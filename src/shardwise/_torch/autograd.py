@@ -1,7 +1,7 @@
 """State of autograd: the running backward, hooks on tensors, function modes, recomputing checkpoints."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "PausableGradientHooks",
     "RunningBackward",
     "StopRecomputation",
     "TorchDispatchMode",
@@ -89,6 +91,44 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
         other._backward_hooks = tensor._backward_hooks
     if after:
         other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+class PausableGradientHooks:
+    """Hooks on the gradients of leaves that can be taken off and put back in less time than torch takes to call one: it wraps the
+    gradient in a Python object first.
+
+    Args:
+        leaves: the tensors, which are all on one device: hooks of several run in several threads, and may not be taken off there.
+        handles: what ``register_hook`` has returned for each of them.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor], handles: Sequence[RemovableHandle]):
+        self._leaves = [(leaf, handle.id) for leaf, handle in zip(leaves, handles, strict=True)]
+        self._paused: list[tuple[Tensor, Any]] = []
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self._paused)
+
+    def pause(self, running: Tensor) -> None:
+        """Takes them off where nothing else has a hook. May be called by the hook on ``running``, which stays."""
+        for leaf, key in self._leaves:
+            hooks = leaf._backward_hooks
+            if leaf is not running and hooks is not None and len(hooks) == 1 and key in hooks:
+                leaf._backward_hooks = None
+                self._paused.append((leaf, hooks))
+
+    def resume(self) -> None:
+        """Puts them back, before any that were registered since."""
+        for leaf, hooks in self._paused:
+            later = leaf._backward_hooks
+            if later is None:
+                leaf._backward_hooks = hooks
+                continue
+            in_order = {**hooks, **later}  # torch calls them in the order of a plain dict, whatever an OrderedDict says
+            later.clear()
+            later.update(in_order)
+        self._paused = []
 
 
 def function_modes() -> list[Any]:

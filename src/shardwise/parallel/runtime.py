@@ -85,7 +85,11 @@ class Engine(Protocol):
 
     def begin(self, *, reuses: bool, gathers_once: bool) -> None:
         """Called when a window starts. ``reuses``: nothing writes parameters between its micro-batches, so that where
-        they are whole they are cast once. ``gathers_once``: and those of the root are gathered once."""
+        they are whole they are cast once, and each backward is run within :meth:`own_backward` (a ``TrainStep``). ``gathers_once``: and
+        those of the root are gathered once."""
+
+    def own_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: the backward within is that of a window's sum of losses, as a ``TrainStep`` runs it."""
 
     def end(self) -> None:
         """Called when a window has ended: ranks have exchanged the results of :meth:`used` and :meth:`entered`. A

@@ -282,7 +282,9 @@ class TrainStep:
             if not sums["loss"].requires_grad:
                 detached = no_gradient(self._runtime)
                 sums["loss"] = sums["loss"] + nothing_of(output, detached)
-            self._scale.scaled(sums["loss"] / w.num_tokens).backward()
+            mean = self._scale.scaled(sums["loss"] / w.num_tokens)
+            with self._runtime.engine.own_backward():
+                mean.backward()
             for name, value in sums.items():
                 value = value.detach().double()
                 value = torch.zeros_like(value) if batch.padding else value

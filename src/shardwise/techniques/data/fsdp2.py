@@ -262,6 +262,9 @@ class FSDP2Engine:
     def entered(self) -> list[str]:
         return self._taken.entries
 
+    def own_backward(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def begin(self, *, reuses: bool, gathers_once: bool) -> None:
         self._loose_backward.abandon()
         self.penalties.take()

@@ -6,9 +6,10 @@ these gradients are kept apart from those that are summed, and compared: if they
 otherwise they come from data (a head that is used as a plain matrix), and are summed like any others.
 """
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ class PenaltyGradients:
         ended: called when a backward has ended, with the gradients (by number) that were held back and belong to those
             that are summed, because it did reach the model; and whether any were kept apart.
 
+    A backward shows that it has reached the model by hooks on what the model computed. In a window of a ``TrainStep`` they are
+    off, as they take a percent or two of it where blocks are small, once a window has shown that all backwards there are the step's
+    own: those of sums of losses, which are summed over the ranks whatever they reach.
+
     Attributes:
         has_reached: whether the running backward has reached something that the model computed.
         past: the positions passed to :meth:`note` in a backward that reached the model too, when ``ended`` is called.
@@ -50,6 +55,13 @@ class PenaltyGradients:
         self._is_differentiated = False  # one with create_graph ran: the next may reach parameters through its graph
         self._ending = EndOfBackward()
         self._number = -1  # of the watched model
+        self._hooks: list[PausableHooks] = []  # on all parts of the model, but for the model itself
+        self._is_own = False  # the running backward is that of a TrainStep
+        self._in_step = self._are_off = False  # a window of a TrainStep runs; without those hooks
+        self._only_own: bool | None = (
+            None  # in such windows there were no other backwards; None: there was no such window
+        )
+        self._is_unseen = False  # the running backward is another one, without those hooks
         # Called between windows: after a KeyboardInterrupt in a forward torch calls no hook of its end.
         self.end_interrupted: Callable[[], None] = lambda: None
 
@@ -72,14 +84,14 @@ class PenaltyGradients:
         def before(called: nn.Module, _args: Any) -> None:
             if torch.compiler.is_compiling():
                 _note_compiled(number)
-            elif not running:
-                pausable.pause()
+            elif not running and not are_off():
+                small.pause()
             running.append(called)
 
         def end(_called: nn.Module, _args: Any, _output: Any) -> None:
             running.clear()
-            if not torch.compiler.is_compiling():
-                pausable.resume()
+            if not torch.compiler.is_compiling() and not are_off():
+                small.resume()
 
         def after(called: nn.Module, _args: Any, output: Any) -> None:
             # The output of a compiled part is hooked outside of it.
@@ -88,15 +100,52 @@ class PenaltyGradients:
 
         module.register_forward_pre_hook(before)
         handles = {part: part.register_forward_hook(after) for part in module.modules()}
-        pausable = PausableHooks({part: handle for part, handle in handles.items() if id(part) not in larger})
+        handles.pop(module)
+        small = PausableHooks({part: handle for part, handle in handles.items() if id(part) not in larger})
+        large = PausableHooks({part: handle for part, handle in handles.items() if id(part) in larger})
         module.register_forward_hook(end, always_call=True)
+
+        def are_off() -> bool:
+            found = penalties()
+            return found is not None and found._are_off
 
         def end_interrupted() -> None:
             if running:
                 running.clear()
-                pausable.resume()
+                if not are_off():
+                    small.resume()
 
-        self.end_interrupted = end_interrupted
+        self._hooks, self.end_interrupted = [small, large], end_interrupted
+
+    def begin_step(self) -> None:
+        """Called when a window of a ``TrainStep`` begins."""
+        self.end_step()
+        self._in_step = True
+        if self._only_own and self._number not in _compiled_whole:
+            self._are_off = True
+            for hooks in self._hooks:
+                hooks.pause()
+
+    def end_step(self) -> None:
+        """Called when a window has ended, in whichever way."""
+        if self._are_off:
+            for hooks in self._hooks:
+                hooks.resume()
+        self._in_step = self._are_off = False
+
+    @contextlib.contextmanager
+    def own_backward(self) -> Iterator[None]:
+        """Context manager: the backward is that of a ``TrainStep``."""
+        self._is_own = True
+        try:
+            yield
+        finally:
+            self._is_own = False
+
+    @property
+    def is_in_model(self) -> bool:
+        """Whether a backward is running that has reached something that the model computed."""
+        return self.has_reached and self._ending.is_due
 
     def reach(self) -> None:
         """Called when the running backward has reached something that the model computed."""
@@ -116,6 +165,13 @@ class PenaltyGradients:
         self._has_added = True
         if self.has_reached or self._is_differentiated:
             return False
+        if self._is_unseen:
+            raise UnsupportedError(
+                "a backward inside of TrainStep's loss or forward, of a part of the model or of a weight penalty, where earlier steps "
+                "had none",
+                why="nothing shows which of the two it is: its gradients are summed over the ranks, or count once",
+                fix="add the term to the sum that the loss returns, or run that backward from the first step on",
+            )
         param = self.params[i]
         self._before[i], param.grad = param.grad, None
         return True
@@ -151,6 +207,9 @@ class PenaltyGradients:
         if not self._ending.is_due:
             self._begin_anew()
             self._ending.call(self._end)
+            self.has_reached, self._is_unseen = self._is_own, self._are_off and not self._is_own
+            if self._in_step:
+                self._only_own = self._is_own and self._only_own is not False
 
     def _begin_anew(self) -> None:
         """Forgets a backward that raised."""

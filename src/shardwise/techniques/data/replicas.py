@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import RunningBackward, current_backward
+from shardwise._torch.autograd import PausableGradientHooks, RunningBackward, current_backward
 from shardwise._torch.reads import on_host
-from shardwise.errors import RankError
+from shardwise.errors import RankError, UsageError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
 from shardwise.techniques.data.buckets import Bucket, make_buckets
@@ -77,12 +77,15 @@ class DDPEngine:
         self.has_own = False
         self.penalties = PenaltyGradients(params, self._end_of_backward)
         self._padding = Padding(functools.partial(getattr, self.penalties, "has_reached"))
+        self._expecting = PausableGradientHooks([], [])  # those that call _expect
         self._forget()
         if not self._is_alone:
             world.gradient_group()  # made now, because all ranks are here
+            expecting = [param.register_hook(calls(self._expect, i)) for i, param in enumerate(params)]
             for i, param in enumerate(params):
-                param.register_hook(calls(self._expect, i))
                 param.register_post_accumulate_grad_hook(calls(self._arrived, i))
+            if len({param.device for param in params}) == 1:
+                self._expecting = PausableGradientHooks(params, expecting)
 
     # ---- called by a window ----------------------------------------------------------------------------------
 
@@ -92,7 +95,12 @@ class DDPEngine:
         self._summed.clear()
         self.penalties.end_interrupted()
         self.penalties.take()
+        if reuses:
+            self.penalties.begin_step()
         self._in_window = True
+
+    def own_backward(self) -> contextlib.AbstractContextManager[None]:
+        return self.penalties.own_backward()
 
     def set_sync(self, sync: bool | None) -> None:
         self._sync = sync
@@ -120,6 +128,8 @@ class DDPEngine:
         self._forget()
 
     def end(self) -> None:
+        self._expecting.resume()  # after a backward that raised
+        self.penalties.end_step()
         self._in_window, self._told, self._late = False, None, {}
 
     def abandon(self) -> None:
@@ -193,9 +203,23 @@ class DDPEngine:
         if not self.penalties.before(i):
             self._put_aside(i)
             self._known = task
+            if self._in_window and not self._summed:  # the hooks of the other parameters would do nothing until it ends
+                self._expecting.pause(self.params[i])
+
+    def _begun_unseen(self, task: int) -> None:
+        """For the first parameter that a backward reaches while hooks are paused: it runs inside of another, or is the next after one
+        that raised."""
+        if not self.penalties.is_in_model:
+            raise UsageError(
+                "a backward of a weight penalty, in a window, right after a backward that raised",
+                why="its gradients, which count once, cannot be told from those that are summed over the ranks",
+                fix="leave the window when a backward raises, or call the model again first",
+            )
+        self._known = task
 
     def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
         """The ``ended`` callback of :class:`PenaltyGradients`."""
+        self._expecting.resume()
         for i, part in belonging.items():
             self._put_aside(i)
             add_to_gradient(self.params[i], torch.zeros_like(part) if self._padding.is_on else part)
@@ -204,6 +228,8 @@ class DDPEngine:
             self._complete_alone("a backward outside a window")
 
     def _arrived(self, i: int) -> None:
+        if self._expecting.is_paused and (task := current_backward()) != self._known:
+            self._begun_unseen(task)
         if self.penalties.after(i):
             return
         bucket = self._bucket_of[i]

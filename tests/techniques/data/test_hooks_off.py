@@ -1,0 +1,254 @@
+"""Replicas take their hooks off where a step's own backward makes them needless: the same numbers as with all of them, or an error."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models.tempered import Tempered, batch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise._torch.autograd import PausableGradientHooks
+from shardwise.data.batch import MicroBatch
+from shardwise.errors import RankError, UnsupportedError, UsageError
+from shardwise.techniques.data.penalties import PenaltyGradients
+
+NUM_STEPS = 5
+
+
+def count(given) -> int:
+    return len(given["labels"])
+
+
+def penalty_of(model: nn.Module) -> Tensor:
+    return 0.3 * sum((param.abs() ** 1.5).sum() for param in model.parameters())
+
+
+class Recomputed(Tempered):
+    """Its blocks are recomputed in a backward that runs inside of the step's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: torch.tanh(block(x)), x, use_reentrant=True)
+        return self.head(x)
+
+
+class Losses:
+    """Losses of a step, by name. What begins in the middle of a run has no hooks that would show where it came through."""
+
+    def __init__(self, name: str, model: nn.Module):
+        self.model, self.step, self.more = model, 0, getattr(self, name.replace(" ", "_"))
+
+    def __call__(self, output: Tensor, given) -> Tensor:
+        return F.cross_entropy(output, given["labels"], reduction="sum") + self.more(given)
+
+    def alone(self, _given):
+        return 0.0
+
+    recomputed = past_the_output = compiled = alone
+
+    def with_a_penalty(self, given) -> Tensor:
+        return count(given) * penalty_of(self.model)
+
+    def with_the_penaltys_backward(self, _given):
+        penalty_of(self.model).backward()
+        return 0.0
+
+    def with_the_backward_of_a_part(self, given):
+        self.model.blocks[1](given["x"]).pow(2).sum().backward()
+        return 0.0
+
+    def with_input_gradients(self, given) -> Tensor:
+        x = given["x"].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(self.model(x).sum(), x, create_graph=True)
+        return grad.pow(2).sum()
+
+    def with_a_penaltys_backward_later(self, given):
+        return self.with_the_penaltys_backward(given) if self.step > 2 else 0.0
+
+    def with_the_backward_of_a_part_later(self, given):
+        return self.with_the_backward_of_a_part(given) if self.step > 2 else 0.0
+
+    def with_another_forward_later(self, given):
+        """Its backward shows itself by the model's own output."""
+        if self.step > 2:
+            self.model(2 * given["x"]).pow(2).sum().backward()
+        return 0.0
+
+    def with_input_gradients_later(self, given):
+        return self.with_input_gradients(given) if self.step > 2 else 0.0
+
+
+def of_parts(model: nn.Module, given) -> Tensor:
+    return model.head(torch.tanh(model.blocks[1](given["x"])))
+
+
+def hooks_of(kept: bool) -> contextlib.AbstractContextManager:
+    stack = contextlib.ExitStack()
+    if kept:
+        stack.enter_context(mock.patch.object(PenaltyGradients, "begin_step", lambda _: None))
+        stack.enter_context(mock.patch.object(PausableGradientHooks, "pause", lambda *_: None))
+    return stack
+
+
+def trained(name: str, *, kept: bool) -> tuple[dict[str, Tensor], int]:
+    """Parameters after some steps, and how many modules had a hook in the last forward. ``kept``: all hooks stay on."""
+    with hooks_of(kept), sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        torch.manual_seed(4)
+        model = sw.parallelize((Recomputed if name == "recomputed" else Tempered)().double(), world)
+        if name == "compiled":
+            model.compile(backend="aot_eager")
+        loss = Losses(name, model)
+        forward = {"forward": of_parts} if name == "past the output" else {}
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss, count=count, **forward)
+        hooked: list[int] = []
+        model.head.register_forward_pre_hook(
+            lambda *_: hooked.append(sum(bool(part._forward_hooks) for part in model.modules()))
+        )
+        for number in range(NUM_STEPS):
+            loss.step = number
+            place = [world.rank, 2 + world.rank]
+            window = [MicroBatch({**batch(4 * number + i)}, index=i) for i in place]
+            if number % 2 and world.rank:
+                window[1].padding = True
+            step(window)
+        assert all(part._forward_hooks for part in model.modules())
+        assert all(len(param._backward_hooks) >= 1 for param in model.parameters())
+        return dict(model.named_parameters()), hooked[-1]
+
+
+NAMES = [name.replace("_", " ") for name in vars(Losses) if not name.startswith("__")]
+REFUSED = ["with a penaltys backward later", "with the backward of a part later"]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (*REFUSED, "compiled")])
+def test_numbers_are_those_of_all_hooks(ranks, name):
+    own, with_all = (ranks.run(trained, 2, name, kept=kept) for kept in (False, True))
+    for (found, _), (want, _) in zip(own, with_all, strict=True):
+        for key in want:  # what is told apart from the rest is summed apart from it
+            torch.testing.assert_close(found[key], want[key], rtol=1e-12, atol=1e-14)
+
+
+def test_a_replica_that_torch_has_compiled_as_a_whole_trains(ranks):
+    """Its graph hides the hooks on its outputs; no parameter seemed to be used."""
+    for (found, _), (want, _) in zip(
+        *(ranks.run(trained, 2, name, kept=False) for name in ("compiled", "alone")), strict=True
+    ):
+        for key in want:
+            torch.testing.assert_close(found[key], want[key], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("name", "num"), [("alone", 1), ("with a penalty", 1), ("with the penaltys backward", 5)])
+def test_they_are_off_where_a_step_has_no_other_backward(ranks, name, num):
+    for _, hooked in ranks.run(trained, 2, name, kept=False):
+        assert hooked == num  # the model's own; or those from which losses are taken too
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_begins_later_beside_the_models_outputs_is_refused(ranks, name):
+    """It would be taken for a weight penalty: of paddings it would count."""
+    with pytest.raises(RankError) as caught:
+        ranks.run(trained, 2, name, kept=False)
+    assert isinstance(caught.value.__cause__, UnsupportedError)
+    assert "a backward inside of TrainStep's loss or forward" in str(caught.value)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise MemoryError("as on a device")
+
+
+def after_a_failure(what: str, *, kept: bool):
+    """A backward that raised when it had reached some parameters, is caught in the window, and another follows."""
+    with hooks_of(kept), sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        torch.manual_seed(4)
+        model = sw.parallelize(Tempered().double(), world)
+        mine = [batch(i) for i in range(world.rank, 6, 2)]
+        with sw.window(model, mine, count=count) as w:
+            for i, given in enumerate(w):
+                if i == 1:
+                    fails = given["x"].clone().requires_grad_()
+                    output = model.head(torch.tanh(model.blocks[2](Fails.apply(fails))))
+                    with contextlib.suppress(MemoryError):
+                        (output.sum() / w.num_tokens).backward()
+                    if what == "a penalty":
+                        penalty_of(model).backward()
+                    if what == "a penalty after a forward":
+                        with torch.no_grad():
+                            model(given["x"])
+                        penalty_of(model).backward()
+                (F.cross_entropy(model(given["x"]), given["labels"], reduction="sum") / w.num_tokens).backward()
+        return {name: param.grad for name, param in model.named_parameters()}
+
+
+def test_after_a_backward_that_raised(ranks):
+    for found, want in zip(
+        ranks.run(after_a_failure, 2, "the model", kept=False),
+        ranks.run(after_a_failure, 2, "the model", kept=True),
+        strict=True,
+    ):
+        assert all(torch.equal(found[name], want[name]) for name in want if want[name] is not None)
+
+
+@pytest.mark.parametrize("what", ["a penalty", "a penalty after a forward"])
+def test_a_penalty_right_after_a_backward_that_raised_is_refused(ranks, what):
+    with pytest.raises(RankError) as caught:
+        ranks.run(after_a_failure, 2, what, kept=False)
+    assert isinstance(caught.value.__cause__, UsageError) and "right after a backward that raised" in str(caught.value)
+
+
+def with_hooks_of_ones_own():
+    """A hook on a parameter, registered between steps, and one that a hook registers while a backward runs."""
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        torch.manual_seed(4)
+        model = sw.parallelize(Tempered().double(), world)
+        step = sw.TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.05),
+            loss=lambda output, given: F.cross_entropy(output, given["labels"], reduction="sum"),
+            count=count,
+        )
+        seen: list[str] = []
+        for number in range(NUM_STEPS):
+            step([batch(4 * number + i) for i in (world.rank, 2 + world.rank)])
+            if number == 1:
+                handle = model.head.weight.register_hook(lambda _: seen.append("between"))
+        handle.remove()
+        step([batch(40 + i) for i in (world.rank, 2 + world.rank)])
+        return seen, [len(param._backward_hooks) for param in model.parameters()]
+
+
+def test_hooks_of_ones_own_stay(ranks):
+    for seen, left in ranks.run(with_hooks_of_ones_own, 2):
+        assert seen == ["between"] * 6  # three steps of two micro-batches
+        assert set(left) == {1}
+
+
+def test_hooks_registered_while_others_are_off_come_after_them():
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    seen: list[str] = []
+    handles = [leaf.register_hook(lambda _, i=i: seen.append(f"first {i}")) for i, leaf in enumerate(leaves)]
+    hooks = PausableGradientHooks(leaves, handles)
+    hooks.pause(leaves[0])
+    later = leaves[1].register_hook(lambda _: seen.append("later"))
+    sum(leaf.sum() for leaf in leaves).backward()
+    assert sorted(seen) == ["first 0", "later"]
+    hooks.resume()
+    seen.clear()
+    leaves[1].sum().backward()
+    assert seen == ["first 1", "later"]
+    later.remove()
+    hooks.pause(leaves[0])
+    hooks.resume()
+    seen.clear()
+    sum(leaf.sum() for leaf in leaves).backward()
+    assert sorted(seen) == ["first 0", "first 1", "first 2"]
