@@ -35,8 +35,8 @@ class PenaltyGradients:
             that are summed, because it did reach the model; and whether any were kept apart.
 
     A backward shows that it has reached the model by hooks on what the model computed. In a window of a ``TrainStep`` they are
-    off, as they take a percent or two of it where blocks are small, once a window has shown that all backwards there are the step's
-    own: those of sums of losses, which are summed over the ranks whatever they reach.
+    off, as they take time where blocks are small, once a window has shown that all backwards there are the step's own: those of
+    sums of losses, which are summed over the ranks whatever they reach.
 
     Attributes:
         has_reached: whether the running backward has reached something that the model computed.
