@@ -549,8 +549,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "python-state-taken-for-the-same",
-        "return self._now() == self._seen",
-        "return True",
+        "            if part.tobytes() != seen:\n                return False",
+        "            if part.tobytes() != seen:\n                return True",
         "tests/world/test_global_numbers.py",
         "a block that draws by Python's random gets other numbers in its second run",
     ),
@@ -826,17 +826,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "own-generators-drawn-anew",
-        "self.generators = [(g, snapshot(g)) for g in _generators(self.state.modules, leaves)]",
+        "self.generators = [(g, snapshot(g)) for g in _generators(self.state, leaves)]",
         "self.generators = []",
         "tests/techniques/remat/test_second_runs.py -k generator_that_a_module_keeps",
         "a generator that a module keeps draws other numbers when its block runs again",
     ),
     Mutant(
-        "first-attributes-taken-for-torchs",
-        "len(_OF_TORCH) if is_usual else 0",
-        "len(_OF_TORCH)",
+        "attributes-looked-at-once",
+        "if kinds != state.kinds[i]:",
+        "if not state.kinds[i]:",
         "tests/techniques/remat/test_second_runs.py -k generator_that_a_module_keeps",
-        "a generator that a module had before torch's own attributes draws other numbers when its block runs again",
+        "a generator that a module is given later draws other numbers when its block runs again",
     ),
     Mutant(
         "second-run-loosely-compared",

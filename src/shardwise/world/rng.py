@@ -26,7 +26,6 @@ __all__ = [
     "forked_rng",
     "forked_streams",
     "generators_among",
-    "has_generator",
     "is_generator",
     "seed_all",
     "seed_torch",
@@ -91,11 +90,6 @@ def forked_generators(seed: int, generators: Mapping[str, Any]) -> Iterator[None
 def is_generator(value: Any) -> bool:
     """Whether ``value`` is a random generator that :func:`forked_streams` can fork."""
     return _is_kind_of_generator(type(value))
-
-
-def has_generator(kinds: Iterable[type]) -> bool:
-    """Whether one of these types is that of a random generator."""
-    return any(map(_is_kind_of_generator, kinds))
 
 
 def generators_among(values: Iterable[Any]) -> list[Any]:
@@ -169,20 +163,20 @@ class _KnownState:
     The memory is read here, before the state is: a draw in between (of another thread) leaves a state that does not last.
     """
 
-    __slots__ = ("_memory", "_seen", "generator", "state")
+    __slots__ = ("_seen", "generator", "state")
 
     def __init__(self, generator: Any, *memory: tuple[int, int]):
         """``memory``: addresses and sizes in bytes of what differs between any two states."""
         self.generator = generator
         self.state: Any = None
-        self._memory = [_bytes_at(address, size) for address, size in memory]
-        self._seen = self._now()
+        parts = [_bytes_at(address, size) for address, size in memory]
+        self._seen = [(part, part.tobytes()) for part in parts]
 
     def lasts(self) -> bool:
-        return self._now() == self._seen
-
-    def _now(self) -> list[bytes]:
-        return [part.tobytes() for part in self._memory]
+        for part, seen in self._seen:  # noqa: SIM110 - asked often: quicker than a generator
+            if part.tobytes() != seen:
+                return False
+        return True
 
 
 _of_python: _KnownState | None = None

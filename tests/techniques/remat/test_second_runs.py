@@ -38,6 +38,17 @@ class EarlyDropout(OwnDropout):
         super().__init__(dim)
 
 
+class LaterDropout(OwnDropout):
+    """The same, given its generator between two windows."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__(dim)
+        self.gen = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) if self.gen is None else super().forward(x)
+
+
 class Shared(nn.Module):
     """The same with a generator of the file's."""
 
@@ -152,8 +163,11 @@ def train(block: type[nn.Module], steps: int = 1, **options) -> dict[str, Tensor
         model = parallelize(Model(block), world, **options)
         x = torch.randn(32, 64)
         try:
-            for _ in range(steps):
+            for step in range(steps):
                 model.zero_grad()
+                for part in model.modules() if step else ():
+                    if isinstance(part, LaterDropout):
+                        part.gen = torch.Generator().manual_seed(step)
                 with window(model, [{"x": x}], count=len) as w:
                     for each in w:
                         model(each["x"]).square().mean().backward()
@@ -162,7 +176,7 @@ def train(block: type[nn.Module], steps: int = 1, **options) -> dict[str, Tensor
         return {n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("block", [OwnDropout, EarlyDropout])
+@pytest.mark.parametrize("block", [OwnDropout, EarlyDropout, LaterDropout])
 def test_a_generator_that_a_module_keeps_draws_the_same_again(ranks, block):
     plain, again = (ranks.run(train, 1, block, 2, remat=remat)[0] for remat in (None, "full"))
     assert all(torch.equal(again[name], plain[name]) for name in plain)

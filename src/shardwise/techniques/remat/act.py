@@ -13,7 +13,6 @@ runs, and buffers cannot be restored: see :mod:`shardwise.techniques.compile.wri
 
 import contextlib
 import functools
-import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,13 +34,13 @@ from shardwise.techniques.remat.operators import KeepChosen, keep_policy
 from shardwise.techniques.remat.recomputation_check import digest_of_result, same_output
 from shardwise.techniques.remat.selection import Selection
 from shardwise.techniques.technique import Act
-from shardwise.world import GlobalNumbers, World, generators_among, has_generator, snapshot
+from shardwise.world import GlobalNumbers, World, generators_among, snapshot
 
 __all__ = ["RematAct"]
 
 _FIRST = 16  # how many runs of a block are compared with their repetition; after them only each power of two
-_PLAIN = Tensor | bool | int | float | str | None  # leaves of arguments with nothing in them
-_OF_TORCH = tuple(vars(nn.Module()))  # attributes of each module
+_PLAIN = (Tensor, bool, int, float, str, type(None))  # leaves of arguments with nothing in them
+_NOTHING = contextlib.nullcontext()
 _STATE, _SECOND = "_shardwise_remat", "_shardwise_second_run"
 
 
@@ -133,9 +132,9 @@ class _State:
         # Where the code is compiled, results are kept by name.
         self.options: dict[str, Any] = {"context_fn": _contexts(tuple(args["save"]))} if "save" in args else {}
         self.own = vars(module).get("forward")  # a forward that was set on the object
-        modules = list(module.modules())
-        self.modules = [(child, _begins_as_torchs(child)) for child in modules]
-        self.owners = [child for child in modules if child._buffers]
+        self.modules = list(module.modules())
+        self.kinds: list[tuple[type, ...]] = [()] * len(self.modules)  # of attributes among which is no generator
+        self.owners = [child for child in self.modules if child._buffers]
         self.written: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
         self.num_runs = 0
         self._module = module
@@ -179,7 +178,7 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options["context_fn"] = functools.partial(_chosen_contexts, choice.kept)
     elif "save" in state.args:
         options["context_fn"] = _contexts(())
-    with _in_host_memory() if state.offload else contextlib.nullcontext():
+    with _in_host_memory() if state.offload else _NOTHING:
         return checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
 
 
@@ -210,9 +209,9 @@ class _Runs:
         run = _inner(self.module, self.state)
         if self.buffers is None:
             (args, kwargs), self.given = self.given, None
-            self.generators = [(g, snapshot(g)) for g in _generators(self.state.modules, leaves)]
+            self.generators = [(g, snapshot(g)) for g in _generators(self.state, leaves)]
             before = _values_before(self.state) if self.state.owners else []
-            with self.measurement.watching() if self.measurement is not None else contextlib.nullcontext():
+            with self.measurement.watching() if self.measurement is not None else _NOTHING:
                 output = run(*args, **kwargs)
             if self.measurement is not None and self.state.selection is not None:
                 self.state.selection.ran(self.state.name, self.measurement)
@@ -239,7 +238,7 @@ class _Runs:
     def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager for the second run: buffers, generators and function modes as in the first."""
         if not (self.buffers or self.generators or self.modes):
-            return contextlib.nullcontext()
+            return _NOTHING
         with contextlib.ExitStack() as stack:
             if self.buffers:
                 stack.enter_context(_buffers_as(self.buffers))
@@ -253,26 +252,19 @@ class _Runs:
             return stack.pop_all()
 
 
-def _generators(modules: Sequence[tuple[nn.Module, bool]], leaves: Sequence[Any]) -> list[Any]:
+def _generators(state: _State, leaves: Sequence[Any]) -> list[Any]:
     """Random generators that the block's modules keep as attributes, or that are passed to it."""
-    kinds: set[type] = set()  # few, of many values: a block keeps no generator, as a rule
-    for child, is_usual in modules:
-        attributes = vars(child)
-        # Those of torch come first. Where one was removed and set again, another is at the place of their last one.
-        is_usual = is_usual and next(itertools.islice(attributes, len(_OF_TORCH) - 1, None), None) == _OF_TORCH[-1]
-        kinds.update(map(type, itertools.islice(attributes.values(), len(_OF_TORCH) if is_usual else 0, None)))
-    kept = (
-        [value for child, _ in modules for value in generators_among(vars(child).values())]
-        if has_generator(kinds)
-        else []
-    )
-    passed = [value for leaf in leaves if not isinstance(leaf, _PLAIN) for value in generators_among(leaves_of(leaf))]
-    return list({id(value): value for value in (*kept, *passed)}.values())
-
-
-def _begins_as_torchs(module: nn.Module) -> bool:
-    """Whether the first attributes of ``module`` are those that each has of torch, none of them a generator."""
-    return tuple(itertools.islice(vars(module), len(_OF_TORCH))) == _OF_TORCH
+    found: list[Any] = []
+    for i, child in enumerate(state.modules):
+        kinds = tuple(map(type, vars(child).values()))
+        if kinds != state.kinds[i]:
+            kept = generators_among(vars(child).values())
+            found += kept
+            state.kinds[i] = () if kept else kinds
+    for leaf in leaves:
+        if not isinstance(leaf, _PLAIN):
+            found += generators_among(leaves_of(leaf))
+    return found if len(found) < 2 else list({id(value): value for value in found}.values())
 
 
 @contextlib.contextmanager
