@@ -72,7 +72,7 @@ PROBES = (
     Probe("torch.autograd:Variable", ("_execution_engine",)),
     Probe("torch.overrides", ("_get_current_function_mode_stack",)),
     Probe("torch.utils._python_dispatch", ("TorchDispatchMode", "_disable_current_modes")),
-    Probe("torch.utils._pytree", ("tree_any", "tree_flatten", "tree_map", "tree_unflatten")),
+    Probe("torch.utils._pytree", ("tree_flatten", "tree_map", "tree_unflatten")),
     Probe("torch.utils.checkpoint", ("_StopRecomputationError",), words=("recompute_fn",)),
     Probe("torch._functorch.partitioners", ("choose_saved_values_set",)),
     Probe("torch._functorch.config", ("activation_memory_budget",)),

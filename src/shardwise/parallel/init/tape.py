@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise._torch.pytrees import tree_any, tree_map
 from shardwise.parallel.init.sentinel import fill_with_sentinel, num_marks
 from shardwise.world.fingerprint import described
 from shardwise.world.rng import derive_seed, forked_rng
@@ -86,15 +85,22 @@ class Tape:
 
     def record(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Records one operation, if it makes or changes values."""
-        if tree_any(lambda x: isinstance(x, torch.Generator), (args, kwargs)):
-            self.refused = self.refused or f"its constructor draws from a generator of its own ({op})"
-        packed_args, packed_kwargs = tree_map(self._pack, (args, kwargs))
-        inputs = _refs((packed_args, packed_kwargs))
+        inputs: list[_Ref] = []
+
+        def pack(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                inputs.append(ref := self.ref(value))
+                return ref
+            if isinstance(value, torch.Generator):
+                self.refused = self.refused or f"its constructor draws from a generator of its own ({op})"
+            return value
+
+        packed_args, packed_kwargs = _each(pack, args), _each(pack, kwargs)
         first_output = len(self._numbers)
         outputs = result if isinstance(result, tuple | list) else (result,)
         refs = tuple(self.ref(x) if isinstance(x, Tensor) else None for x in outputs)
         made = {r.storage for r in refs if r is not None and r.storage >= first_output}
-        changed = {r.storage for r in _changed(op, packed_args, packed_kwargs)}
+        changed = {r.storage for r in _changed(op, packed_args, packed_kwargs)} if inputs else set()
         if made or changed:
             reads = frozenset(r.storage for r in inputs)
             self._write(op, packed_args, packed_kwargs, reads, frozenset(made | changed), refs, draws=is_draw(op))
@@ -122,7 +128,7 @@ class Tape:
         from a list, numpy or a file: their values are kept. A meta tensor was made of Python values inside torch: those
         are lost."""
 
-        def note(value: Any) -> Any:
+        def note(value: Any) -> None:
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
                 if storage._cdata not in self._numbers:
@@ -130,9 +136,8 @@ class Tape:
                         self.refused = self.refused or f"its constructor gives {op} values that meta does not keep"
                     else:
                         self._constants[self.ref(value).storage] = storage.clone()
-            return value
 
-        tree_map(note, arguments)
+        _each(note, arguments)
 
     def digest(self, targets: Mapping[str, Tensor]) -> str:
         """Equal for constructions that did the same with the same numbers: operations, arguments, constants, and the
@@ -208,7 +213,7 @@ class Tape:
 
     def _replay(self, index: int, storages: dict[int, torch.UntypedStorage], mark: int) -> None:
         entry = self._entries[index]
-        args, kwargs = tree_map(
+        args, kwargs = _each(
             lambda x: self._unpack(x, storages, mark) if isinstance(x, _Ref) else _on_cpu(x), (entry.args, entry.kwargs)
         )
         if entry.draws:
@@ -255,9 +260,21 @@ def is_draw(op: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """The arguments of an operation, with ``function(leaf)`` in place of each: they are in tuples, lists and dicts only, of which
+    torch's functions for any container take several times as long."""
+    if isinstance(value, tuple):
+        return tuple([_each(function, item) for item in value])
+    if isinstance(value, list):
+        return [_each(function, item) for item in value]
+    if isinstance(value, dict):
+        return {key: _each(function, item) for key, item in value.items()}
+    return function(value)
+
+
 def _refs(value: Any) -> list[_Ref]:
     found: list[_Ref] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, _Ref) else None, value)
+    _each(lambda x: found.append(x) if isinstance(x, _Ref) else None, value)
     return found
 
 
