@@ -110,7 +110,7 @@ class PausableGradientHooks:
     def is_paused(self) -> bool:
         return bool(self._paused)
 
-    def pause(self, running: Tensor) -> None:
+    def pause(self, running: Tensor | None = None) -> None:
         """Takes them off where nothing else has a hook. May be called by the hook on ``running``, which stays."""
         for leaf, key in self._leaves:
             hooks = leaf._backward_hooks

@@ -95,7 +95,7 @@ def hooks_of(kept: bool) -> contextlib.AbstractContextManager:
     return stack
 
 
-def trained(name: str, *, kept: bool) -> tuple[dict[str, Tensor], int]:
+def trained(name: str, *, kept: bool, pads: bool = True) -> tuple[dict[str, Tensor], int]:
     """Parameters after some steps, and how many modules had a hook in the last forward. ``kept``: all hooks stay on."""
     with hooks_of(kept), sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
         torch.manual_seed(4)
@@ -113,7 +113,7 @@ def trained(name: str, *, kept: bool) -> tuple[dict[str, Tensor], int]:
             loss.step = number
             place = [world.rank, 2 + world.rank]
             window = [MicroBatch({**batch(4 * number + i)}, index=i) for i in place]
-            if number % 2 and world.rank:
+            if number % 2 and world.rank and pads:
                 window[1].padding = True
             step(window)
         assert all(part._forward_hooks for part in model.modules())
@@ -148,11 +148,12 @@ def test_they_are_off_where_a_step_has_no_other_backward(ranks, name, num):
         assert hooked == num  # the model's own; or those from which losses are taken too
 
 
+@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_begins_later_beside_the_models_outputs_is_refused(ranks, name):
+def test_what_begins_later_beside_the_models_outputs_is_refused(ranks, name, pads):
     """It would be taken for a weight penalty: of paddings it would count."""
     with pytest.raises(RankError) as caught:
-        ranks.run(trained, 2, name, kept=False)
+        ranks.run(trained, 2, name, kept=False, pads=pads)
     assert isinstance(caught.value.__cause__, UnsupportedError)
     assert "a backward inside of TrainStep's loss or forward" in str(caught.value)
 

@@ -10,13 +10,13 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from shardwise._torch.modules import PausableHooks
-from shardwise.errors import UnsupportedError
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.pytrees import map_leaves, tensors_within
 from shardwise.techniques.data.gradients import EndOfBackward
 
@@ -40,6 +40,7 @@ class PenaltyGradients:
 
     Attributes:
         has_reached: whether the running backward has reached something that the model computed.
+        are_off: whether the hooks are off now that show it.
         past: the positions passed to :meth:`note` in a backward that reached the model too, when ``ended`` is called.
     """
 
@@ -57,11 +58,10 @@ class PenaltyGradients:
         self._number = -1  # of the watched model
         self._hooks: list[PausableHooks] = []  # on all parts of the model, but for the model itself
         self._is_own = False  # the running backward is that of a TrainStep
-        self._in_step = self._are_off = False  # a window of a TrainStep runs; without those hooks
+        self._in_step = self.are_off = False  # a window of a TrainStep runs; without those hooks
         self._only_own: bool | None = (
             None  # in such windows there were no other backwards; None: there was no such window
         )
-        self._is_unseen = False  # the running backward is another one, without those hooks
         # Called between windows: after a KeyboardInterrupt in a forward torch calls no hook of its end.
         self.end_interrupted: Callable[[], None] = lambda: None
 
@@ -107,7 +107,7 @@ class PenaltyGradients:
 
         def are_off() -> bool:
             found = penalties()
-            return found is not None and found._are_off
+            return found is not None and found.are_off
 
         def end_interrupted() -> None:
             if running:
@@ -122,30 +122,25 @@ class PenaltyGradients:
         self.end_step()
         self._in_step = True
         if self._only_own and self._number not in _compiled_whole:
-            self._are_off = True
+            self.are_off = True
             for hooks in self._hooks:
                 hooks.pause()
 
     def end_step(self) -> None:
         """Called when a window has ended, in whichever way."""
-        if self._are_off:
+        if self.are_off:
             for hooks in self._hooks:
                 hooks.resume()
-        self._in_step = self._are_off = False
+        self._in_step = self.are_off = False
 
     @contextlib.contextmanager
     def own_backward(self) -> Iterator[None]:
         """Context manager: the backward is that of a ``TrainStep``."""
-        self._is_own = True
+        self._is_own = self.has_reached = True
         try:
             yield
         finally:
-            self._is_own = False
-
-    @property
-    def is_in_model(self) -> bool:
-        """Whether a backward is running that has reached something that the model computed."""
-        return self.has_reached and self._ending.is_due
+            self._is_own = self.has_reached = False
 
     def reach(self) -> None:
         """Called when the running backward has reached something that the model computed."""
@@ -165,16 +160,33 @@ class PenaltyGradients:
         self._has_added = True
         if self.has_reached or self._is_differentiated:
             return False
-        if self._is_unseen:
-            raise UnsupportedError(
-                "a backward inside of TrainStep's loss or forward, of a part of the model or of a weight penalty, where earlier steps "
-                "had none",
-                why="nothing shows which of the two it is: its gradients are summed over the ranks, or count once",
-                fix="add the term to the sum that the loss returns, or run that backward from the first step on",
-            )
+        if self.are_off:
+            self._refuse_unseen()
         param = self.params[i]
         self._before[i], param.grad = param.grad, None
         return True
+
+    def begun_unseen(self) -> None:
+        """Called after the first gradient of a backward was accumulated, where :meth:`before` was not called. Raises an error if it
+        would have been kept apart."""
+        self._begin()
+        self._has_added = True
+        if self.has_reached or self._is_differentiated:
+            return
+        if self.are_off:
+            self._refuse_unseen()
+        raise UsageError(
+            "a backward of a weight penalty, in a window, right after a backward that raised",
+            why="its gradients, which count once, cannot be told from those that are summed over the ranks",
+            fix="leave the window when a backward raises, or run the model's own backward first",
+        )
+
+    def _refuse_unseen(self) -> NoReturn:
+        raise UnsupportedError(
+            "a backward inside of TrainStep's loss or forward, of a part of the model or of a weight penalty, where earlier steps had none",
+            why="nothing shows which of the two it is: its gradients are summed over the ranks, or count once",
+            fix="add the term to the sum that the loss returns, or run that backward from the first step on",
+        )
 
     def after(self, i: int) -> bool:
         """Called after it was accumulated. Returns whether it is kept apart."""
@@ -207,7 +219,7 @@ class PenaltyGradients:
         if not self._ending.is_due:
             self._begin_anew()
             self._ending.call(self._end)
-            self.has_reached, self._is_unseen = self._is_own, self._are_off and not self._is_own
+            self.has_reached = self._is_own
             if self._in_step:
                 self._only_own = self._is_own and self._only_own is not False
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.autograd import PausableGradientHooks, RunningBackward, current_backward
 from shardwise._torch.reads import on_host
-from shardwise.errors import RankError, UsageError
+from shardwise.errors import RankError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
 from shardwise.techniques.data.buckets import Bucket, make_buckets
@@ -97,6 +97,8 @@ class DDPEngine:
         self.penalties.take()
         if reuses:
             self.penalties.begin_step()
+            if self.penalties.are_off:
+                self._expecting.pause()
         self._in_window = True
 
     def own_backward(self) -> contextlib.AbstractContextManager[None]:
@@ -203,23 +205,13 @@ class DDPEngine:
         if not self.penalties.before(i):
             self._put_aside(i)
             self._known = task
-            if self._in_window and not self._summed:  # the hooks of the other parameters would do nothing until it ends
-                self._expecting.pause(self.params[i])
-
-    def _begun_unseen(self, task: int) -> None:
-        """For the first parameter that a backward reaches while hooks are paused: it runs inside of another, or is the next after one
-        that raised."""
-        if not self.penalties.is_in_model:
-            raise UsageError(
-                "a backward of a weight penalty, in a window, right after a backward that raised",
-                why="its gradients, which count once, cannot be told from those that are summed over the ranks",
-                fix="leave the window when a backward raises, or call the model again first",
-            )
-        self._known = task
+            if self._in_window and not self._summed and not self._expecting.is_paused:
+                self._expecting.pause(self.params[i])  # those of the other parameters would do nothing until it ends
 
     def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
         """The ``ended`` callback of :class:`PenaltyGradients`."""
-        self._expecting.resume()
+        if not self.penalties.are_off:
+            self._expecting.resume()
         for i, part in belonging.items():
             self._put_aside(i)
             add_to_gradient(self.params[i], torch.zeros_like(part) if self._padding.is_on else part)
@@ -229,7 +221,8 @@ class DDPEngine:
 
     def _arrived(self, i: int) -> None:
         if self._expecting.is_paused and (task := current_backward()) != self._known:
-            self._begun_unseen(task)
+            self.penalties.begun_unseen()
+            self._known = task
         if self.penalties.after(i):
             return
         bucket = self._bucket_of[i]
