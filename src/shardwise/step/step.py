@@ -165,6 +165,7 @@ class TrainStep:
         self._runtime: Runtime = runtime
         self.eval_mode = EvalMode(is_main=runtime.world.is_main)
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
+        runtime.engine.penalties.add_step(self)
         self._scale = LossScale(runtime, optim, scaler)
         self._sums = SumCheck(self.count)
         self._means = ModelLossCheck(loss) if isinstance(loss, ModelLoss) else None

@@ -158,6 +158,25 @@ def test_what_begins_later_beside_the_models_outputs_is_refused(ranks, name, pad
     assert "a backward inside of TrainStep's loss or forward" in str(caught.value)
 
 
+def two_steps(*, kept: bool) -> dict[str, Tensor]:
+    """Two steps take turns on one model, and the loss of one runs a backward of its own."""
+    with hooks_of(kept), sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        torch.manual_seed(4)
+        model = sw.parallelize(Tempered().double(), world)
+        losses = [Losses(name, model) for name in ("alone", "with the backward of a part")]
+        steps = [
+            sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss, count=count) for loss in losses
+        ]
+        for number in range(NUM_STEPS):
+            steps[number % 2]([batch(4 * number + i) for i in (world.rank, 2 + world.rank)])
+        return dict(model.named_parameters())
+
+
+def test_two_steps_of_one_model(ranks):
+    for found, want in zip(ranks.run(two_steps, 2, kept=False), ranks.run(two_steps, 2, kept=True), strict=True):
+        assert all(torch.equal(found[name], want[name]) for name in want)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(_ctx, x: Tensor) -> Tensor:

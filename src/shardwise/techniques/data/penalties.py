@@ -36,7 +36,7 @@ class PenaltyGradients:
 
     A backward shows that it has reached the model by hooks on what the model computed. In a window of a ``TrainStep`` they are
     off, as they take time where blocks are small, once a window has shown that all backwards there are the step's own: those of
-    sums of losses, which are summed over the ranks whatever they reach.
+    sums of losses, which are summed over the ranks whatever they reach. With several such steps for one model they stay on.
 
     Attributes:
         has_reached: whether the running backward has reached something that the model computed.
@@ -59,9 +59,9 @@ class PenaltyGradients:
         self._hooks: list[PausableHooks] = []  # on all parts of the model, but for the model itself
         self._is_own = False  # the running backward is that of a TrainStep
         self._in_step = self.are_off = False  # a window of a TrainStep runs; without those hooks
-        self._only_own: bool | None = (
-            None  # in such windows there were no other backwards; None: there was no such window
-        )
+        # In such windows there were no other backwards; None: there was no such window.
+        self._only_own: bool | None = None
+        self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         # Called between windows: after a KeyboardInterrupt in a forward torch calls no hook of its end.
         self.end_interrupted: Callable[[], None] = lambda: None
 
@@ -117,11 +117,16 @@ class PenaltyGradients:
 
         self._hooks, self.end_interrupted = [small, large], end_interrupted
 
+    def add_step(self, step: Any) -> None:
+        """Called when a ``TrainStep`` of the model is made: its loss may run other backwards than another one's."""
+        self._steps.add(step)
+        self._only_own = None
+
     def begin_step(self) -> None:
         """Called when a window of a ``TrainStep`` begins."""
         self.end_step()
         self._in_step = True
-        if self._only_own and self._number not in _compiled_whole:
+        if self._only_own and len(self._steps) == 1 and self._number not in _compiled_whole:
             self.are_off = True
             for hooks in self._hooks:
                 hooks.pause()
