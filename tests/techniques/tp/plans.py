@@ -1,19 +1,23 @@
 """Plans that are given by name, right ones and wrong ones."""
 
+import os
 import warnings
+from collections.abc import Sequence
 
 import models
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
 
 MLPS = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
+SECOND = {"more": "colwise", "less": "rowwise"}  # of Mlp: neither what is registered for it nor all of it
 
 
-def mlps_of(module: nn.Module) -> dict[str, str]:
+def second_of(module: nn.Module) -> dict[str, str]:
     """A plan made for a module."""
-    return MLPS
+    return SECOND
 
 
 NOT_A_PLAN = 3
@@ -58,7 +62,11 @@ REGISTERED = {
     "registered for a base class": (OfMlp, None),
     "registered for a part": (Around, None),
     "registered, and not asked for": (Mlp, "all"),
-    "registered, and another given": (Mlp, {"more": "colwise", "less": "rowwise"}),
+    "registered, and another given": (Mlp, SECOND),
+    "of a module": (Mlp, "techniques.tp.plans:second_of"),
+    "by path": (Mlp, "techniques.tp.plans:SECOND"),
+    "a layer without its other half": (Mlp, {"more": "colwise"}),
+    "the wrong way round": (Mlp, {"more": "rowwise", "less": "colwise"}),
     "registered, and wrong": (Other, None),
 }
 
@@ -72,13 +80,9 @@ CASES = {
     "llama": ("llama", "llama"),
     "llama on other names": ("gpt2", "llama"),
     "some layers": ("gpt2", MLPS),
-    "of a module": ("gpt2", "techniques.tp.plans:mlps_of"),
-    "by path": ("gpt2", "techniques.tp.plans:MLPS"),
     "by path to something else": ("gpt2", "techniques.tp.plans:NOT_A_PLAN"),
     "one block": ("gpt2", {name.replace("*", "0"): style for name, style in MLPS.items()}),
     "the vocabulary alone, tied": ("gpt2", {"lm_head": "colwise_rep", "transformer.wte": "embedding_rowwise"}),
-    "a layer without its other half": ("gpt2", {"transformer.h.*.mlp.c_fc": "colwise"}),
-    "the wrong way round": ("gpt2", {"transformer.h.*.mlp.c_fc": "rowwise", "transformer.h.*.mlp.c_proj": "colwise"}),
     "what cannot be cut": ("linears: looks-at-weight", {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}),
     "an embedding by columns": ("linears: kv-2", {"embed": "colwise"}),
     "a head by rows": ("linears: kv-2", {"head": "rowwise"}),
@@ -93,23 +97,28 @@ CASES = {
 }
 
 
-def described(layout: str) -> dict[str, str]:
+def described(layout: str, names: Sequence[str] = (*CASES, *REGISTERED)) -> dict[str, str]:
     """What ``describe`` says of each case, or the error."""
     found = {}
     with sw.init(layout, device="cpu") as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for case, (name, plan) in CASES.items():
-            model = models.get(name)
+        for name in names:
+            built, plan = CASES.get(name) or REGISTERED[name]
             try:
                 option = sw.TensorParallel(plan=plan) if isinstance(plan, dict) else plan
-                example = model.windows(1, 1)[0][0]
-                found[case] = sw.describe(sw.parallelize(model.build, world, tensor_parallel=option, example=example))
+                model = models.get(built) if isinstance(built, str) else None
+                build, example = (model.build, model.windows(1, 1)[0][0]) if model else (built, None)
+                found[name] = sw.describe(sw.parallelize(build, world, tensor_parallel=option, example=example))
             except sw.ShardwiseError as error:
-                found[case] = f"{type(error).__name__}: {error}"
-        for case, (cls, plan) in REGISTERED.items():
-            try:
-                option = sw.TensorParallel(plan=plan) if isinstance(plan, dict) else plan
-                found[case] = sw.describe(sw.parallelize(cls, world, tensor_parallel=option))
-            except sw.ShardwiseError as error:
-                found[case] = f"{type(error).__name__}: {error}"
+                found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def described_by_rank_0(size: int) -> dict[str, str]:
+    """The same on rank 0 of so many on one node, whose peers are imagined."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=size)
+    try:
+        return described(f"tp={size}")
+    finally:
+        dist.destroy_process_group()
