@@ -5,8 +5,6 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from state.runs import EVERY, Average, Texts, equal, make, run, state
 from torch import nn
 
 import shardwise as sw
+from shardwise.cli import main as cli
 from shardwise.launch import launch_local
 from shardwise.launch.lock import release, try_lock
 from shardwise.state.checkpoint import writer
@@ -298,11 +297,8 @@ def test_best_is_the_least_or_with_a_minus_the_greatest_and_never_nan(ranks, tmp
 def test_the_command_line_keeps_the_best_of_the_run_too(ranks, tmp_path):
     ranks.run(ranked, 2, tmp_path, "loss", [0.1, 0.9])
     shutil.copytree(tmp_path / "step-00000001", tmp_path / "copy")
-    words = [sys.executable, "-m", "shardwise", "checkpoint", "prune", str(tmp_path), "--keep", "1"]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-    assert done.returncode == 0 and steps_of(tmp_path) == [1, 2], done.stdout + done.stderr
+    assert cli.main(["checkpoint", "prune", str(tmp_path), "--keep", "1"]) == 0
+    assert steps_of(tmp_path) == [1, 2]
 
 
 def faulty_pruning(root, background: bool) -> tuple[int, list[str]]:
@@ -339,6 +335,10 @@ def test_a_fault_in_pruning_is_told_and_no_fault_of_the_save(ranks, tmp_path, ba
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
+# Once for both ranks, where each would import it: `left_open` is in this file.
+IMPORTS = ("pytest", "shardwise.verify.preload", "shardwise.state.checkpoint", "state.runs", "seldom_collected")
+
+
 def left_open(root: str, how: str) -> str:
     """A script that saves in the background, slowly, and does not close its manager."""
     import time
@@ -370,7 +370,7 @@ def test_a_save_in_the_background_is_finished_though_nobody_closes_the_manager(t
 def test_a_save_that_failed_is_told_though_nobody_closes_the_manager(tmp_path):
     lines: list[str] = []
     launch_local(
-        f"{__file__}:left_open", nproc=2, args=(str(tmp_path), "fails"), timeout_s=60,
+        f"{__file__}:left_open", nproc=2, args=(str(tmp_path), "fails"), timeout_s=60, preload=IMPORTS,
         on_line=lambda rank, stream, line: lines.append(line),
     )  # fmt: skip
     assert any("the last checkpoint was not written" in line for line in lines), lines
