@@ -71,3 +71,11 @@ def ranks() -> Iterator[RankPool]:
     sys.path.insert(0, str(Path(__file__).parent))
     with RankPool(preload=PRELOAD) as pool:
         yield pool
+
+
+@pytest.fixture
+def fresh_ranks(ranks: RankPool) -> RankPool:
+    """Ranks that have run nothing: for what a process keeps from its first group on. They are forked with all imports behind them."""
+    with ranks._lock:
+        ranks._discard(list(ranks._workers.values()))
+    return ranks

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import RankError
-from shardwise.testing import RankPool
 from shardwise.world.side_group import SideGroup
 
 
@@ -64,11 +63,10 @@ def can_choose():
 
 
 @pytest.mark.skipif(not can_choose(), reason="no scheduling policy can be chosen here")
-def test_all_groups_of_a_process_send_by_one_thread_which_does_not_take_the_core_of_another():
+def test_all_groups_of_a_process_send_by_one_thread_which_does_not_take_the_core_of_another(fresh_ranks):
     # In processes of its own: others may have met on several network interfaces.
-    with RankPool() as pool:
-        for first, second, own in pool.run(policies_of_threads, 4):
-            assert list(first.values()) == [os.SCHED_BATCH] and second == first and own == os.SCHED_OTHER
+    for first, second, own in fresh_ranks.run(policies_of_threads, 4):
+        assert list(first.values()) == [os.SCHED_BATCH] and second == first and own == os.SCHED_OTHER
 
 
 def sum_and_timeout_s(interface):

@@ -1,9 +1,8 @@
 """Worlds of real ranks: axes, talking, agreement, start-up, the end; each environment is fed to it."""
 
 import importlib
+import json
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -36,35 +35,23 @@ def test_nothing_in_the_environment_is_a_real_group_of_one(ranks):
     assert "World(layout=" in text and same and three == 3 and four == [4]
 
 
-# In processes of their own, forked after the imports: the recorder is made with a process's first group.
-RECORDED = """
-import json, os
-import torch, torch.distributed as dist
-import shardwise as sw
-for size in ("", "100"):
-    if os.fork() == 0:
-        if size:
-            os.environ["TORCH_FR_BUFFER_SIZE"] = size
-        before = {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
-        with sw.init(device="cpu"):
-            dist.all_reduce(torch.ones(1))
-            num = len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", ()))
-            after = {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
-            print(f"size {size or 'not given'}: kept {num > 0}, environment as before {after == before}", flush=True)
-        os._exit(0)
-    os.wait()
-"""
+def _recorded(size: str | None) -> tuple[bool, bool]:
+    """Whether torch keeps tracebacks, and whether the environment is as before, in a process's first group."""
+    os.environ.pop("TORCH_FR_BUFFER_SIZE", None)
+    if size:
+        os.environ["TORCH_FR_BUFFER_SIZE"] = size
+    before = {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
+    with sw.init(device="cpu"):
+        dist.all_reduce(torch.ones(1))
+        kept = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", ())
+        after = {name: value for name, value in os.environ.items() if name.startswith("TORCH_")}
+        return len(kept) > 0, after == before
 
 
-def test_torch_keeps_no_tracebacks_of_collectives_unless_it_is_asked_to():
-    env = {name: value for name, value in os.environ.items() if name != "TORCH_FR_BUFFER_SIZE"}
-    found = subprocess.run(
-        [sys.executable, "-c", RECORDED], env=env, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert found.stdout.splitlines() == [
-        "size not given: kept False, environment as before True",
-        "size 100: kept True, environment as before True",
-    ]
+@pytest.mark.parametrize("size", [None, "100"])
+def test_torch_keeps_no_tracebacks_of_collectives_unless_it_is_asked_to(fresh_ranks, size):
+    """In a process of its own: the recorder is made with the first group."""
+    assert fresh_ranks.run(_recorded, 1, size) == [(size is not None, True)]
 
 
 def _slurm(port):
