@@ -36,9 +36,21 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
-    """The model directory of the example, and its conversations."""
+    """A model directory with the example's tokenizer, and its conversations; of the example's model it has half the blocks."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("small")
-    runpy.run_path(str(EXAMPLES / "small_chat.py"))["main"](str(folder), 120)
+    example = runpy.run_path(str(EXAMPLES / "small_chat.py"))
+    found = example["conversations"](120)
+    tokenizer = example["make_tokenizer"]([message["content"] for each in found for message in each["messages"]])
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id, **sizes
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "chat.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in found))
     return folder
 
 
