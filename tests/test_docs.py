@@ -137,6 +137,13 @@ def _run_on_a_rank(path: str, given: bool) -> tuple[str, dict]:
     return printed.getvalue(), {"steps": step.num_steps, "loss": left["out"].loss} if step and "out" in left else {}
 
 
+def _run_with_ranks(path: str, given: bool) -> tuple[str, dict]:
+    """A script that starts ranks itself, in a process that is no rank."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    return _run_on_a_rank(path, given)
+
+
 @pytest.mark.parametrize(("block", "output"), [e for e in examples() if "ranks" in e[0].marker], ids=_name)
 def test_example_on_ranks(ranks, block, output, tmp_path):
     (tmp_path / "example.py").write_text(block.text)
@@ -157,12 +164,13 @@ def test_example_alone(ranks, block, output, tmp_path):
     assert block.marker == "run" and output is not None, f"{block} is not run, or shows no output"
     path = tmp_path / "example.py"
     path.write_text(block.text)
-    if "__main__" in block.text:  # a script that starts ranks itself
+    if "launch_local" in block.text:  # as a user starts it; it imports no torch before its ranks do
         done = _shell(f"{shlex.quote(sys.executable)} {path.name}", tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stdout == output
     else:
-        assert ranks.run(_run_on_a_rank, 1, str(path), given=False, timeout_s=100)[0][0] == output
+        run = _run_with_ranks if "__main__" in block.text else _run_on_a_rank
+        assert ranks.run(run, 1, str(path), given=False, timeout_s=100)[0][0] == output
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------

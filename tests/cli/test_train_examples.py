@@ -7,6 +7,7 @@ import runpy
 import shutil
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from cli.commands import on_ranks
@@ -54,7 +55,8 @@ def test_configs_are_understood(file):
 
 
 def make_small(folder: str) -> float:
-    return runpy.run_path(str(EXAMPLES / "small_model.py"))["main"](folder, 12)
+    with mock.patch("torch.set_num_threads"):  # a second one would wait busily for its core: twice the time of one
+        return runpy.run_path(str(EXAMPLES / "small_model.py"))["main"](folder, 12)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,9 @@ def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_
 
     words = ["--train.steps=3", "--train.eval_every=0", f"--log.dir={tmp_path}", "--log.plot=false"]
     words += [f"--model.hf={small}", "--data.val_fraction=0.005"]
+    words += [
+        "--train.prove=false"
+    ]  # runs of a model directory are proved in test_train_chat.py, in a quarter of the time
     told = on_ranks(ranks, "train", "examples/finetune.yaml", *words, folder=ROOT)
     assert re.search(r" weights \d+ tensors from", told)
     rows = read_metrics(tmp_path / "metrics.jsonl")
