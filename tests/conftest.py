@@ -74,8 +74,14 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture
-def fresh_ranks(ranks: RankPool) -> RankPool:
-    """Ranks that have run nothing: for what a process keeps from its first group on. They are forked with all imports behind them."""
-    with ranks._lock:
-        ranks._discard(list(ranks._workers.values()))
-    return ranks
+def fresh_ranks(ranks: RankPool) -> Iterator[RankPool]:
+    """Ranks that have run nothing and run nothing afterwards: for what a process keeps from its first group on, or of a library that
+    changes torch. They are forked with all imports behind them."""
+
+    def end() -> None:
+        with ranks._lock:
+            ranks._discard(list(ranks._workers.values()))
+
+    end()
+    yield ranks
+    end()

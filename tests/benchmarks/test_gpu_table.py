@@ -1,29 +1,29 @@
 """The benchmark for a GPU runs without one on a small model: its peers take the same batches and give plain torch's losses."""
 
+import contextlib
+import io
 import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.scripts import script
+
 PEERS = "accelerate,Fabric,Trainer in bf16"
 
 
-def test_the_peers_train_on_the_same_batches():
-    command = [
-        sys.executable,
-        "benchmarks/gpu.py",
-        "--device=cpu",
-        "--small",
-        "--rounds=1",
-        "--warmup=4",
-        f"--only={PEERS}",
-    ]
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=110
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    rows = [line.split("|")[1:4] for line in ended.stdout.splitlines() if line.startswith("| ")][1:]
+def table() -> tuple[int, str]:
+    """Exit status and output, in a process that is no rank, as the peers take one for part of a job of theirs."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = script("gpu").main(["--device=cpu", "--small", "--rounds=1", "--warmup=4", f"--only={PEERS}"])
+    return status, printed.getvalue()
+
+
+def test_the_peers_train_on_the_same_batches(fresh_ranks):
+    ((status, printed),) = fresh_ranks.run(table, 1, timeout_s=110)
+    assert status == 0
+    rows = [line.split("|")[1:4] for line in printed.splitlines() if line.startswith("| ")][1:]
     assert [row[0].strip() for row in rows] == [
         "plain torch: autocast",
         "accelerate in bf16",

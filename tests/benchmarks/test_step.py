@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,9 +22,10 @@ def load():
 
 def _measure(part="step", scale=1.0):
     benchmark = load()
+    right = benchmark.CONTENDERS["Shardwise, AdamW"]
 
     def wrong(module, world):
-        step = benchmark.CONTENDERS["Shardwise, AdamW"](module, world)
+        step = right(module, world)
 
         def scaled(window):
             with_fault = step(window)
@@ -35,11 +37,10 @@ def _measure(part="step", scale=1.0):
 
     if scale == 1.0:
         return benchmark.measure("tiny", 2, 1, part)
-    benchmark.CONTENDERS["wrong"] = wrong
-    try:
+    first = next(iter(benchmark.CONTENDERS))  # whose parameters are those that the others are compared with
+    two = {first: benchmark.CONTENDERS[first], "wrong": wrong}
+    with mock.patch.dict(benchmark.CONTENDERS, two, clear=True):
         return benchmark.measure("tiny", 2, 1)
-    finally:
-        benchmark.CONTENDERS.pop("wrong")
 
 
 @pytest.mark.parametrize("part", ["step", "replicas"])
