@@ -24,7 +24,7 @@ ROWS = {"adapter": '        "precision",', "rows": '        "precision",'}  # a 
 def tree(tmp_path_factory):
     """A folder with a copy of the package that has the toys, and the scripts that use them."""
     folder = tmp_path_factory.mktemp("toys")
-    shutil.copytree(SRC / "shardwise", folder / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(SRC / "shardwise", folder / "shardwise")  # with its bytecode: made anew it takes a second
     rows = folder / "shardwise" / "techniques" / "__init__.py"
     text = rows.read_text()
     for toy in sorted(path.name for path in TOYS.iterdir() if (path / "__init__.py").is_file()):
