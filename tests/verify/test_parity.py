@@ -2,8 +2,6 @@
 
 import functools
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,7 @@ from layouts import MATRIX
 from verify.faults import FAULTS, run_with_fault
 from verify.matrix import DEFAULT_UNIT, KINDS, Cell, all_cells, sample_cells
 
-from shardwise.errors import VerifyError
+from shardwise.errors import ConfigError, RankError, VerifyError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -140,11 +138,18 @@ def test_every_fault_is_tried():
     assert all(f'("{name}"' in source for name in FAULTS)
 
 
-def test_verify_is_the_function_whatever_was_imported_before():
+def _verified():
+    import shardwise as sw
+    import shardwise.verify.compare
+
+    sw.verify(1, 2, batches=[])  # type: ignore[arg-type]
+
+
+def test_verify_is_the_function_whatever_was_imported_before(fresh_ranks):
     """Python puts an imported module under its name in the package: `sw.verify` could then not be called."""
-    code = "import shardwise.verify.compare, shardwise as sw; sw.verify(1, 2, batches=[])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
-    assert "shardwise.errors.ConfigError" in done.stderr, done.stderr
+    with pytest.raises(RankError) as caught:  # on a rank, where nobody has asked for it before
+        fresh_ranks.run(_verified, 1)
+    assert isinstance(caught.value.__cause__, ConfigError)
 
 
 def test_an_element_that_adamw_moved_by_rounding_is_not_compared_later():
