@@ -52,21 +52,32 @@ def compare(run, size: int, layout: str, options: dict, steps: int = 2, **more: 
     )
 
 
-_usual: dict[tuple, list[Seen]] = {}
+_seen: dict[tuple, list[Seen]] = {}
 
 
-def by_default_on(ranks, size: int, knob: Knob) -> list[Seen]:
-    key = (knob.layouts[size], repr(knob.base), knob.watch, knob.dtype)
-    if key not in _usual:
-        _usual[key] = knob.run(ranks.run, size, knob.base)
-    return _usual[key]
+def seen_with(ranks, size: int, knob: Knob, options: dict) -> list[Seen]:
+    """What ranks see; once for all knobs that are compared with the same, and that look at other things in the same."""
+    key = (knob.layouts[size], repr(options), knob.watch, knob.dtype)
+    if key not in _seen:
+        _seen[key] = knob.run(ranks.run, size, options)
+    return _seen[key]
+
+
+_equal: set[tuple] = set()
+
+
+def leaves_the_numbers(ranks, size: int, knob: Knob) -> None:
+    """Once for all knobs with these options."""
+    key = (knob.layouts[size], repr(knob.options), knob.gate, knob.dtype)
+    if key not in _equal:
+        compare(ranks.run, size, knob.layouts[size], knob.options, gate=knob.gate, dtype=knob.dtype)
+        _equal.add(key)
 
 
 @pytest.mark.parametrize(("knob", "size"), ON_RANKS)
 def test_a_knob_leaves_the_numbers_and_shows(ranks, knob: Knob, size: int):
-    layout = knob.layouts[size]
-    compare(ranks.run, size, layout, knob.options, gate=knob.gate, dtype=knob.dtype)
-    changed, usual = knob.run(ranks.run, size, knob.options), by_default_on(ranks, size, knob)
+    leaves_the_numbers(ranks, size, knob)
+    changed, usual = (seen_with(ranks, size, knob, options) for options in (knob.options, knob.base))
     for with_knob, by_default in zip(changed, usual, strict=True):
         a, b = knob.seen(with_knob), knob.seen(by_default)
         assert knob.differs(a, b), f"{knob.setting}: {knob.observable}: {a}, by default {b}"
