@@ -75,14 +75,15 @@ def run(
     save_at: tuple[int, ...] = (),
     dtype: torch.dtype = torch.float64,
     batch: tuple[int, int] = (12, 1),
+    shows_saved: bool = False,
     **options,
 ) -> dict:
     """Trains up to step ``until``, resuming from ``root`` and saving there; gives what was seen, and the state at the beginning
-    and at the end."""
+    and at the end; with ``shows_saved`` also before each save."""
     world, model, step = make(layout, dtype)
     data, average = Texts(), Average()
     loader = sw.Loader(data, world, global_batch=batch[0], micro_batch=batch[1])
-    found: dict = {"figures": [], "samples": [], "draws": [], "began": None}
+    found: dict = {"figures": [], "samples": [], "draws": [], "began": None, "saved": []}
     with world:
         manager = sw.CheckpointManager(root, step, extra={"average": average}, **options) if root is not None else None
         windows = loader
@@ -102,6 +103,7 @@ def run(
                 data.asked.clear()
                 found["draws"].append((random.random(), float(np.random.rand()), float(torch.rand(()))))
                 if manager is not None and step.num_steps in save_at:
+                    found["saved"] += [state(model, step.optim)] if shows_saved else []
                     manager.save(metrics={"loss": out.loss})
                 if step.num_steps == until:
                     break

@@ -25,9 +25,9 @@ PAIRS = [
 @pytest.mark.parametrize(("first", "seconds"), PAIRS)
 def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds):
     layout, num_ranks, _ = LAYOUTS[first]
-    whole = ranks.run(run, num_ranks, layout, tmp_path, 5, (2,), async_save=False)[0]
+    whole = ranks.run(run, num_ranks, layout, tmp_path, 5, (2,), async_save=False, shows_saved=True)[0]
     assert whole["began"] == 0
-    at_two = ranks.run(run, num_ranks, layout, None, 2)[0]["last"]
+    (at_two,) = whole["saved"]
     for layout, num_ranks, _ in (LAYOUTS[second] for second in seconds):
         again, *others = ranks.run(run, num_ranks, layout, tmp_path, 5, async_save=False)
         assert again["began"] == 2
