@@ -3,11 +3,10 @@
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -555,37 +554,35 @@ def test_a_cache_without_effect_is_refused(tmp_path, monkeypatch, capsys, words)
     assert "so it would have no effect" in capsys.readouterr().err
 
 
-LARGE = """
-import json, resource, sys
-import numpy as np
-import shardwise as sw
-
 class Words:
-    "A token for two bytes, fast."
+    """A token for two bytes, fast."""
+
     is_fast, chat_template, bos_token_id, eos_token_id = True, None, None, 0
+
     def __call__(self, text, add_special_tokens):
         return {"input_ids": np.frombuffer(text.encode(), "<u2").tolist()}
 
-path, cache, few = sys.argv[1], sys.argv[2], sys.argv[3]
-plain = sw.SFTDataset(few, Words(), seq_len=512, pack=True)  # also imports all there is to import
-used = int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]) << 10
-resource.setrlimit(resource.RLIMIT_DATA, (used + (12 << 20),) * 2)
-data = sw.SFTDataset(path, Words(), seq_len=512, pack=True, cache=cache)
-assert len(data.documents) > 30 * len(plain.documents)
-for i in range(len(plain.documents)):
-    for one, other in zip(plain.documents[i], data.documents[i]):
-        assert np.array_equal(one, other)
-for i in range(0, len(data), 7):  # all over the file
-    assert (data[i]["labels"] != -100).sum() > 0
-print(data.report.tokens, flush=True)
-try:
-    sw.SFTDataset(path, Words(), seq_len=512, pack=True)
-except MemoryError:
-    print("and not without")
-"""
+
+def _read_under_a_limit(path: Path, cache: Path, few: Path) -> tuple[int, bool]:
+    """The tokens of a file with a cache, and whether there is memory enough without."""
+    plain = sw.SFTDataset(few, Words(), seq_len=512, pack=True)  # also imports all there is to import
+    used = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + (12 << 20),) * 2)
+    data = sw.SFTDataset(path, Words(), seq_len=512, pack=True, cache=cache)
+    assert len(data.documents) > 30 * len(plain.documents)
+    for i in range(len(plain.documents)):
+        for one, other in zip(plain.documents[i], data.documents[i], strict=True):
+            assert np.array_equal(one, other)
+    for i in range(0, len(data), 7):  # all over the file
+        assert (data[i]["labels"] != -100).sum() > 0
+    try:
+        sw.SFTDataset(path, Words(), seq_len=512, pack=True)
+    except MemoryError:
+        return data.report.tokens, False
+    return data.report.tokens, True
 
 
-def test_a_file_larger_than_memory_is_encoded_and_read(tmp_path):
+def test_a_file_larger_than_memory_is_encoded_and_read(fresh_ranks, tmp_path):
     """Under a limit of what a process may allocate: 12 MB for 10 MB of records, of which 20 MB of tokens are made."""
     text = "".join(chr(97 + i % 23) for i in range(981))
     with (tmp_path / "large.jsonl").open("w") as file:
@@ -594,10 +591,6 @@ def test_a_file_larger_than_memory_is_encoded_and_read(tmp_path):
     few = tmp_path / "few.jsonl"
     with (tmp_path / "large.jsonl").open() as file:
         few.write_text("".join(line for _, line in zip(range(250), file, strict=False)))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-
-    words = [sys.executable, "-c", LARGE, str(tmp_path / "large.jsonl"), str(tmp_path / "kept"), str(few)]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    num, _, without = done.stdout.partition("\n")
-    assert int(num) > 4_500_000 and without == "and not without\n"
+    paths = (tmp_path / "large.jsonl", tmp_path / "kept", few)
+    ((num, is_read_without),) = fresh_ranks.run(_read_under_a_limit, 1, *paths, timeout_s=120)
+    assert num > 4_500_000 and not is_read_without
