@@ -27,6 +27,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Programs that tests start find `sitecustomize`.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
+# torch's store looks up ::ffff:127.0.0.1 in DNS: a lost answer costs 5 s by default, all the time that some tests give a world.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 PRELOAD = (
     "pytest",  # of the files of tests, whose functions ranks call
     "torch",
