@@ -24,8 +24,8 @@ settings.load_profile("shardwise")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Programs that tests start find `sitecustomize`.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+# Programs that tests start find `sitecustomize`, if whoever started these tests has none on the path.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))))
 
 # torch's store looks up ::ffff:127.0.0.1 in DNS: a lost answer costs 5 s by default, all the time that some tests give a world.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

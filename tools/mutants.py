@@ -393,10 +393,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "step-without-its-own-mark",
-        "            self.has_reached = self._is_own\n",
-        "",
+        "self.has_reached, self._has_added = self._is_own, False",
+        "self.has_reached, self._has_added = False, False",
         "tests/techniques/data/test_hooks_off.py -k 'all_hooks and past'",
         "a step whose loss is of parts of a replica is taken for a weight penalty",
+    ),
+    Mutant(
+        "step-ended-by-an-inner-backward",
+        "self._of_this, self.has_reached, self._has_added = {}, self._is_own, False",
+        "self._of_this, self.has_reached, self._has_added = {}, False, False",
+        "tests/techniques/data/test_hooks_off.py -k 'all_hooks and parts'",
+        "paddings count with what a backward adds to their gradients, behind a reentrant checkpoint",
     ),
     Mutant(
         "other-backwards-unseen",

@@ -224,7 +224,6 @@ class PenaltyGradients:
         if not self._ending.is_due:
             self._begin_anew()
             self._ending.call(self._end)
-            self.has_reached = self._is_own
             if self._in_step:
                 self._only_own = self._is_own and self._only_own is not False
 
@@ -236,13 +235,14 @@ class PenaltyGradients:
             self.params[i].grad = grad
         self._before, self._of_this, self.past = {}, {}, []
         self._ending.forget()
-        self.has_reached = self._has_added = False
+        self.has_reached, self._has_added = self._is_own, False
 
     def _end(self) -> None:
         parts, has_reached = self._of_this, self.has_reached
         self._is_differentiated = self._is_differentiated and not self._has_added
         self._ending.forget()
-        self._of_this, self.has_reached, self._has_added = {}, False, False
+        # A backward inside of the step's own one (a reentrant checkpoint) may end before it.
+        self._of_this, self.has_reached, self._has_added = {}, self._is_own, False
         if parts and not has_reached:
             kept = self.parts.setdefault(frozenset(parts), {})
             for i, part in parts.items():
