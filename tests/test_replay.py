@@ -44,12 +44,14 @@ def test_models_that_moved_are_where_replay_looks_for_them(tool):
     assert [name for name in named if not (tests / f"{name.replace('.', '/')}.py").exists()] == []
 
 
-def test_errors_of_any_process_are_written_down(tmp_path):
+@pytest.mark.parametrize("first", [[], [str(Path(__file__).parent)]], ids=["alone", "behind the tests' own"])
+def test_errors_of_any_process_are_written_down(tmp_path, first):
+    """Python imports the first `sitecustomize` on the path."""
     program = "import subprocess, sys, shardwise.errors as e\ne.LayoutError('g', why='w', fix='f')\n"
     program += "if len(sys.argv) < 2: subprocess.run([sys.executable, '-c', sys.orig_argv[2], 'again'], check=True)\n"
     src = TOOLS.parent / "src"
     env = os.environ | {
-        "PYTHONPATH": f"{TOOLS / 'replay_hook'}{os.pathsep}{src}",
+        "PYTHONPATH": os.pathsep.join([*first, str(TOOLS / "replay_hook"), str(src)]),
         "SHARDWISE_REPLAY_ERRORS": str(tmp_path),
     }
     subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=60)
