@@ -6,6 +6,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
+class Fails(torch.autograd.Function):
+    """A step of a model that fails in backward."""
+
+    @staticmethod
+    def forward(_ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise MemoryError("as on a device")
+
+
 def two_forwards_two_backwards(model: nn.Module, x: Tensor, n: float) -> None:
     first, second = model(x).sum(), model(x * 0.5).pow(2).sum()
     (first / n).backward()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models.tempered import Tempered, batch
+from techniques.data.loops import Fails
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,21 +88,17 @@ def of_parts(model: nn.Module, given) -> Tensor:
     return model.head(torch.tanh(model.blocks[1](given["x"])))
 
 
-class AddsToGradient(torch.autograd.Function):
+def adding_to_its_gradient(x: Tensor) -> Tensor:
     """As a balance loss of experts does: its gradient is there whatever the loss is divided by."""
-
-    @staticmethod
-    def forward(_ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad + 0.1
+    x = x.clone()
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad + 0.1)
+    return x
 
 
 def of_recomputed_parts(model: nn.Module, given) -> Tensor:
     def first(x: Tensor) -> Tensor:
-        return AddsToGradient.apply(torch.tanh(model.blocks[0](x)))
+        return adding_to_its_gradient(torch.tanh(model.blocks[0](x)))
 
     def second(x: Tensor) -> Tensor:
         return model.head(torch.tanh(model.blocks[1](x)))
@@ -201,16 +198,6 @@ def two_steps(*, kept: bool) -> dict[str, Tensor]:
 def test_two_steps_of_one_model(ranks):
     for found, want in zip(ranks.run(two_steps, 2, kept=False), ranks.run(two_steps, 2, kept=True), strict=True):
         assert all(torch.equal(found[name], want[name]) for name in want)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx, _grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise MemoryError("as on a device")
 
 
 def after_a_failure(what: str, *, kept: bool):

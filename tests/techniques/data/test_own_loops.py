@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models.tempered import Tempered, batch, build
+from techniques.data.loops import Fails
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -534,16 +535,6 @@ def test_replicas_are_compiled_and_mapped_as_they_are(ranks):
 
 
 # ---- errors that are caught on the way -------------------------------------------------------------------------------------
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_ctx, _grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise MemoryError("as on a device")
 
 
 class Breaks(Tempered):
