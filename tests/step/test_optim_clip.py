@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.errors import ConfigError, NonFiniteError, RankError, UnsupportedError
 from shardwise.parallel import runtime_of
 from shardwise.run.reference import ReferenceConfig, ReferenceModel
+from shardwise.step.norm import norm_power_sum
 
 # Rows that do not divide evenly, replicas, a 0-dim parameter, a tie.
 MESHES = ("ddp-2", "fsdp2-2x1", "fsdp-4", "hsdp-2x2", "one-fsdp2")
@@ -239,6 +240,67 @@ def test_steps_with_every_kind_of_clipping(ranks, layout):
         for (norms, tensors), (wanted_norms, wanted) in zip(done, plain, strict=True):
             assert norms == pytest.approx(wanted_norms, rel=1e-12)
             assert_close(tensors, wanted)
+
+
+class Mixed(nn.Module):
+    """Real and complex parameters of two dtypes, one in an order of its own, and one that no sample uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.turn = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.head = nn.Linear(5, 7, dtype=torch.float64)
+        self.unused = nn.Linear(11, 13)
+
+    def forward(self, x):
+        return self.head((self.conv(x).mean((2, 3)) * self.turn).abs().double()).square().sum()
+
+
+def _pictures():
+    torch.manual_seed(1)
+    return [{"x": torch.randn(2, 3, 4, 4)} for _ in range(4)]
+
+
+def _told_norms(layout, build_model, bucket_mb, norm_type):
+    """The gradient norms that two steps tell, of one window."""
+    is_mixed = build_model is Mixed
+    own = {"loss": lambda out, _: out, "count": lambda b: len(b["x"]), "forward": lambda model, b: model(b["x"])}
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(build_model(), world, ddp=sw.DDP(bucket_cap_mb=bucket_mb))
+        optim = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = sw.TrainStep(model, optim, norm_type=norm_type, **(own if is_mixed else {}))
+        batches = _pictures() if is_mixed else [batch(i) for i in range(4)]
+        return [step(mine(batches, world)).grad_norm for _ in range(2)]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize(
+    ("build_model", "layout", "bucket_mb"),
+    [
+        (Mixed, "dp_replicate=2", 25.0),
+        (Mixed, "dp_replicate=4", 1e-4),
+        (blocks, "dp_replicate=2,tp=2", 25.0),
+        (blocks, "dp_replicate=4", 1e-3),
+    ],
+)
+def test_a_step_tells_the_norm_of_replicas(ranks, build_model, layout, bucket_mb, norm_type):
+    """Of copies each rank counts a part of what they are packed in, however the parameters lie in it."""
+    alone = ranks.run(_told_norms, 1, "dp_replicate=1", build_model, bucket_mb, norm_type)[0]
+    assert alone[0] > 0.01 and alone[0] != alone[1]
+    for norms in ranks.run(
+        _told_norms, 2 if layout == "dp_replicate=2" else 4, layout, build_model, bucket_mb, norm_type
+    ):
+        assert norms == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_the_norm_of_millions_of_numbers(norm_type):
+    """torch's own, in float32 on the CPU, is 2e-4 off."""
+    torch.manual_seed(0)
+    weight = torch.randn(2_000, 3_000)
+    wanted = float(torch.linalg.vector_norm(weight.double(), norm_type))
+    assert float(norm_power_sum([weight], norm_type)) ** (1 / norm_type) == pytest.approx(wanted, rel=1e-6)
 
 
 def _plain_steps_changed():

@@ -404,6 +404,29 @@ def test_an_exchange_sums_and_tells_equality(ranks):
     assert ranks.run(_sums, 2) == [(3.0, True, True, False)] * 2
 
 
+def _fails_beside_an_exchange():
+    """Rank 1 has an error while its exchange is under way, and goes on."""
+    with sw.init("dp_shard=2", device="cpu", timeout_s=20) as world:
+        done = []
+
+        def meanwhile():
+            done.append(world.rank)
+            if world.rank == 1:
+                raise ValueError("a fault of this rank")
+
+        try:
+            done.append(float(world.agreement.sum({"a": 1.0}, "the first", meanwhile=meanwhile)["a"]))
+        except ValueError as error:
+            done.append(str(error))
+        done.append(float(world.agreement.sum({"a": 10.0}, "the next")["a"]))
+        return done
+
+
+def test_an_error_while_an_exchange_is_under_way(ranks):
+    """The other rank has the sums, and the next exchange its own."""
+    assert ranks.run(_fails_beside_an_exchange, 2) == [[0, 2.0, 20.0], [1, "a fault of this rank", 20.0]]
+
+
 # ---- the end ------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "unregistered_parameters",
 ]
 
+_IS_CPU = attrgetter("is_cpu")
 _SMALL = 1 << 16  # bytes of a tensor whose checksum is computed together with others'
 
 
@@ -222,7 +224,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 def change_marks(tensors: Sequence[Tensor]) -> Tensor:
     """Numbers, int64 [len(tensors)], on the device of the first: other ones than before where values of a tensor have changed.
     On the CPU they are made without operators, of which one takes longer than a small buffer's checksum."""
-    if not all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
+    if not (set(map(type, tensors)) <= {Tensor} and all(map(_IS_CPU, tensors))):
         return checksums(tensors)
     return torch.tensor([_crc32c(tensor.contiguous()) for tensor in tensors], dtype=torch.int64)
 

@@ -5,13 +5,14 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.modules import BatchNormBase
@@ -69,6 +70,10 @@ class Engine(Protocol):
     def late(self) -> Tensor | None:
         """uint8 flags of what this rank has and :meth:`complete` did not sum: gradients that came after the others of a
         window were sent. None: there never are any."""
+
+    def flat_gradients(self) -> Sequence[Tensor]:
+        """Between :meth:`complete` and :meth:`end`: flat tensors of which all gradients are views, and which have zeros where a
+        parameter is unused. Empty: there are none, or gradients were added to since."""
 
     def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
         """Adds the sums over the ranks of such gradients to ``.grad``. ``late``, ``used``: how many ranks set each flag of
@@ -233,6 +238,15 @@ class Runtime:
             found[name] = None if len(mine) == len(slices) else tuple(mine)
         return found
 
+    def owned_gradients(self, *, without: Collection[str] = ()) -> list[Tensor]:
+        """The pieces of all gradients that this rank counts, as :meth:`owned` tells for one. Views. Copies of the whole model are
+        counted in equal parts of what they are packed in: a tenth of the tensors."""
+        data = self.world.axis("dp")
+        if data.size == self.world.size and not without and (flats := self.engine.flat_gradients()):
+            return [flat.tensor_split(data.size)[data.rank] for flat in flats]
+        grads = ((name, grad) for name, grad in self.gradients().items() if name not in without)
+        return [piece for name, grad in grads for piece in self.owned(name, grad)]
+
     def gradients(self) -> dict[str, Tensor]:
         """Name -> local gradient of every parameter that has one."""
         return {
@@ -275,6 +289,11 @@ class Runtime:
         held = [{piece.box: piece for piece in extents(self.recipe.params[name], coord)} for coord in coords]
         boxes = sorted({box for pieces in held for box in pieces if sum(box in other for other in held) > 1})
         return [(math.prod(box.sizes), held[axis.rank].get(box)) for box in boxes]
+
+    @functools.cached_property
+    def dtensors(self) -> list[nn.Parameter]:
+        """The parameters that are DTensors: of which ranks store parts."""
+        return [param for param in self.parameters.values() if isinstance(param, DTensor)]
 
     @functools.cached_property
     def batch_norms(self) -> list[nn.Module]:

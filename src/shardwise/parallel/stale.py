@@ -1,7 +1,7 @@
 """Detects what no longer fits a sharded module: an optimizer built before sharding, a module changed after it."""
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise._torch.autograd import num_hooks
+from shardwise._torch.autograd import num_hooks, nums_of_hooks
 from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
@@ -42,15 +42,13 @@ def replaced_name(param: Tensor) -> str | None:
 def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises UsageError for an optimizer that holds a parameter object which sharding has replaced."""
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            name = replaced_name(param)
-            if name is not None:
-                raise UsageError(
-                    f"{type(optimizer).__name__} was built before the module was sharded",
-                    why="it holds the old parameter objects: its steps would change nothing",
-                    fix="build the optimizer from model.parameters() after parallelize",
-                    name=name,
-                )
+        if any(map(hasattr, group["params"], repeat(_MARK))):
+            raise UsageError(
+                f"{type(optimizer).__name__} was built before the module was sharded",
+                why="it holds the old parameter objects: its steps would change nothing",
+                fix="build the optimizer from model.parameters() after parallelize",
+                name=next(name for name in map(replaced_name, group["params"]) if name is not None),
+            )
 
 
 def refuse_deepcopy(_memo: Any) -> NoReturn:
@@ -88,7 +86,8 @@ class ModuleSnapshot:
         self._child_ids, self._param_ids = list(map(id, self._children)), list(map(id, self._params))
         self._real = [param for param in self._params if param is not None]
         self._trained = list(map(_REQUIRES_GRAD, self._real))
-        self._dtypes, self._hooks = list(map(_DTYPE, self._real)), list(map(num_hooks, self._real))
+        self._dtypes = list(map(_DTYPE, self._real))
+        self._hooks = self._accepted_hooks = nums_of_hooks(self._real)
         self._named = {name: (param, param.requires_grad) for name, param in _named_parameters(root)}
 
     def check(self) -> None:
@@ -97,8 +96,9 @@ class ModuleSnapshot:
         registered on a parameter where it is not called, or sees only a part of the gradient."""
         if list(map(_DTYPE, self._real)) != self._dtypes:
             raise self._other_dtype()
-        if list(map(num_hooks, self._real)) != self._hooks:
+        if (hooks := nums_of_hooks(self._real)) != self._accepted_hooks:
             self._refuse_new_hooks()
+            self._accepted_hooks = hooks
         children, params = self._now()
         same = list(map(id, children)) == self._child_ids and list(map(id, params)) == self._param_ids
         if same and list(map(_REQUIRES_GRAD, self._real)) == self._trained:
@@ -124,7 +124,7 @@ class ModuleSnapshot:
         )
 
     def _refuse_new_hooks(self) -> None:
-        before = {id(param): hooks for param, hooks in zip(self._real, self._hooks, strict=True)}
+        before = {id(param): hooks for param, *hooks in zip(self._real, *self._hooks, strict=True)}
         for name, (param, _) in self._named.items():
             (on_tensor, after), (had_on_tensor, had_after) = num_hooks(param), before[id(param)]
             is_cut = isinstance(param, DTensor)

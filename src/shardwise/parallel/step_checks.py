@@ -90,9 +90,10 @@ def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict
 
 def _refuse_still(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises UsageError if the first step of an optimizer of the user's own has changed no shard."""
-    before, held = _before_first.pop(optimizer, None), _held(optimizer)
+    before = _before_first.pop(optimizer, None)
     if not before or all(group.get("lr") == 0 for group in optimizer.param_groups):
         return
+    held = _held(optimizer)
     after = _values_of(_stepped(held), held)
     if all(bool(after.get(name) == value) for name, value in before.items()):
         raise UsageError(
@@ -176,8 +177,8 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch
 def _count_write(runtime: Runtime, held: Mapping[int, torch.Tensor]) -> None:
     """Increments the version of stepped DTensors. A step over lists of tensors, or a fused one, does not, and a
     backward of a forward from before the step would be taken for one with the same values."""
-    for param in runtime.parameters.values():
-        if id(param) in held and isinstance(param, DTensor) and param.grad is not None and not param.is_inference():
+    for param in runtime.dtensors:
+        if id(param) in held and param.grad is not None and not param.is_inference():
             increment_version(param)
 
 

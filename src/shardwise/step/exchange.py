@@ -12,7 +12,7 @@ from shardwise.model.tensors import change_marks
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
-from shardwise.world.agreement import digest_of_text, minority
+from shardwise.world.agreement import Entry, digest_of_text, minority
 
 __all__ = ["BufferMarks", "Exchange", "buffer_versions", "buffers_written", "sync_buffers"]
 
@@ -28,10 +28,10 @@ class Exchange:
             whole, runtime.engine.penalties, runtime.world.axis("loss").size, counts=runtime.world.counts
         )
 
-    def entries(self) -> dict[str, Tensor]:
+    def entries(self) -> dict[str, Entry]:
         runtime = self.runtime
         units = runtime.engine.entered()
-        found = {"units": runtime.world.agreement.same(digest_of_text("\n".join(units)))}
+        found: dict[str, Entry] = {"units": runtime.world.agreement.same(digest_of_text("\n".join(units)))}
         told = {"used": runtime.engine.used(), "late": runtime.engine.late()}
         found |= {name: flags for name, flags in told.items() if flags is not None}
         found |= self._whole.entries()

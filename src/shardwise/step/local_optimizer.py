@@ -72,7 +72,8 @@ class _LocalStep:
                     why="a closure runs forward and backward in the middle of the step, on parameters that are swapped out",
                     fix="run the window first, then call step() without a closure",
                 )
-            if not any(isinstance(param, DTensor) for group in optim.param_groups for param in group["params"]):
+            kinds = {kind for group in optim.param_groups for kind in set(map(type, group["params"]))}
+            if not any(issubclass(kind, DTensor) for kind in kinds):
                 return inner()
             # Here: torch's hooks before a step run while the optimizer holds the shards, and know no model by them.
             refuse_stale(optim)

@@ -16,6 +16,8 @@ from shardwise.parallel import Runtime
 
 __all__ = ["GradientNorm", "norm_power_sum"]
 
+_LONGEST = 1 << 16
+
 
 class GradientNorm:
     """The p-norm of all gradients of a model, over all ranks.
@@ -34,8 +36,7 @@ class GradientNorm:
         """This rank's part, from the pieces that it counts: a sum of powers, or for p = inf the largest
         element, in this rank's own slot, because exchanges add up."""
         runtime = self.runtime
-        grads = ((name, grad) for name, grad in runtime.gradients().items() if name not in self.whole_after)
-        own = norm_power_sum((piece for name, grad in grads for piece in runtime.owned(name, grad)), self.norm_type)
+        own = norm_power_sum(runtime.owned_gradients(without=self.whole_after), self.norm_type)
         if not math.isinf(self.norm_type):
             return own
         return runtime.world.agreement.slots(own)
@@ -56,7 +57,9 @@ def norm_power_sum(tensors: Iterable[Tensor], norm_type: float) -> Any:
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         real = tensor.abs() if tensor.is_complex() else tensor
-        groups.setdefault((real.dtype, real.device), []).append(real)
+        # torch adds up one after another on the CPU: 6.5 million float32 numbers are 2e-4 off, in such parts 2e-7.
+        is_long = real.numel() > _LONGEST and real.device.type == "cpu" and real.is_contiguous()
+        groups.setdefault((real.dtype, real.device), []).extend(real.view(-1).split(_LONGEST) if is_long else (real,))
     devices = {device for _, device in groups}
     home = devices.pop() if len(devices) == 1 else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=home)

@@ -1,6 +1,8 @@
 """Detects a forward that writes to the model's parameters in place. Under FSDP2, which computes with gathered copies,
 such a write is lost; under replicas it is correct only where every rank writes the same."""
 
+from operator import attrgetter
+
 from torch import Tensor
 
 from shardwise.errors import UnsupportedError
@@ -9,6 +11,8 @@ from shardwise.parallel import Runtime
 from shardwise.world.agreement import digest_of_text
 
 __all__ = ["ParamWriteCheck"]
+
+_VERSION = attrgetter("_version")
 
 
 class ParamWriteCheck:
@@ -20,9 +24,9 @@ class ParamWriteCheck:
         self._is_cut = runtime.recipe.engine == "fsdp2"
         self._watches = self._is_cut or runtime.world.size > 1
         self._found: dict[str, Tensor] = {}
-        self._versions = {id(tensor): tensor._version for _, tensor in self._computed_with()}
+        self._ids, self._versions = _versions_of(self._computed_with())
 
-    def entry(self) -> Tensor:
+    def entry(self) -> tuple[float, ...]:
         """For the window's second exchange: which parameters this rank wrote, with a digest of values that must be
         equal."""
         self._found = self._written()
@@ -58,7 +62,11 @@ class ParamWriteCheck:
     def _written(self) -> dict[str, Tensor]:
         if not self._watches:
             return {}
-        return {n: t for n, t in self._computed_with() if t._version != self._versions.get(id(t), 0)}
+        now = self._computed_with()
+        if _versions_of(now) == (self._ids, self._versions):
+            return {}
+        before = dict(zip(self._ids, self._versions, strict=True))
+        return {name: tensor for name, tensor in now if tensor._version != before.get(id(tensor), 0)}
 
     def _computed_with(self) -> list[tuple[str, Tensor]]:
         """The tensors that forward computes with; under FSDP2 those that are gathered now. New ones have version 0."""
@@ -71,3 +79,9 @@ class ParamWriteCheck:
         names = {id(param): name for name, param in found}
         whole = [(name, param) for name, param in found if not runtime.recipe.params[name].cuts]
         return whole + [(names[id(shard)], tensor) for tensor, shard in runtime.engine.gathered()]
+
+
+def _versions_of(named: list[tuple[str, Tensor]]) -> tuple[list[int], list[int]]:
+    """The ids of tensors, which are not kept alive, and their versions."""
+    tensors = [tensor for _, tensor in named]
+    return list(map(id, tensors)), list(map(_VERSION, tensors))

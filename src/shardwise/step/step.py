@@ -47,6 +47,7 @@ from shardwise.step.scale import LossScale
 from shardwise.step.settings import agree_on_settings, digest_of_settings
 from shardwise.step.step_state import StepState
 from shardwise.step.window import Window
+from shardwise.world.agreement import Entry
 
 __all__ = ["StepOutput", "TrainStep"]
 
@@ -306,7 +307,7 @@ class TrainStep:
             self._drop_gradients()
             raise
 
-    def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Tensor | float]:
+    def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Entry]:
         """What the step adds to the window's second exchange between ranks."""
         counts = self._runtime.world.counts
         return {

@@ -37,9 +37,16 @@ class Counted(NamedTuple):
     num_ignored: int | None
 
 
-def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch], Any], *, trains: bool) -> Counted:
+def agree_on_count(
+    runtime: Runtime,
+    batches: list[Batch],
+    counter: Callable[[Batch], Any],
+    *,
+    trains: bool,
+    meanwhile: Callable[[], None] | None = None,
+) -> Counted:
     """Counts the valid tokens of this window over all ranks. All ranks must call it; with ``trains``, it also refuses
-    what can have no gradient.
+    what can have no gradient. ``meanwhile`` is called while ranks exchange their counts.
 
     Raises:
         RankError: ranks have different numbers of micro-batches, or one of them could not begin.
@@ -84,6 +91,7 @@ def agree_on_count(runtime: Runtime, batches: list[Batch], counter: Callable[[Ba
             "stop": runtime.world.stop.entry(),
         },
         place,
+        meanwhile=meanwhile,
     )
     runtime.world.stop.agree(sums["stop"])
     if runtime.world.stop.ends:

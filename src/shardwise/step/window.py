@@ -33,6 +33,7 @@ from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
 from shardwise.step.no_gradient import explain_no_gradient, refuse_unused
 from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count, count_again, refuse_other_count
+from shardwise.world.agreement import Entry
 from shardwise.world.rng import derive_seed, forked_streams
 
 _NUM_WINDOWS_CHECKED = 3  # windows in which the labels given to a model that shifts them itself are checked
@@ -126,14 +127,13 @@ class Window:
         runtime.check_unchanged()
         refuse_unreduced(runtime, "a window")
         _warn_of_unread(runtime)
-        counted = agree_on_count(runtime, self.batches, self._count, trains=self._trains)
+        counted = agree_on_count(runtime, self.batches, self._count, trains=self._trains, meanwhile=self._mark_tensors)
         self._tokens, self.waited_s, self.num_ignored = counted
         self._counted_again = count_again(runtime, self.batches, self._count)
         if not self._trains:
             self._count_of_tokens = TokenCount(len(self.batches) * runtime.world.axis("dp").size)
             if runtime.last_count is not False:
                 runtime.last_count = self._count_of_tokens
-        self._versions, self._written = buffer_versions(runtime), ParamWriteCheck(runtime)
         # A loop of the user's own may write parameters in between, in ways that count in no version.
         runtime.engine.begin(reuses=self._trains, gathers_once=self._gathers_once)
         self._kept_gradients = GradStash(runtime)
@@ -142,6 +142,10 @@ class Window:
             self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
         runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
         return self
+
+    def _mark_tensors(self) -> None:
+        """Notes what the end of the window is compared with. Changes nothing: the window may not begin."""
+        self._versions, self._written = buffer_versions(self.runtime), ParamWriteCheck(self.runtime)
 
     # ---- running ---------------------------------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ class Window:
 
     # ---- leaving ---------------------------------------------------------------------------------------------
 
-    def finish(self, entries: Mapping[str, Tensor | float] | None = None) -> dict[str, Tensor]:
+    def finish(self, entries: Mapping[str, Entry] | None = None) -> dict[str, Tensor]:
         """Runs the second exchange, which also sums the caller's ``entries`` (name -> number or tensor) over the ranks;
         gradients are final afterwards. Called once, after the last micro-batch; leaving the window calls it if the
         caller did not."""

@@ -11,8 +11,9 @@ Broadcasts of tensors that an exchange showed to differ (:meth:`Agreement.sync_t
 
 import contextlib
 import hashlib
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,18 +25,21 @@ from shardwise._torch.reads import on_host
 from shardwise.errors import RankError, UsageError, first_line
 from shardwise.world.liveness import Watch
 
-__all__ = ["Agreement", "digest_of_text", "minority"]
+__all__ = ["SAME_CALLS", "Agreement", "Entry", "digest_of_text", "minority"]
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
+_MASK = (1 << _HASH_BITS) - 1
 _SMALLEST = 64  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes
 _WORD_S = 3.0  # time in which the message about a lost rank reaches all
 _SLICE = timedelta(seconds=0.05)  # of a wait, between two looks at the alarms
 _LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
-
-_SAME_CALLS = (
+SAME_CALLS = (
     "let every rank make the same calls, none of them for rank 0 alone, and give each the same number of windows"
 )
+
+Entry = Tensor | float | tuple[float, ...]
+"""What is summed: a tensor, a number, or numbers."""
 
 
 class Agreement:
@@ -59,7 +63,12 @@ class Agreement:
         self.num_exchanges = 0  # for tests: two per window, whatever features are in use
 
     def sum(
-        self, entries: Mapping[str, Tensor | float], place: str, *, if_late: str = _SAME_CALLS
+        self,
+        entries: Mapping[str, Entry],
+        place: str,
+        *,
+        if_late: str = SAME_CALLS,
+        meanwhile: Callable[[], object] | None = None,
     ) -> dict[str, Tensor]:
         """Sums ``entries`` over all ranks: name -> float64 CPU tensor of the entry's shape, equal on every rank.
 
@@ -67,22 +76,22 @@ class Agreement:
             entries: names and values; every rank gives the same names and shapes.
             place: what this exchange is ("window 3, before forward"), for messages.
             if_late: what to do if a rank does not come in time, for messages.
+            meanwhile: called while the sums are under way; makes no exchange.
 
         Raises:
             RankError: a peer was lost, did not come in time, or came to another exchange.
         """
         self.check_open(place)
-        tensors = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in entries.items()}
-        what = f"{place} ({', '.join(name + str(list(t.shape) or '') for name, t in tensors.items())})"
+        shapes = {name: _shape(value) for name, value in entries.items()}
+        what = f"{place} ({', '.join(name + str(list(shape) or '') for name, shape in shapes.items())})"
         head = self.same(digest_of_text(what))
-        sizes = [len(head), *(tensor.numel() for tensor in tensors.values())]
-        packed = torch.zeros(max(_SMALLEST, sum(sizes)), dtype=torch.float64)
-        torch.cat([head, *on_host([*tensors.values()])], out=packed[: sum(sizes)])
-        self._all_reduce(packed, place, if_late)
-        summed_head, *pieces = packed[: sum(sizes)].split(sizes)
+        numbers, sizes = [*head, *_numbers(entries.values())], [len(head), *map(math.prod, shapes.values())]
+        packed = torch.tensor(numbers + [0.0] * (_SMALLEST - len(numbers)), dtype=torch.float64)
+        self._all_reduce(packed, place, if_late, meanwhile)
+        summed_head, *pieces = packed[: len(numbers)].split(sizes)
         if not self.all_same(summed_head):
             raise self._elsewhere(place, what)
-        return {name: piece.view(tensor.shape) for (name, tensor), piece in zip(tensors.items(), pieces, strict=True)}
+        return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
 
     def slots(self, value: Tensor) -> Tensor:
         """An entry that after the sum holds every rank's ``value`` (0-dim, float64), indexed by rank."""
@@ -97,16 +106,16 @@ class Agreement:
         return value / self.size if self.is_alone else value * float(self.rank == 0)
 
     @staticmethod
-    def same(value: int) -> Tensor:
+    def same(value: int) -> tuple[float, ...]:
         """An entry that shows whether all ranks gave the same 60-bit ``value``; see :meth:`all_same`."""
-        parts = [value >> shift & (1 << _HASH_BITS) - 1 for shift in (0, _HASH_BITS, 2 * _HASH_BITS)]
-        return torch.tensor([*parts, *(part * part for part in parts)], dtype=torch.float64)
+        a, b, c = value & _MASK, value >> _HASH_BITS & _MASK, value >> 2 * _HASH_BITS & _MASK
+        return float(a), float(b), float(c), float(a * a), float(b * b), float(c * c)
 
     def all_same(self, summed: Tensor) -> bool:
         """Whether every rank gave :meth:`same` the same value."""
-        numbers = [int(x) for x in summed.tolist()]  # Python integers: the products below exceed float64's 2^53
-        sums, squares = numbers[:3], numbers[3:]
-        return all(self.size * square == total * total for total, square in zip(sums, squares, strict=True))
+        # Python integers: the products below exceed float64's 2^53.
+        a, b, c, aa, bb, cc = map(int, summed.tolist())
+        return self.size * aa == a * a and self.size * bb == b * b and self.size * cc == c * c
 
     def gather(self, value: Any, place: str) -> list[Any]:
         """Every rank's picklable ``value``, by rank. Slow: used to name who differs once a difference is known."""
@@ -150,29 +159,45 @@ class Agreement:
         bits = wire.view(-1).view(torch.uint8)  # as bytes: gloo does not support every dtype (int16)
         return dist.broadcast(bits, src=0, group=self.group, async_op=True)
 
-    def _all_reduce(self, packed: Tensor, place: str, if_late: str) -> None:
+    def _all_reduce(
+        self, packed: Tensor, place: str, if_late: str, meanwhile: Callable[[], object] | None = None
+    ) -> None:
         self.num_exchanges += 1
         if self.is_alone:
             packed *= self.size
+            if meanwhile is not None:
+                meanwhile()
             return
         wire = packed.to(self.device)
-        self.carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place, if_late)
+        with self._explained(place):
+            self._at(place)
+            work = dist.all_reduce(wire, group=self.group, async_op=True)
+        if meanwhile is not None:
+            meanwhile()  # after an error here the sums still come to all ranks
+        with self._explained(place):
+            self._wait(work, place, if_late)
+        self._past(place)
         packed.copy_(wire)
 
-    def carry_out(self, start: Callable[[], list[Any]], place: str, if_late: str = _SAME_CALLS) -> None:
+    def carry_out(self, start: Callable[[], list[Any]], place: str, if_late: str = SAME_CALLS) -> None:
         """Runs the collectives that ``start`` starts, and waits: reports this rank's place, names a lost peer."""
-        self._at(place)
-        try:
+        with self._explained(place):
+            self._at(place)
             for work in start():
                 self._wait(work, place, if_late)
+        self._past(place)
+
+    @contextlib.contextmanager
+    def _explained(self, place: str) -> Iterator[None]:
+        """Context manager: a collective that fails within raises the RankError that tells why."""
+        try:
+            yield
         except BaseException as error:
             if self.watch is not None:
                 self.watch.waits = None
             if isinstance(error, RankError) or not isinstance(error, RuntimeError):
                 raise
             raise self.explain(error, f"at {place}") from error
-        if self.watch is not None:
-            self.watch.past(place)
 
     def _wait(self, work: Any, place: str, if_late: str) -> None:
         if self.watch is None:
@@ -212,7 +237,7 @@ class Agreement:
         return RankError(
             f"rank {', '.join(map(str, gone))} left while rank {self.rank} waited {where}",
             why="it closed its world, or its program ended, and will not take part again",
-            fix=_SAME_CALLS,
+            fix=SAME_CALLS,
             ranks=gone,
         )
 
@@ -274,6 +299,28 @@ class Agreement:
     def _at(self, place: str) -> None:
         if self.watch is not None:
             self.watch.at(place)
+
+    def _past(self, place: str) -> None:
+        if self.watch is not None:
+            self.watch.past(place)
+
+
+def _shape(value: Entry) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else (len(value),) if isinstance(value, tuple) else ()
+
+
+def _numbers(values: Collection[Entry]) -> list[float]:
+    """The elements of all entries. Those on a device are read together."""
+    read = iter(on_host([value.double() for value in values if isinstance(value, Tensor)]))
+    found: list[float] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found += next(read).tolist()
+        elif isinstance(value, tuple):
+            found += value
+        else:
+            found.append(float(value))
+    return found
 
 
 def digest_of_text(text: str | bytes) -> int:

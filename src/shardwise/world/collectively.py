@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from shardwise.errors import CheckpointError, RankError, ShardwiseError
-from shardwise.world.agreement import Agreement, digest_of_text
+from shardwise.world.agreement import SAME_CALLS, Agreement, digest_of_text
 
 __all__ = ["Peers", "collectively"]
 
@@ -72,8 +72,8 @@ def collectively(
     text = same(result) if same is not None and result is not None else ""
     agreement = world.agreement
     entries = {"failed": float(problem is not None), "same": agreement.same(digest_of_text(text))}
-    late = {"if_late": _ON_MAIN.format(place=place)} if on_main else {}
-    summed = agreement.sum(entries, place, **late)
+    if_late = _ON_MAIN.format(place=place) if on_main else SAME_CALLS
+    summed = agreement.sum(entries, place, if_late=if_late)
     if float(summed["failed"]):
         told = agreement.gather(problem, f"{place}, naming who failed")
         if unforeseen is not None:

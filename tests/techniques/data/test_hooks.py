@@ -180,3 +180,21 @@ def test_a_hook_put_on_later(ranks, kind, layout, engine, why):
         assert (said is None) == (why is None)
         if why is not None:
             assert said[0] == "blocks.1.weight" and why in said[1]
+
+
+def put_twice():
+    """A hook that is right, and after it one that is not."""
+    with init("dp_replicate=2", device="cpu") as world:
+        model = built("plain", "module", world, "ddp")
+        model.blocks[0].weight.register_hook(lambda grad: grad)
+        batches = micro_batches(1)
+        with window(model, batches, count=len) as w:
+            for batch in w:
+                model(batch["x"]).sum().backward()
+        model.blocks[1].weight.register_post_accumulate_grad_hook(lambda param: None)
+        with pytest.raises(UsageError, match="this rank's part"), window(model, batches, count=len):
+            pass
+
+
+def test_a_wrong_hook_after_a_right_one(ranks):
+    ranks.run(put_twice, 2)

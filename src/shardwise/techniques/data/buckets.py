@@ -84,16 +84,12 @@ class Bucket:
         # Each step takes this memory anew: page by page that takes as long as writing it.
         in_large_pages([flat])
         flat[self.numel :].zero_()
-        views, to, copied = self.views_of(flat), [], []
-        for i, view in views.items():
-            grad = grads[i]
-            if grad is None:
-                view.zero_()
-                continue
-            to.append(view)
-            copied.append(grad.to_dense() if grad.is_sparse else grad)
-        if copied:
-            foreach_copy(to, copied)
+        views = self.views_of(flat)
+        found = {i: grad.to_dense() if grad.is_sparse else grad for i, grad in grads.items() if grad is not None}
+        for i in views.keys() - found.keys():
+            views[i].zero_()
+        if found:
+            foreach_copy([views[i] for i in found], [*found.values()])
         return flat, views
 
     def views(self) -> dict[int, Tensor]:

@@ -250,6 +250,9 @@ class FSDP2Engine:
     def holds(self) -> bool:
         return self._waits or bool(self.penalties.parts)
 
+    def flat_gradients(self) -> Sequence[Tensor]:
+        return ()
+
     def used(self) -> Tensor:
         return self._used
 

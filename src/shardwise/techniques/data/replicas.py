@@ -20,6 +20,7 @@ by itself, or a loss on a block's attribute ended in errors.
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,12 +65,14 @@ class DDPEngine:
         self._used = bytearray(len(params))
         self._running = RunningBackward()
         self._known: int | None = None  # a backward whose gradients are summed, whichever parameters it reaches
+        self._plain: int | None = None  # one of them that runs without the hooks before gradients
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
         self._done = SetAsideGradients[int](params)  # such sums, set aside while new parts are summed
         self._late: dict[
             int, Tensor | None
         ] = {}  # of the window's buckets: what came after they were sent, on this rank
         self._told: tuple[bool, bytearray] | None = None  # of a summed window: gradients kept apart, parameters used
+        self._flats: list[Tensor] = []  # of a summed window: what its gradients are views of
         self._ending = EndOfBackward()
         self._sync: bool | None = None  # the argument of set_sync
         self._in_window = False
@@ -83,7 +86,7 @@ class DDPEngine:
             world.gradient_group()  # made now, because all ranks are here
             expecting = [param.register_hook(calls(self._expect, i)) for i, param in enumerate(params)]
             for i, param in enumerate(params):
-                param.register_post_accumulate_grad_hook(calls(self._arrived, i))
+                param.register_post_accumulate_grad_hook(self._when_arrived(i))
             if len({param.device for param in params}) == 1:
                 self._expecting = PausableGradientHooks(params, expecting)
 
@@ -126,13 +129,15 @@ class DDPEngine:
         late = [i for bucket in self.buckets if bucket.has_late_parts for i in bucket.members]
         self._late = {i: self._take(i) for i in late}
         self.has_own = self.has_own and not any(self._used)
+        flats = [bucket.flat[: bucket.numel] for bucket in self.buckets if not self._done.kept]
         self._set_gradients([True] * len(self.params))
+        self._flats = flats
         self._forget()
 
     def end(self) -> None:
-        self._expecting.resume()  # after a backward that raised
+        self._resume()  # after a backward that raised
         self.penalties.end_step()
-        self._in_window, self._told, self._late = False, None, {}
+        self._in_window, self._told, self._late, self._flats = False, None, {}, []
 
     def abandon(self) -> None:
         for bucket in self.buckets:
@@ -145,6 +150,9 @@ class DDPEngine:
         self._sync = None
         self.end()
         self._summed = set(range(len(self.params)))  # what was restored is a sum already
+
+    def flat_gradients(self) -> Sequence[Tensor]:
+        return self._flats
 
     def waits(self) -> bool:
         return bool(self._unreduced() or self.penalties.parts)
@@ -211,7 +219,7 @@ class DDPEngine:
     def _end_of_backward(self, belonging: dict[int, Tensor], any_apart: bool) -> None:
         """The ``ended`` callback of :class:`PenaltyGradients`."""
         if not self.penalties.are_off:
-            self._expecting.resume()
+            self._resume()
         for i, part in belonging.items():
             self._put_aside(i)
             add_to_gradient(self.params[i], torch.zeros_like(part) if self._padding.is_on else part)
@@ -219,12 +227,39 @@ class DDPEngine:
         if any_apart and self._sync is None:
             self._complete_alone("a backward outside a window")
 
+    def _resume(self) -> None:
+        self._expecting.resume()
+        self._plain = None
+
+    def _when_arrived(self, i: int) -> Callable[[Tensor], None]:
+        """The hook on parameter ``i`` for after its gradient was accumulated. It is called for each parameter in each micro-batch,
+        and does itself what most calls need."""
+        engine = weakref.ref(self)  # hooks live in C++, where a cycle through them is never freed
+
+        def arrived(_param: Tensor) -> None:
+            found = engine()
+            if found is None:
+                return
+            if current_backward() != found._plain:
+                found._arrived(i)
+                return
+            found._used[i] = 1
+            if found._sync is not False:
+                found._count(i)
+
+        return arrived
+
     def _arrived(self, i: int) -> None:
-        if self._expecting.is_paused and (task := current_backward()) != self._known:
-            self.penalties.begun_unseen()
-            self._known = task
-        if self.penalties.after(i):
-            return
+        if self._expecting.is_paused:
+            task = current_backward()
+            if task != self._known:
+                self.penalties.begun_unseen()
+            self._known = self._plain = task
+        if not self.penalties.after(i):
+            self._count(i)
+
+    def _count(self, i: int) -> None:
+        """Counts a gradient that is to be summed over the ranks; sends the buckets that it completes."""
         bucket = self._bucket_of[i]
         self._used[i] = 1
         if self._sync is False:
@@ -288,7 +323,8 @@ class DDPEngine:
         """This rank's gradients of a bucket; removes them from ``.grad``."""
         grads: dict[int, Tensor | None] = {}
         for i, param in bucket.members.items():
-            self._put_aside(i)
+            if i in self._summed:
+                self._put_aside(i)
             grads[i] = grad = param.grad
             if grad is not None:  # perhaps assigned by hand, which no hook notices
                 self._used[i] = 1
@@ -384,7 +420,7 @@ class DDPEngine:
                     add_to_gradient(self.params[i], view.clone() if found["differs"] else view / size)
 
     def _set_gradients(self, used: Sequence[float]) -> None:
-        kept = self._done.kept
+        kept, self._flats = self._done.kept, []
         for bucket in self.buckets:
             for i, grad in bucket.views().items():
                 if kept and (done := kept.pop(i, None)) is not None:
