@@ -109,6 +109,13 @@ def test_what_cannot_be_replayed_is_built_on_rank_0_and_it_is_said(ranks, name, 
         assert len(warned) == (rank == 0) and all(reason in text for text in warned)
 
 
+def test_what_a_rank_has_done_differently_is_told(ranks):
+    _, said = sharded(ranks, "from_the_rank", "fsdp-2")
+    told = said[0][0]["init"]
+    assert all(notes["init"] == told for notes, *_ in said)
+    assert "): its operation " in told and " on rank 0, and " in told and " on rank 1" in told
+
+
 def test_a_real_number_drawn_while_building_is_the_same_on_every_rank(ranks):
     values, said = sharded(ranks, "with_a_real_draw", "fsdp-4")
     assert said[0][0]["init"].startswith("seeded")

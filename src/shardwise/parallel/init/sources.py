@@ -8,6 +8,7 @@ import contextlib
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import mark_stale
 from shardwise.recipe import Note, Recipe
 from shardwise.world import World
+from shardwise.world.agreement import digest_of_text
 
 __all__ = ["ForLoading", "FromRank0", "FromTape", "all_tensors", "build_with_source"]
 
@@ -158,9 +160,19 @@ def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> st
     if tape.fault is not None and all(faulty for *_, faulty in seen):
         raise tape.fault
     first = next((reason for reason, *_ in seen if reason is not None), None)
-    if first is None and len({digest for _, digest, _ in seen}) > 1:
-        return "its constructor does not do the same on every rank (a generator of its own, the time, the rank, the order of a set?)"
+    if first is None and source is not None and len({digest for _, digest, _ in seen}) > 1:
+        told = _first_difference(list(tape.lines(source.on_meta)), world)
+        return f"its constructor does not do the same on every rank (a generator of its own, the time, the rank, the order of a set?): {told}"
     return first
+
+
+def _first_difference(lines: list[str], world: World) -> str:
+    """The first of these lines in which a rank has another one than rank 0. All ranks must call it."""
+    digests = world.gather([digest_of_text(line) for line in lines])
+    at = next(i for i, each in enumerate(zip_longest(*digests)) if len(set(each)) > 1)
+    told = world.gather(lines[at][:100] if at < len(lines) else "nothing")
+    rank = next(rank for rank, each in enumerate(digests) if each[at : at + 1] != digests[0][at : at + 1])
+    return f"its operation {at + 1} is {told[0]} on rank 0, and {told[rank]} on rank {rank}"
 
 
 def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str | None) -> tuple[nn.Module, "FromRank0"]:

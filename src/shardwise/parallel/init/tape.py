@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import heapq
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -143,15 +144,20 @@ class Tape:
         """Equal for constructions that did the same with the same numbers: operations, arguments, constants, and the
         resulting ``targets`` (name -> tensor)."""
         found = hashlib.sha256()
-        for entry in self._entries:
-            found.update(described((entry.op, entry.args, entry.kwargs, entry.outputs, entry.default_dtype)).encode())
-        for number, storage in sorted(self._constants.items()):
-            found.update(f"{number}:".encode() + _bytes_of(storage))
-        for name, tensor in targets.items():
-            found.update(repr((name, self.ref(tensor))).encode())
-            if tensor.device.type != "meta":
-                found.update(_bytes_of(tensor.untyped_storage()))
+        for line in self.lines(targets):
+            found.update(line.encode() + b"\n")
         return found.hexdigest()
+
+    def lines(self, targets: Mapping[str, Tensor]) -> Iterator[str]:
+        """What :meth:`digest` is of, for people: an operation, the numbers of a constant, or a resulting tensor in each."""
+        for entry in self._entries:
+            name = described(entry.op) if isinstance(entry.op, types.FunctionType) else str(entry.op)
+            yield f"{name} {described((entry.args, entry.kwargs, entry.outputs, entry.default_dtype))}"
+        for number, storage in sorted(self._constants.items()):
+            yield f"numbers of the constant {number}: {_told(storage)}"
+        for name, tensor in targets.items():
+            values = "" if tensor.device.type == "meta" else f", numbers {_told(tensor.untyped_storage())}"
+            yield f"{name}: {self.ref(tensor)}{values}"
 
     # ---- replaying -------------------------------------------------------------------------------------------
 
@@ -300,8 +306,10 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> bytes:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
+def _told(storage: torch.UntypedStorage) -> str:
+    """A text of the bytes of a storage, or of their digest, which differs where they do."""
+    data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
+    return data.hex() if len(data) <= 64 else f"of the digest {hashlib.sha256(data).hexdigest()}"
 
 
 @contextlib.contextmanager
