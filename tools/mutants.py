@@ -244,8 +244,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "used-not-noted",
-        "self._used[positions[i]] = 1",
-        "self._used[positions[i]] = 0",
+        "unit.positions_with_gradient()]] = 1",
+        "unit.positions_with_gradient()]] = 0",
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-fsdp-4-acc3-clip-default]'",
         "the gradients of sharded parameters are dropped before the step",
     ),
@@ -605,10 +605,24 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sums-of-one-rank-lost",
-        "grad = _whole_gradient(param) if grad is None else grad",
-        "grad = _whole_gradient(param)",
+        "whole = grad if total is None else total",
+        "whole = grad",
         "tests/techniques/data/test_alone.py -k every_option",
         "on one rank, gradients of all micro-batches but the last are lost",
+    ),
+    Mutant(
+        "last-sum-of-one-rank-lost",
+        "        if grad is not None and total is not None:",
+        "        if grad is None and total is not None:",
+        "tests/techniques/data/test_alone.py -k every_option",
+        "on one rank, the gradients of the last micro-batch are lost",
+    ),
+    Mutant(
+        "guards-off-for-ever",
+        "        self._guards.resume()\n",
+        "",
+        "tests/techniques/data",
+        "a part that is called by itself computes with shards, or ends in an error of torch's",
     ),
     Mutant(
         "labels-counted-before-a-change",

@@ -18,7 +18,7 @@ def broken(what):
     unit = fsdp2.Unit
 
     def copies(self):
-        for param in self._params():
+        for param in self._params:
             param._setattr_on_modules(nn.Parameter(param.sharded_param.detach()))
 
     def mean(self, reduce=unit.reduce):

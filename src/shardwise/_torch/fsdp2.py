@@ -6,7 +6,8 @@ by rank where ranks run different code. :mod:`shardwise.techniques.data.unit_ord
 methods here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,10 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage
+from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch.fully_shard import groups_of, take_reductions
+from shardwise._torch.modules import PausableHooks
+from shardwise._torch.operators import foreach_add
 
 __all__ = ["Unit", "in_backward", "take_over", "when_interrupted"]
+
+_SHARDED, _WHOLE = map(attrgetter, ("sharded_param", "_unsharded_param"))
+_VERSION, _LOCAL_VERSION = map(attrgetter, ("_version", "_local_tensor._version"))
 
 
 def in_backward() -> bool:
@@ -74,6 +81,8 @@ class Unit:
         self.name, self.modules = name, tuple(modules)
         self._state = _state(self.modules[0])
         self.groups: list[Any] = groups_of(self._state)
+        self._params = [param for group in self.groups for param in group.fsdp_params]
+        self._guards = PausableHooks({}, before=True)
         self._hooked: set[int] = set()
         self._hooked_before: set[int] = set()
         self._is_whole = all(map(_is_whole, self.groups))
@@ -81,10 +90,15 @@ class Unit:
         self._keeps_whole = self._reuses = self._ends = False
         self._version = -1  # of the shards when they were cast or gathered, if that is used again
 
+    def guard(self, handles: Mapping[nn.Module, RemovableHandle]) -> None:
+        """Takes pre-hooks of modules, by what ``register_forward_pre_hook`` has returned, that are called only while the modules
+        hold shards."""
+        self._guards = PausableHooks(handles, before=True)
+
     @property
     def is_trained(self) -> bool:
         """Whether one of its parameters requires a gradient."""
-        return any(param.sharded_param.requires_grad for group in self.groups for param in group.fsdp_params)
+        return any(param.sharded_param.requires_grad for param in self._params)
 
     @property
     def is_gathered(self) -> bool:
@@ -122,13 +136,15 @@ class Unit:
         if group.is_unsharded:
             return
         self._version = self.version()
-        for param in group.fsdp_params:
-            shard = param._sharded_param_data
-            param.init_all_gather_outputs([shard.numel()], [param.param_dtype or shard.dtype], 1, group.device)
-            alloc_storage(param.all_gather_outputs[0])
+        shards = [param._sharded_param_data for param in group.fsdp_params]
+        for param, shard in zip(group.fsdp_params, shards, strict=True):
+            if not param.all_gather_outputs:
+                param.init_all_gather_outputs([shard.numel()], [param.param_dtype or shard.dtype], 1, group.device)
         outputs = [param.all_gather_outputs[0] for param in group.fsdp_params]
+        for output in outputs:
+            alloc_storage(output)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
-            torch._foreach_copy_(outputs, [param._sharded_param_data for param in group.fsdp_params])
+            torch._foreach_copy_(outputs, shards)
         for param in group.fsdp_params:
             param.init_unsharded_param()
         group._to_unsharded()
@@ -188,17 +204,17 @@ class Unit:
 
     def show_whole(self) -> None:
         """Sets the gathered parameters on the modules."""
-        for param in self._params():
-            param._setattr_on_modules(param._unsharded_param)
+        _show(self._params, map(_WHOLE, self._params))
+        self._guards.pause()
 
     def show_shards(self) -> None:
         """Sets the sharded parameters, which the user knows, on the modules; gathered memory is kept."""
-        for param in self._params():
-            param._setattr_on_modules(param.sharded_param)
+        _show(self._params, map(_SHARDED, self._params))
+        self._guards.resume()
 
     def lend(self, module: nn.Module) -> None:
         """Sets the gathered parameters on one module until its forward has run, if they are still gathered."""
-        mine = [param for param in self._params() if self.is_gathered and _holds(param, module)]
+        mine = [param for param in self._params if self.is_gathered and _holds(param, module)]
         if not mine:
             return
         for param in mine:
@@ -217,9 +233,9 @@ class Unit:
         An operation on a DTensor counts in the DTensor's version, one on its local tensor in that tensor's. Operations
         on lists of DTensors (``torch._foreach_mul_``) and writes through ``.data`` count in neither.
         """
-        shards = [param.sharded_param for group in self.groups for param in group.fsdp_params]
+        shards = list(map(_SHARDED, self._params))
         try:
-            return sum([shard._version + shard._local_tensor._version for shard in shards])
+            return sum(map(_VERSION, shards)) + sum(map(_LOCAL_VERSION, shards))
         except RuntimeError:  # made in inference mode: such tensors have no version
             both = (tensor for shard in shards for tensor in (shard, shard._local_tensor))
             return sum(tensor._version for tensor in both if not tensor.is_inference())
@@ -227,7 +243,7 @@ class Unit:
     def moved(self) -> Tensor | None:
         """The shard of a gathered parameter that is no longer in the all-gather output: a forward gave it other
         memory."""
-        for param in self._params():
+        for param in self._params:
             outputs = param.all_gather_outputs
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None and len(outputs) == 1 and whole.data_ptr() != outputs[0].data_ptr():
@@ -239,7 +255,7 @@ class Unit:
     def hook_gradients(self, make: Callable[[], Callable[[Tensor], None]]) -> None:
         """Registers a post-accumulate-grad hook on each gathered, trained parameter that has none yet. The hook must
         keep nothing alive: it is held in C++, where a reference cycle is never freed."""
-        for param in self._params():
+        for param in self._params:
             whole = param._unsharded_param
             if whole.requires_grad and id(whole) not in self._hooked:
                 whole.register_post_accumulate_grad_hook(make())
@@ -247,7 +263,7 @@ class Unit:
 
     def hook_before_gradients(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Registers a hook that receives each gradient before it is accumulated, and may return another one."""
-        for param in self._params():
+        for param in self._params:
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None and whole.requires_grad and id(whole) not in self._hooked_before:
                 whole.register_hook(hook)
@@ -256,7 +272,7 @@ class Unit:
     def positions_with_gradient(self) -> list[int]:
         """Indices (in the order of :meth:`shards`) of the parameters that have an unreduced gradient. After the
         reduce-scatter FSDP2 can no longer distinguish 'used, zero' from 'not used'."""
-        return [i for i, param in enumerate(self._params()) if _whole_gradient(param) is not None]
+        return [i for i, grad in enumerate(map(_whole_gradient, self._params)) if grad is not None]
 
     @property
     def reduces(self) -> bool:
@@ -292,7 +308,7 @@ class Unit:
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         """``(gathered parameter, shard)`` of each parameter that was gathered before."""
-        found = [(getattr(param, "_unsharded_param", None), param.sharded_param) for param in self._params()]
+        found = [(getattr(param, "_unsharded_param", None), param.sharded_param) for param in self._params]
         return [(whole, shard) for whole, shard in found if whole is not None]
 
     def keep_whole(self, keep: bool) -> None:
@@ -319,7 +335,7 @@ class Unit:
         """Discards gradients that were accumulated and not reduced."""
         for group in self.groups:
             group._partial_reduce_output = None
-        for param in self._params():
+        for param in self._params:
             param.unsharded_accumulated_grad = None
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:
@@ -327,12 +343,8 @@ class Unit:
 
     def shards(self) -> list[tuple[Tensor, nn.Module, str]]:
         """``(sharded parameter, owning module, attribute)`` of each parameter."""
-        infos = ((param.sharded_param, param._module_info) for param in self._params())
+        infos = ((param.sharded_param, param._module_info) for param in self._params)
         return [(shard, info.module, info.param_name) for shard, info in infos]
-
-    def _params(self) -> Iterator[Any]:
-        for group in self.groups:
-            yield from group.fsdp_params
 
 
 def _state(module: nn.Module) -> Any:
@@ -361,14 +373,18 @@ def _has_replicas(group: Any) -> bool:
 def _keep_gradients(group: Any) -> None:
     """Does what a reduction over one rank does, without its buffers: gradients become those of the shards."""
     group._training_state = TrainingState.POST_BACKWARD
-    found = []
+    found, to, added = [], [], []
     for param in (param for param in group.fsdp_params if hasattr(param, "_unsharded_param")):
-        param.accumulate_unsharded_grad_if_needed()
-        grad = param.unsharded_accumulated_grad
-        grad = _whole_gradient(param) if grad is None else grad
+        grad, total = param._unsharded_param.grad, param.unsharded_accumulated_grad
         param.unsharded_accumulated_grad = param._unsharded_param.grad = None
-        if grad is not None:
-            found.append((param, grad.detach().to(group._reduce_dtype or grad.dtype)))
+        if grad is not None and total is not None:
+            to.append(total)
+            added.append(grad)
+        whole = grad if total is None else total
+        if whole is not None:
+            found.append((param, whole.detach().to(group._reduce_dtype or whole.dtype)))
+    if to:
+        foreach_add(to, added)
     if group.reshard_after_backward:
         group.reshard()
     for param, grad in found:
@@ -381,6 +397,20 @@ def _keep_gradients(group: Any) -> None:
         for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(shard)
     group._training_state = TrainingState.IDLE
+
+
+def _show(params: Sequence[Any], tensors: Iterable[Tensor]) -> None:
+    """Sets ``tensors`` on the modules as these parameters. Called several times for each micro-batch, mostly where one module
+    has the parameter, as torch's own attribute."""
+    for param, tensor in zip(params, tensors, strict=True):
+        info = param._module_info
+        module, name = info.module, info.param_name
+        if module._parameters.get(name) is tensor:
+            continue
+        if info.shared_modules or type(module).__setattr__ is not nn.Module.__setattr__:
+            param._setattr_on_modules(tensor)
+        else:
+            module._parameters[name] = tensor
 
 
 def _whole_gradient(param: Any) -> Tensor | None:

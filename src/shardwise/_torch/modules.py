@@ -1,6 +1,7 @@
 """Kinds of modules, and functions that change every tensor of a module."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,30 @@ class PausableHooks:
 
     Args:
         handles: what ``register_forward_hook`` returned, by module.
+        before: they are of ``register_forward_pre_hook``, and are called before those that are registered later.
     """
 
-    def __init__(self, handles: Mapping[nn.Module, RemovableHandle]):
-        self._hooks = [(module._forward_hooks, handle.id) for module, handle in handles.items()]
+    def __init__(self, handles: Mapping[nn.Module, RemovableHandle], *, before: bool = False):
+        of = [(module._forward_pre_hooks if before else module._forward_hooks, h) for module, h in handles.items()]
+        self._hooks: list[tuple[Any, int]] = [(hooks, handle.id) for hooks, handle in of]
         self._functions = [hooks[key] for hooks, key in self._hooks]
+        self._before, self._is_paused = before, False
 
     def pause(self) -> None:
+        if self._is_paused:
+            return
+        self._is_paused = True
         for hooks, key in self._hooks:
             hooks.pop(key, None)
 
     def resume(self) -> None:
+        if not self._is_paused:
+            return
+        self._is_paused = False
         for (hooks, key), function in zip(self._hooks, self._functions, strict=True):
             hooks[key] = function
+            if self._before:
+                hooks.move_to_end(key, last=False)
 
 
 def materialise(module: nn.Module, device: torch.device, *, cut: torch.device) -> None:

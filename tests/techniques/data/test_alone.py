@@ -134,7 +134,7 @@ def copies(num: int, own_loop: bool) -> tuple[dict[str, int], int, int]:
                     optim.zero_grad()
                 else:
                     step(batches)
-        casts = [p._unsharded_param for unit in runtime_of(model).engine.order.units.all() for p in unit._params()]
+        casts = [p._unsharded_param for unit in runtime_of(model).engine.order.units.all() for p in unit._params]
         left = sum(cast.untyped_storage().nbytes() for cast in casts)
         return dict(seen.found), sum(param.numel() for param in model.parameters()), left
 

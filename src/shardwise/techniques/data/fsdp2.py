@@ -320,8 +320,7 @@ class FSDP2Engine:
             self._note(unit.name)
             return
         positions = self._positions[unit.name]
-        for i in unit.positions_with_gradient():
-            self._used[positions[i]] = 1
+        self._used[[positions[i] for i in unit.positions_with_gradient()]] = 1
         if unit.reduces:  # all ranks must reduce in the same order, or gradients are mismatched
             self._note(f"{unit.name} (backward)" if unit.name else "(root) (backward)")
             if unit.name == ROOT and self._sync is not False:
@@ -343,13 +342,19 @@ class FSDP2Engine:
     def _watch_parts(self, root: nn.Module, units: Units) -> None:
         numbers = {id(shard): number for number, unit in units.numbered() for shard, _, _ in unit.shards()}
         heads = {id(module) for unit in units.all() for module in unit.modules}
+        guards: dict[int | None, dict[nn.Module, Any]] = {}
         for prefix, child in canonical_modules(root):
             cut = [param for param in child._parameters.values() if isinstance(param, DTensor)]
             if cut:
-                gathers = self.order.gathers(numbers[id(cut[0])])
+                number = numbers[id(cut[0])]
+                gathers = self.order.gathers(number)
                 child.__dict__[GATHERS] = gathers
                 if id(child) not in heads:
-                    child.register_forward_pre_hook(refuse_ungathered(prefix, gathers))
+                    handle = child.register_forward_pre_hook(refuse_ungathered(prefix, gathers))
+                    if {numbers[id(param)] for param in cut} == {number}:
+                        guards.setdefault(number, {})[child] = handle
+        for number, handles in guards.items():
+            units.unit(number).guard(handles)
 
     def _watch_gradients(self) -> None:
         """Registers hooks on the parameters themselves. Gradients of unsharded parameters are summed by exchanges. A
