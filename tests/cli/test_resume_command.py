@@ -124,7 +124,7 @@ def test_under_a_launcher_its_own_command_resumes(here):
             20,
             "the first was due after step 50; --checkpoint.every=10 would have kept step 20",
         ),
-        (("checkpoint.every=2",), 2, "the save after step 2 had not finished"),
+        (("checkpoint.every=2",), 2, "no save after step 2 or later was finished"),
     ],
 )
 def test_a_run_without_a_checkpoint_says_what_would_have_kept_one(here, overrides, done, told):

@@ -179,6 +179,19 @@ def test_leaving_at_the_last_window_starts_the_next_epoch():
     assert len(list(loader)) == 2 and loader.epoch == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"shuffle": "False"}, "shuffle='False'"),
+        ({"shuffle": 1}, "shuffle=1"),
+        ({"pin_memory": "yes"}, "pin_memory='yes'"),
+    ],
+)
+def test_flags_are_true_or_false(option, told):
+    with pytest.raises(ConfigError, match=told):
+        Loader([{"x": 1}], fake_world(0, 1), global_batch=1, micro_batch=1, **option)
+
+
 def test_two_loops_over_one_loader_are_refused():
     loader = make(10, 1, 2)
     outer = iter(loader)

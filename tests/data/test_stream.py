@@ -2,6 +2,7 @@
 
 import copy
 
+import datasets
 import pytest
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch.utils.data import IterableDataset
 
 import shardwise as sw
 from shardwise.data.loader import Loader
+from shardwise.data.stream import first_of
 from shardwise.errors import ConfigError, RankError, UsageError
 from shardwise.state.checkpoint import CheckpointManager
 
@@ -202,6 +204,33 @@ def test_a_stream_that_raised_goes_on_where_it_was(loads):
     assert found + rows(loader) == [list(range(8)), list(range(8, 16)), list(range(16, 22))]
 
 
+def test_the_first_samples_can_be_looked_at():
+    dataset = Going()
+    assert [int(sample["x"]) for sample in first_of(dataset, 2)] == [0, 1]
+    assert rows(loader_on(dataset), 1) == [list(range(8))]
+
+
+def _shuffled():
+    data = datasets.Dataset.from_dict({"x": [float(i) for i in range(40)]}).to_iterable_dataset(num_shards=2)
+    return data.shuffle(seed=3, buffer_size=12)
+
+
+def _mixed():
+    return datasets.interleave_datasets([_shuffled(), _shuffled()])
+
+
+@pytest.mark.parametrize("make", [_shuffled, _mixed])
+def test_a_shuffle_buffer_loses_nothing(make):
+    """Its state has not the samples in the buffer: the stream is read again, and what came before is left out."""
+    whole = rows(loader_on(make()))
+    assert sorted(x for row in whole for x in row)[:: 2 if make is _mixed else 1] == list(range(40))
+    first = loader_on(make())
+    assert rows(first, 2) == whole[:2]
+    again = loader_on(make())
+    again.load_state_dict(first.state_dict())
+    assert rows(again) == whole[2:]
+
+
 def test_a_data_loader_that_gives_samples_is_a_stream():
     """As torchdata's StatefulDataLoader(..., batch_size=None), with workers of its own."""
     found = rows(loader_on(torch.utils.data.DataLoader(Torchs(), batch_size=None)))
@@ -330,4 +359,4 @@ def split():
 
 def test_a_stream_that_splits_itself_over_ranks_is_told(ranks):
     for text in ranks.run(split, 2):
-        assert "the ranks have other samples in their datasets" in text and "not a part for each rank" in text
+        assert "has read other samples of its stream than rank" in text and "no part for each rank" in text

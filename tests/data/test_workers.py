@@ -1,5 +1,6 @@
 """Worker processes of a Loader: the windows that it gives without them, in their order, whoever reads and wherever a run resumes."""
 
+import collections
 import contextlib
 import errno
 import gc
@@ -16,10 +17,12 @@ import pytest
 import torch
 from data.test_data import fake_world
 from torch import nn
+from torch.utils.data import Subset
 
 import shardwise as sw
 from shardwise.data import workers
 from shardwise.data.loader import Loader
+from shardwise.errors import UsageError
 
 NUM = 23
 
@@ -134,6 +137,69 @@ def test_random_numbers_depend_on_the_seed_the_epoch_and_the_micro_batch_alone()
     assert all(other == first for other in others)
     for numbers in zip(*[row for epoch in first for row in epoch.values()], strict=True):
         assert len(set(numbers)) == 2 * NUM
+
+
+class Steps:
+    """Transforms in a row, as torchvision has them."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.transforms = list(steps)
+
+
+class Wrapped(Rows):
+    """Draws from a generator that lies four attributes and a list deep."""
+
+    def __init__(self) -> None:
+        self.transform = Steps(Steps(Drawing()))
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.transform.transforms[0].transforms[0][i]
+
+
+def test_generators_deep_inside_of_a_dataset_are_found():
+    part = Subset(Subset(Wrapped(), range(NUM)), range(NUM))
+    with_workers, without = [seen(loaders(1, part, num_workers=num), key="drawn") for num in (2, 0)]
+    assert with_workers == without
+
+
+def history(samples: list[Any]) -> dict[str, Any]:
+    return {"x": torch.nn.functional.linear(torch.ones(2, 3), torch.ones(3, 3, requires_grad=True))}
+
+
+class Unpicklable(torch.Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("not this one")
+
+
+def subclass(samples: list[Any]) -> dict[str, Any]:
+    return {"x": torch.ones(2).as_subclass(Unpicklable)}
+
+
+@pytest.mark.parametrize(("collate", "why"), [(history, "autograd history"), (subclass, "not this one")])
+def test_a_batch_that_no_worker_can_hand_over_is_refused(collate, why):
+    with pytest.raises(UsageError, match=f"'x' that no worker can hand over(.|\n)*{why}"):
+        seen(loaders(1, collate=collate, num_workers=1), key="x")
+
+
+def raises(samples: list[Any]) -> Any:
+    class LocalError(Exception):
+        pass
+
+    raise LocalError("row 5 is broken")
+
+
+def test_an_error_that_cannot_be_pickled_is_told():
+    with pytest.raises(UsageError, match=r"a worker has raised LocalError(.|\n)*row 5 is broken(.|\n)*in raises"):
+        seen(loaders(1, collate=raises, num_workers=1))
+
+
+def by_default(samples: list[Any]) -> Any:
+    return collections.defaultdict(lambda: None, {"i": torch.stack([sample["i"] for sample in samples])})
+
+
+def test_a_mapping_that_cannot_be_pickled_is_handed_over_as_a_dict():
+    with_worker, without = [seen(loaders(1, collate=by_default, num_workers=num)) for num in (1, 0)]
+    assert with_worker == without
 
 
 def _states():

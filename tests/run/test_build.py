@@ -30,6 +30,54 @@ def test_no_path_is_the_help_text_cut_in_two():
     assert corpus.text.startswith(bytes(corpus.train.tokens[:50]).decode())
 
 
+OWN_DATA = """
+from torch.utils.data import IterableDataset
+
+class Lines(IterableDataset):
+    def __iter__(self):
+        return iter([{"x": i} for i in range(5)])
+
+class Going(Lines):
+    given = 0
+    def __iter__(self):
+        while self.given < 5:
+            self.given += 1
+            yield {"x": self.given - 1}
+    def state_dict(self):
+        return {"given": self.given}
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+def lines(): return Lines()
+def going(): return Going()
+def nothing_to_validate(): return [{"x": 1}], []
+def nothing(): return []
+"""
+
+
+@pytest.mark.parametrize("name", ["lines", "going"])
+def test_a_look_at_a_stream_takes_nothing_of_it(tmp_path, name):
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    corpus = open_data(Data(build=f"{tmp_path}/own.py:{name}"), vocab=None)
+    assert corpus.val is None and corpus.example()["x"].tolist() == [0, 1]
+    assert [sample["x"] for sample in corpus.train] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("name", "what"), [("nothing", "to train on"), ("nothing_to_validate", "to validate")])
+def test_no_samples_are_told_before_training(tmp_path, name, what):
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    with pytest.raises(ConfigError, match=f"a dataset of 0 samples {what}"):
+        open_data(Data(build=f"{tmp_path}/own.py:{name}"), vocab=None)
+
+
+def test_what_one_device_can_do_says_nothing_for_own_data(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    with pytest.raises(ConfigError, match=r"log.peak_tflops=1 with data.build"):
+        RunConfig(
+            data=Data(build=f"{tmp_path}/own.py:lines"), model=Model(build="a.b:c"), log=Log(peak_tflops=1.0)
+        ).check()
+
+
 def test_text_files_are_bytes_and_arrays_have_no_text(tmp_path):
     (tmp_path / "t.md").write_text("one two three " * 100)
     assert open_data(Data(path=str(tmp_path / "t.md"), seq_len=16), vocab=256).text.startswith("one two")

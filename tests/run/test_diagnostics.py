@@ -52,6 +52,17 @@ def test_a_run_that_is_resumed_within_the_window_traces_the_rest(tmp_path):
     assert run(Train(profile="3:7"), tmp_path, 9, first=7) == []
 
 
+@pytest.mark.parametrize(("done", "told"), [(2, False), (6, False), (7, True), (20, True)])
+def test_a_window_before_the_resumed_steps_is_told(tmp_path, done, told):
+    troubles: list[str] = []
+    looks = Diagnostics(Train(profile="3:8"), CPU, tmp_path, print, troubles.append)
+    looks.tell_missed(done)
+    assert (
+        troubles
+        == [f"train.profile records nothing: its steps are before step {done + 1}, with which this run goes on"] * told
+    )
+
+
 def test_a_trace_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     def full(path):
         Path(path).touch()

@@ -178,7 +178,7 @@ def test_weights_that_fit_nowhere_are_said_to_be_lost_and_leave_nothing_behind(r
     for kind, text, _ in ranks.run(_train, 2, folder, "full everywhere"):
         assert (
             kind == "CheckpointError"
-            and "no other place had room either, so the weights of these 2 steps are lost" in text
+            and "they could not be written in another place either, so the weights of these 2 steps are lost" in text
         )
         assert str(folder / "run/metrics.jsonl") in text
     assert not list(folder.glob("**/shardwise-weights-*"))

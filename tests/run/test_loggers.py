@@ -205,6 +205,20 @@ def test_a_logger_of_ones_own_that_fails_is_told_once_and_left_out(tmp_path, own
     assert (tmp_path / "own.txt").read_text().splitlines()[-1] == "closed"
 
 
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return None", "it returned NoneType, which has no log and no close()"),
+        ("return type('Half', (), {'log': print})()", "it returned Half, which has no close()"),
+    ],
+)
+def test_what_is_no_logger_is_told_at_the_start(tmp_path, body, why):
+    (tmp_path / "own.py").write_text(f"def make(folder, config, done):\n    {body}\n")
+    troubles: list[str] = []
+    Loggers(msgspec.convert({"log": {"to": [f"{tmp_path}/own.py:make"]}}, RunConfig), tmp_path, 0, troubles.append)
+    assert len(troubles) == 1 and why in troubles[0]
+
+
 class TestRefused:
     def test_a_package_that_is_missing(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from layouts import every_layout
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import shardwise as sw
 
@@ -90,6 +91,30 @@ def test_evaluation_with_unequal_batches_is_token_weighted(ranks):
     for scores in ranks.run(evaluate_unequal, 3, "dp_shard=3"):
         assert scores == pytest.approx(expected, rel=1e-12)
     assert expected["num_tokens"] == sum(int((b["labels"] != -100).sum()) for b in _batches())
+
+
+def evaluate_the_rest():
+    """Of a Loader whose loop was left after its first window."""
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(Net, world)
+        samples = [{"input_ids": torch.arange(7)} for _ in range(12)]
+        loader = sw.Loader(samples, world, global_batch=4, micro_batch=2)
+        next(iter(loader))
+        told = []
+        for given in (loader, torch.utils.data.DataLoader(TensorDataset(torch.ones(4, 6).long()))):
+            try:
+                sw.evaluate(model, given)
+            except sw.UsageError as error:
+                told.append(str(error))
+        loader = sw.Loader(samples, world, global_batch=4, micro_batch=2)
+        return told, [sw.evaluate(model, loader)["num_tokens"] for _ in range(2)]
+
+
+def test_an_evaluation_is_of_all_samples(ranks):
+    for (partial, tuples), tokens in ranks.run(evaluate_the_rest, 2):
+        assert "sw.evaluate of a Loader in the middle of an epoch" in partial and "left after 4 samples" in partial
+        assert "a micro-batch that is a Tensor" in tuples
+        assert tokens == [12 * 6] * 2
 
 
 def evaluate_nothing():

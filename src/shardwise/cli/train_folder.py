@@ -173,7 +173,8 @@ class RunFolder:
         steps = self.display.steps or self.config.train.steps or done
         if newest is None and kept.every is not None and done >= kept.every:
             self.display.row(
-                "resume", f"not possible, no checkpoint is there: the save after step {kept.every} had not finished"
+                "resume",
+                f"not possible, no checkpoint is there: no save after step {kept.every} or later was finished; errors of saves are above",
             )
             return
         if newest is None:

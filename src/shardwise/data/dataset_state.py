@@ -17,7 +17,7 @@ from shardwise.world.rng import is_generator, set_state, state_of
 
 __all__ = ["DatasetState", "load_states", "states_in"]
 
-_DEPTH, _MOST = 4, 64  # levels of attributes searched; longer lists and mappings are not searched
+_DEPTH, _MOST = 8, 64  # levels of attributes searched; longer lists and mappings are not searched
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _inside(value: Any, place: str, seen: set[int], depth: int) -> Iterator[tupl
         yield place, value
     if depth:
         for name, inner in _members(value):
-            yield from _inside(inner, f"{place}.{name}", seen, depth - 1)
+            yield from _inside(inner, f"{place}.{name}", seen, depth - (not isinstance(value, list | tuple)))
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:

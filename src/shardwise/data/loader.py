@@ -29,6 +29,7 @@ from shardwise.data.batch import IGNORED, MicroBatch, Place, default_collate
 from shardwise.data.dataset_state import DatasetState, states_in
 from shardwise.data.labels import make_labels, shift_labels
 from shardwise.data.loader_checks import (
+    check_flags,
     check_sizes,
     check_stream,
     check_workers,
@@ -143,6 +144,7 @@ class Loader:
         prefetch: int | None = None,
         pin_memory: bool = True,
     ):
+        check_flags(shuffle=shuffle, pin_memory=pin_memory)
         check_sizes(global_batch, micro_batch, micro_tokens)
         check_workers(num_workers, prefetch)
         self.num_workers, self.prefetch, self.pin_memory = num_workers, prefetch or _PREFETCH, pin_memory
@@ -250,6 +252,16 @@ class Loader:
         """Context manager: a rank that waits for its data, or for a worker that is stopped, is named with that."""
         watch = getattr(self.world, "watch", None)
         return contextlib.nullcontext() if watch is None else watch.doing("reading data")
+
+    def refuse_partial(self, what: str) -> None:
+        """Raises UsageError in the middle of an epoch, for ``what`` that is meant for all samples."""
+        if self._position and not self._is_over and self._position != self.num_samples:
+            raise UsageError(
+                f"{what} of a Loader in the middle of an epoch",
+                why=f"a loop over it was left after {self._position} samples, or is running: the next one goes on from there, and those before it "
+                "would be left out",
+                fix="give it a Loader of its own, and let each loop over that run to its end",
+            )
 
     def _next_epoch(self) -> None:
         self.epoch, self._position, self._state, self._is_over = self.epoch + 1, 0, None, False

@@ -8,7 +8,15 @@ from shardwise.data.dataset_state import DatasetState
 from shardwise.errors import ConfigError, UsageError
 from shardwise.world.rng import is_generator
 
-__all__ = ["check_sizes", "check_stream", "check_workers", "length_of", "refuse_data_loader", "refuse_own_state"]
+__all__ = [
+    "check_flags",
+    "check_sizes",
+    "check_stream",
+    "check_workers",
+    "length_of",
+    "refuse_data_loader",
+    "refuse_own_state",
+]
 
 
 def check_sizes(global_batch: int, micro_batch: int | None, micro_tokens: int | None = None) -> None:
@@ -29,6 +37,16 @@ def check_sizes(global_batch: int, micro_batch: int | None, micro_tokens: int | 
             why=f"a window of {global_batch} samples cannot be cut into micro-batches of {micro_batch}",
             fix=f"use micro_batch={near}, or global_batch={-(-global_batch // micro_batch) * micro_batch}",
         )
+
+
+def check_flags(*, shuffle: bool | None, pin_memory: bool) -> None:
+    for name, value, can_be in (("shuffle", shuffle, (True, False, None)), ("pin_memory", pin_memory, (True, False))):
+        if not any(value is each for each in can_be):
+            raise ConfigError(
+                f"{name}={value!r}",
+                why=f'it is {" or ".join(map(str, can_be))}; a text, "False" too, would count as True',
+                fix=f"give one of them: {name}=False",
+            )
 
 
 def check_workers(num_workers: int, prefetch: int | None) -> None:

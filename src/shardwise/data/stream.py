@@ -13,7 +13,7 @@ from shardwise.data.batch import default_collate
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model.pytrees import leaves_of
 
-__all__ = ["Stream", "is_stream"]
+__all__ = ["Stream", "first_of", "is_stream"]
 
 _SAMPLES = 4  # of a window, that are compared over ranks
 _BYTES = 1 << 12  # of each tensor in them
@@ -26,12 +26,38 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
 
 
+def first_of(stream: Any, count: int) -> list[Any]:
+    """The first samples of a stream, whose own state is afterwards what it was."""
+    has_state = _has_state(stream)
+    before = copy.deepcopy(stream.state_dict()) if has_state else None
+    samples = list(itertools.islice(stream, count))
+    if has_state:
+        stream.load_state_dict(before)
+    return samples
+
+
+def _has_state(dataset: Any) -> bool:
+    """Whether a dataset can go on where it was. A stream of Hugging Face datasets with a shuffle buffer cannot: the samples in
+    its buffer are not in its state."""
+    if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    return not _has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _has_shuffle_buffer(part: Any) -> bool:
+    """Of what a Hugging Face stream is made of, which says so nowhere else."""
+    inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return type(part).__name__.startswith("BufferShuffled") or any(
+        _has_shuffle_buffer(each) for each in inner if each is not None
+    )
+
+
 class Stream:
     """Reads an iterable dataset, from any sample on.
 
     A dataset with ``state_dict`` and ``load_state_dict`` (``datasets.IterableDataset``, torchdata's nodes and
-    ``StatefulDataLoader``) goes on from its state. Any other is read again from the start of the epoch, and as many samples
-    are left out. ``set_epoch(epoch)`` is called at each start, if there is one.
+    ``StatefulDataLoader``) goes on from its state. Any other, and one of Hugging Face with a shuffle buffer, is read again from
+    the start of the epoch, and as many samples are left out. ``set_epoch(epoch)`` is called at each start, if there is one.
 
     Args:
         dataset: each ``iter(dataset)`` begins a new pass over the samples.
@@ -51,7 +77,7 @@ class Stream:
                 fix="give an object whose __iter__ starts anew: a class with `def __iter__(self): yield ...`",
             )
         self.dataset = dataset
-        self.has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.has_state = _has_state(dataset)
         self._first = self._taken()  # its state before anything was read
         self._items: Iterator[Any] | None = None
         self._held: list[Any] = []  # the sample after those that were taken, if there is one

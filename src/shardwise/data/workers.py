@@ -7,15 +7,17 @@ import errno
 import functools
 import gc
 import os
+import pickle
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardwise._torch.data_workers import end_workers, no_signal_of_workers, why_ended
@@ -26,6 +28,7 @@ from shardwise.world.rng import derive_seed, forked_generators, forked_streams, 
 
 __all__ = ["Reader", "Task", "read_ahead"]
 
+_FIX_OF_ENDED = "{}; or read without workers, which shows where: num_workers=0"
 _GRACE_S = 60.0  # for which a worker goes on after SIGTERM
 
 
@@ -124,7 +127,11 @@ def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefe
         raise UsageError(
             f"Loader(num_workers={num_workers}), of which a worker process ended",
             why=why,
-            fix="look whether memory has run out (each worker has the dataset), or read without them: num_workers=0",
+            fix=_FIX_OF_ENDED.format(
+                "look whether memory has run out (each worker has the dataset)"
+                if "exit status -9" in why
+                else "look at what the dataset, collate and prepare call that ends a process: exit(), or native code that crashes"
+            ),
         ) from error
     finally:
         has_ended.value = True
@@ -140,13 +147,47 @@ class _Reading(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Batch | ShardwiseError:
         try:
-            batch = self._reader(index)
+            batch = dict(self._reader(index))  # a mapping of another kind may not be picklable
             # DataLoader would do it in a thread, whose errors are lost: the rank would wait for the batch for ever.
-            for value in batch.values():
+            for name, value in batch.items():
+                _refuse_unfit(name, value, self._num_workers)
                 _share(value, self._num_workers)
             return batch
         except ShardwiseError as error:  # which DataLoader could not make anew in the rank
             return error
+        except Exception as error:
+            if _can_be_pickled(type(error)):
+                raise
+            return UsageError(
+                f"Loader(num_workers={self._num_workers}), of which a worker has raised {type(error).__name__}",
+                why=f"{error}\n{traceback.format_exc()}",
+                fix="look at the dataset, collate and prepare; the error's class cannot be pickled, as one that a function defines",
+            )
+
+
+def _can_be_pickled(value: Any) -> bool:
+    with contextlib.suppress(Exception):
+        pickle.dumps(value)
+        return True
+    return False
+
+
+def _refuse_unfit(name: Any, value: Tensor, num_workers: int) -> None:
+    """Raises UsageError for what cannot be handed over to another process."""
+    why = None
+    if value.requires_grad and not value.is_leaf:
+        why = "it has an autograd history: a model has computed it, with gradients on"
+    elif type(value) not in (Tensor, nn.Parameter) or not isinstance(name, str):
+        try:
+            pickle.dumps((name, value))
+        except Exception as error:
+            why = f"it cannot be pickled: {type(error).__name__}: {error}"
+    if why is not None:
+        raise UsageError(
+            f"Loader(num_workers={num_workers}), of which a micro-batch has {name!r} that no worker can hand over",
+            why=why,
+            fix="make it in collate or in the dataset under torch.no_grad(), of plain tensors; or read without workers: num_workers=0",
+        )
 
 
 def _share(value: Tensor, num_workers: int) -> None:

@@ -212,6 +212,12 @@ class RunConfig(Options, frozen=True, kw_only=True):
             record = getattr(self, section)
             if getattr(record, key) is None:
                 msgspec.structs.force_setattr(self, section, msgspec.structs.replace(record, **{key: value}))
+        if self.log.peak_tflops is not None and self.data.build is not None:
+            raise ConfigError(
+                f"log.peak_tflops={self.log.peak_tflops:g} with data.build",
+                why="it is for MFU, which counts the model's operations on a sample of tokens; what a sample of your own data is is not known",
+                fix="remove it",
+            )
         if self.train.steps is not None:
             check_steps(self, self.train.steps)
 

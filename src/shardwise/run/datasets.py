@@ -4,7 +4,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from shardwise.data.batch import default_collate
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.data.labels import make_labels
 from shardwise.data.sft.dataset import SFTDataset
+from shardwise.data.stream import first_of, is_stream
 from shardwise.data.token_cache import Say, TokenCache, cache_of
 from shardwise.errors import ConfigError
 from shardwise.run.config import Data, RunConfig
@@ -43,10 +43,8 @@ class RunData:
 
     def example(self) -> Mapping[str, Tensor]:
         """A micro-batch of two samples, as a step gets it."""
-        if hasattr(self.train, "__getitem__"):
-            samples = [self.train[i] for i in range(min(2, len(self.train)))]
-        else:
-            samples = [*islice(self.train, 2)]
+        is_numbered = not is_stream(self.train)
+        samples = [self.train[i] for i in range(min(2, len(self.train)))] if is_numbered else first_of(self.train, 2)
         return make_labels((self.collate or default_collate)(samples))
 
     @property
@@ -121,7 +119,15 @@ def _own(data: Data, build: str) -> RunData:
                 why=f"it returned {type(part).__name__}, and a dataset has len() and [i], or is iterable",
                 fix="return a dataset, or a pair of one to train on and one to validate",
             )
-    if val is None and data.val_fraction > 0 and hasattr(train, "__len__") and hasattr(train, "__getitem__"):
+    for part, what in ((train, "to train on"), (val, "to validate")):
+        if part is not None and not is_stream(part) and not len(part):
+            raise ConfigError(
+                f"data.build={build!r}: a dataset of 0 samples {what}",
+                why="there is nothing to make a micro-batch of",
+                fix="look at the files and filters that it is made of"
+                + ("; to validate nothing return the other dataset alone, with data.val_fraction=0" * (part is val)),
+            )
+    if val is None and data.val_fraction > 0 and not is_stream(train):
         cut = len(train) - max(1, round(data.val_fraction * len(train)))
         if cut < 1:
             raise ConfigError(

@@ -78,6 +78,19 @@ class Diagnostics:
                 fix="remove it, or run on cuda",
             )
 
+    def tell_missed(self, done: int) -> None:
+        """Says of a run that resumes after ``done`` steps what it will not record."""
+        window = self._window
+        missed = {
+            "train.profile": window is not None and window.stop <= done + 1,
+            "train.memory_snapshot": self._snapshot is not None and self._snapshot <= done,
+        }
+        for key, is_missed in missed.items():
+            if is_missed:
+                self._trouble(
+                    f"{key} records nothing: its steps are before step {done + 1}, with which this run goes on"
+                )
+
     def begin(self, step: int) -> None:
         """Called before step ``step``, counted from 1."""
         if (

@@ -260,6 +260,7 @@ class _Run:
         text = f"from step {self.done} of {checkpoints.folder}: {rest}{more} (--fresh starts from the beginning)"
         changes = f"\nfrom here on: {', '.join(checkpoints.changes)}" if checkpoints.changes else ""
         self.emit("resumed", text=text + changes)
+        self.diagnostics.tell_missed(self.done)
 
     def count_again(self) -> None:
         """Counts the steps of a resumed run of epochs from where it is: what is left of the data, in windows of this run's
@@ -544,8 +545,8 @@ class _Run:
                     folder.rmdir()
         steps = f"{self.last['steps']} steps"
         if saved is None:
-            outcome = f"no other place had room either, so the weights of these {steps} are lost"
-            fix = "free space or name a folder on another disk (--log.dir=PATH), and run again"
+            outcome = f"they could not be written in another place either, so the weights of these {steps} are lost"
+            fix = "free space or name a folder on another disk (--log.dir=PATH), raise a limit of file sizes (ulimit -f), and run again"
         else:
             outcome = f"the weights of these {steps} were written to {saved} instead"
             self.emit("weights", path=str(saved), dtype=stored_dtype(self.model))

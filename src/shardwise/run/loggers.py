@@ -222,7 +222,7 @@ class Loggers:
         for word in config.log.to:
             make = _KNOWN[word][1] if word in _KNOWN else load_target(word, what="log.to")
             with self._told(word):
-                self._loggers[word] = make(folder, values, done)
+                self._loggers[word] = _made(make(folder, values, done))
 
     def log(self, row: Mapping[str, Any]) -> None:
         for word in list(self._loggers):
@@ -246,6 +246,13 @@ class Loggers:
                 with contextlib.suppress(Exception):  # the first error is the one to tell
                     failed.close()
             self._trouble(f"log.to={word}: {type(error).__name__}: {error}; training goes on without it")
+
+
+def _made(logger: Any) -> Logger:
+    missing = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
+    if missing:
+        raise TypeError(f"it returned {type(logger).__name__}, which has no {' and no '.join(missing)}()")
+    return logger
 
 
 def _move_aside(place: Path) -> None:

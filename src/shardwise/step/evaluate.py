@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.data.batch import Place, is_padding
 from shardwise.data.labels import compare_labels, judge_labels
-from shardwise.data.loader import mark_used
+from shardwise.data.loader import Loader, mark_used
 from shardwise.errors import UsageError
 from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
@@ -21,6 +21,7 @@ from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.loss import (
     Batch,
     Loss,
+    as_micro_batches,
     as_sums,
     counter_of,
     forward_of,
@@ -68,7 +69,7 @@ def evaluate(
         ``{"loss": ..., "num_tokens": ..., other entries of the loss}``.
 
     Raises:
-        UsageError: no rank has a batch.
+        UsageError: no rank has a batch; a batch is no mapping; a :class:`Loader` in the middle of an epoch.
         ConfigError: an entry of the loss is a mean; labels that are the inputs at their own places (see
             :mod:`shardwise.data.labels`).
         RankError: a rank does not take part: it has exited, or makes another call.
@@ -172,8 +173,10 @@ class _Item(NamedTuple):
 
 def _flat(loader: Iterable[Any], axis: Any) -> Iterator[_Item]:
     numbers = _Numbers(axis)
+    if isinstance(loader, Loader):
+        loader.refuse_partial("sw.evaluate")
     for item in loader:
-        batches = [item] if isinstance(item, Mapping) else list(item)
+        batches = as_micro_batches([item] if isinstance(item, Mapping | Tensor) else item)
         mark_used(batches)
         for batch in batches:
             yield _Item(batch, not is_padding(batch), numbers.next(batch))

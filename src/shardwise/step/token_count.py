@@ -180,6 +180,14 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
 def _datasets_differ(runtime: Runtime, loader: Loader | None, data: Any, place: str) -> RankError:
     told = runtime.world.agreement.gather(None if loader is None else (data.digest, loader.num_samples), place)
     usual, ranks = minority(told)
+    if all(each is not None and each[1] is None for each in told):
+        return RankError(
+            f"sw.Loader: rank {ranks[0]} has read other samples of its stream than rank {told.index(usual)}",
+            why=f"{place}: each rank reads the whole stream and keeps its part of it, so that samples would be seen twice, and others never",
+            fix="let the stream give the same samples in the same order on every rank: no part for each rank (split_by_node), no random numbers but "
+            "from a generator of its own with one seed, and no shorter file on one of them",
+            ranks=ranks,
+        )
     return RankError(
         "sw.Loader: the ranks have other samples in their datasets",
         why=f"rank {ranks[0]} has {_samples(told[ranks[0]])}, rank {told.index(usual)} {_samples(usual)}, which are others. A Loader gives each rank its part of one "
