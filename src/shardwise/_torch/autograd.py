@@ -21,16 +21,17 @@ __all__ = [
     "checkpointed",
     "current_backward",
     "function_modes",
+    "hook_counts",
     "hooks_of_saved_tensors",
+    "in_backward",
     "num_hooks",
-    "nums_of_hooks",
     "share_hooks",
     "unseen",
     "without_subclasses",
 ]
 
 
-_BEFORE, _AFTER = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_TENSOR_HOOKS, _POST_ACCUMULATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 without_subclasses = torch._C.DisableTorchFunctionSubclass
 """Context manager: functions of tensors are not given to the subclasses of ``Tensor`` among their arguments."""
@@ -43,6 +44,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the running backward, which no other has; -1 outside of one."""
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a node of a backward."""
+    return current_backward() != -1
 
 
 class RunningBackward:
@@ -88,9 +94,13 @@ def num_hooks(tensor: Tensor) -> tuple[int, int]:
     return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
 
 
-def nums_of_hooks(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Numbers of hooks on each of ``tensors``, as :func:`num_hooks` tells them; without a call in Python for each."""
-    return list(map(length_hint, map(_BEFORE, tensors))), list(map(length_hint, map(_AFTER, tensors)))
+def hook_counts(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """:func:`num_hooks` of many tensors, as two lists."""
+    # length_hint(None) is 0: a tensor without hooks has no dict.
+    return (
+        list(map(length_hint, map(_TENSOR_HOOKS, tensors))),
+        list(map(length_hint, map(_POST_ACCUMULATE_HOOKS, tensors))),
+    )
 
 
 def share_hooks(tensor: Tensor, other: Tensor) -> None:

@@ -6,7 +6,7 @@ by rank where ranks run different code. :mod:`shardwise.techniques.data.unit_ord
 methods here.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -19,17 +19,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch.fully_shard import groups_of, take_reductions
 from shardwise._torch.modules import PausableHooks
-from shardwise._torch.operators import foreach_add
 
-__all__ = ["Unit", "in_backward", "take_over", "when_interrupted"]
+__all__ = ["Unit", "take_over", "when_interrupted"]
 
 _SHARDED, _WHOLE = map(attrgetter, ("sharded_param", "_unsharded_param"))
 _VERSION, _LOCAL_VERSION = map(attrgetter, ("_version", "_local_tensor._version"))
-
-
-def in_backward() -> bool:
-    """Whether this thread is running a node of a backward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def take_over(root: nn.Module) -> None:
@@ -82,7 +76,7 @@ class Unit:
         self._state = _state(self.modules[0])
         self.groups: list[Any] = groups_of(self._state)
         self._params = [param for group in self.groups for param in group.fsdp_params]
-        self._guards = PausableHooks({}, before=True)
+        self._guards = PausableHooks([])
         self._hooked: set[int] = set()
         self._hooked_before: set[int] = set()
         self._is_whole = all(map(_is_whole, self.groups))
@@ -90,10 +84,9 @@ class Unit:
         self._keeps_whole = self._reuses = self._ends = False
         self._version = -1  # of the shards when they were cast or gathered, if that is used again
 
-    def guard(self, handles: Mapping[nn.Module, RemovableHandle]) -> None:
-        """Takes pre-hooks of modules, by what ``register_forward_pre_hook`` has returned, that are called only while the modules
-        hold shards."""
-        self._guards = PausableHooks(handles, before=True)
+    def guard(self, handles: Sequence[RemovableHandle]) -> None:
+        """Pauses these forward pre-hooks while the modules hold whole parameters."""
+        self._guards = PausableHooks(handles, first=True)
 
     @property
     def is_trained(self) -> bool:
@@ -138,8 +131,7 @@ class Unit:
         self._version = self.version()
         shards = [param._sharded_param_data for param in group.fsdp_params]
         for param, shard in zip(group.fsdp_params, shards, strict=True):
-            if not param.all_gather_outputs:
-                param.init_all_gather_outputs([shard.numel()], [param.param_dtype or shard.dtype], 1, group.device)
+            param.init_all_gather_outputs([shard.numel()], [param.param_dtype or shard.dtype], 1, group.device)
         outputs = [param.all_gather_outputs[0] for param in group.fsdp_params]
         for output in outputs:
             alloc_storage(output)
@@ -373,18 +365,17 @@ def _has_replicas(group: Any) -> bool:
 def _keep_gradients(group: Any) -> None:
     """Does what a reduction over one rank does, without its buffers: gradients become those of the shards."""
     group._training_state = TrainingState.POST_BACKWARD
-    found, to, added = [], [], []
-    for param in (param for param in group.fsdp_params if hasattr(param, "_unsharded_param")):
-        grad, total = param._unsharded_param.grad, param.unsharded_accumulated_grad
+    params = [param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
+    both = [(p.unsharded_accumulated_grad, p._unsharded_param.grad) for p in params]
+    added = [(total, grad) for total, grad in both if total is not None and grad is not None]
+    if added:
+        torch._foreach_add_([total for total, _ in added], [grad for _, grad in added])
+    found = []
+    for param, (total, grad) in zip(params, both, strict=True):
         param.unsharded_accumulated_grad = param._unsharded_param.grad = None
-        if grad is not None and total is not None:
-            to.append(total)
-            added.append(grad)
         whole = grad if total is None else total
         if whole is not None:
             found.append((param, whole.detach().to(group._reduce_dtype or whole.dtype)))
-    if to:
-        foreach_add(to, added)
     if group.reshard_after_backward:
         group.reshard()
     for param, grad in found:
@@ -400,17 +391,11 @@ def _keep_gradients(group: Any) -> None:
 
 
 def _show(params: Sequence[Any], tensors: Iterable[Tensor]) -> None:
-    """Sets ``tensors`` on the modules as these parameters. Called several times for each micro-batch, mostly where one module
-    has the parameter, as torch's own attribute."""
+    """Sets ``tensors`` on the modules that do not hold them yet, as these parameters."""
     for param, tensor in zip(params, tensors, strict=True):
         info = param._module_info
-        module, name = info.module, info.param_name
-        if module._parameters.get(name) is tensor:
-            continue
-        if info.shared_modules or type(module).__setattr__ is not nn.Module.__setattr__:
+        if info.module._parameters.get(info.param_name) is not tensor:
             param._setattr_on_modules(tensor)
-        else:
-            module._parameters[name] = tensor
 
 
 def _whole_gradient(param: Any) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Kinds of modules, and functions that change every tensor of a module."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,15 +21,14 @@ class PausableHooks:
     """Forward hooks that can be taken off and put back in less time than one call of a module takes.
 
     Args:
-        handles: what ``register_forward_hook`` returned, by module.
-        before: they are of ``register_forward_pre_hook``, and are called before those that are registered later.
+        handles: what ``register_forward_hook`` or ``register_forward_pre_hook`` has returned.
+        first: those that are put back are called before all others of their module.
     """
 
-    def __init__(self, handles: Mapping[nn.Module, RemovableHandle], *, before: bool = False):
-        of = [(module._forward_pre_hooks if before else module._forward_hooks, h) for module, h in handles.items()]
-        self._hooks: list[tuple[Any, int]] = [(hooks, handle.id) for hooks, handle in of]
+    def __init__(self, handles: Iterable[RemovableHandle], *, first: bool = False):
+        self._hooks: list[tuple[Any, int]] = [(handle.hooks_dict_ref(), handle.id) for handle in handles]
         self._functions = [hooks[key] for hooks, key in self._hooks]
-        self._before, self._is_paused = before, False
+        self._first, self._is_paused = first, False
 
     def pause(self) -> None:
         if self._is_paused:
@@ -44,7 +43,7 @@ class PausableHooks:
         self._is_paused = False
         for (hooks, key), function in zip(self._hooks, self._functions, strict=True):
             hooks[key] = function
-            if self._before:
+            if self._first:
                 hooks.move_to_end(key, last=False)
 
 

@@ -27,11 +27,6 @@ def foreach_scale(tensors: list[Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
-def foreach_add(tensors: list[Tensor], others: list[Tensor]) -> None:
-    """Adds each of ``others`` to the tensor at its place, in place and in its dtype."""
-    torch._foreach_add_(tensors, others)
-
-
 def foreach_copy(tensors: list[Tensor], sources: list[Tensor]) -> None:
     """Copies each of ``sources`` into the tensor at its place."""
     torch._foreach_copy_(tensors, sources)

@@ -53,7 +53,7 @@ PROBES = (
     Probe("torch._C", ("DisableTorchFunctionSubclass",)),
     Probe("torch.cuda.memory", ("_record_memory_history", "_dump_snapshot")),
     Probe("torch._C._autograd", ("_top_saved_tensors_default_hooks",)),
-    Probe("torch", ("_foreach_norm", "_foreach_mul_", "_foreach_copy_")),
+    Probe("torch", ("_foreach_norm", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")),
     Probe("torch.autograd", ("_unsafe_preserve_version_counter",)),
     Probe(
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
@@ -139,7 +139,6 @@ PROBES = (
         (
             "_setattr_on_modules",
             "_sharded_local_tensor",
-            "accumulate_unsharded_grad_if_needed",
             "init_all_gather_outputs",
             "init_unsharded_param",
             "to_accumulated_grad_if_needed",

@@ -239,8 +239,8 @@ class Runtime:
         return found
 
     def owned_gradients(self, *, without: Collection[str] = ()) -> list[Tensor]:
-        """The pieces of all gradients that this rank counts, as :meth:`owned` tells for one. Views. Copies of the whole model are
-        counted in equal parts of what they are packed in: a tenth of the tensors."""
+        """This rank's share of all gradients, as views: over all ranks each element is in one share. Of copies of the whole model it is
+        an equal part of what their gradients are packed in, which are few tensors."""
         data = self.world.axis("dp")
         if data.size == self.world.size and not without and (flats := self.engine.flat_gradients()):
             return [flat.tensor_split(data.size)[data.rank] for flat in flats]
@@ -292,7 +292,7 @@ class Runtime:
 
     @functools.cached_property
     def dtensors(self) -> list[nn.Parameter]:
-        """The parameters that are DTensors: of which ranks store parts."""
+        """The parameters of which ranks store parts."""
         return [param for param in self.parameters.values() if isinstance(param, DTensor)]
 
     @functools.cached_property

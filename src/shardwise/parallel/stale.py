@@ -1,7 +1,7 @@
 """Detects what no longer fits a sharded module: an optimizer built before sharding, a module changed after it."""
 
 from collections.abc import Iterator, Mapping
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise._torch.autograd import num_hooks, nums_of_hooks
+from shardwise._torch.autograd import hook_counts, num_hooks
 from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
@@ -42,12 +42,13 @@ def replaced_name(param: Tensor) -> str | None:
 def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises UsageError for an optimizer that holds a parameter object which sharding has replaced."""
     for group in optimizer.param_groups:
-        if any(map(hasattr, group["params"], repeat(_MARK))):
+        names = [name for param in group["params"] if (name := getattr(param, _MARK, None)) is not None]
+        if names:
             raise UsageError(
                 f"{type(optimizer).__name__} was built before the module was sharded",
                 why="it holds the old parameter objects: its steps would change nothing",
                 fix="build the optimizer from model.parameters() after parallelize",
-                name=next(name for name in map(replaced_name, group["params"]) if name is not None),
+                name=names[0],
             )
 
 
@@ -87,7 +88,7 @@ class ModuleSnapshot:
         self._real = [param for param in self._params if param is not None]
         self._trained = list(map(_REQUIRES_GRAD, self._real))
         self._dtypes = list(map(_DTYPE, self._real))
-        self._hooks = self._accepted_hooks = nums_of_hooks(self._real)
+        self._hooks = self._accepted_hooks = hook_counts(self._real)
         self._named = {name: (param, param.requires_grad) for name, param in _named_parameters(root)}
 
     def check(self) -> None:
@@ -96,7 +97,7 @@ class ModuleSnapshot:
         registered on a parameter where it is not called, or sees only a part of the gradient."""
         if list(map(_DTYPE, self._real)) != self._dtypes:
             raise self._other_dtype()
-        if (hooks := nums_of_hooks(self._real)) != self._accepted_hooks:
+        if (hooks := hook_counts(self._real)) != self._accepted_hooks:
             self._refuse_new_hooks()
             self._accepted_hooks = hooks
         children, params = self._now()

@@ -43,7 +43,7 @@ def agree_on_count(
     counter: Callable[[Batch], Any],
     *,
     trains: bool,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Counted:
     """Counts the valid tokens of this window over all ranks. All ranks must call it; with ``trains``, it also refuses
     what can have no gradient. ``meanwhile`` is called while ranks exchange their counts.

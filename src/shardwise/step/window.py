@@ -144,7 +144,8 @@ class Window:
         return self
 
     def _mark_tensors(self) -> None:
-        """Notes what the end of the window is compared with. Changes nothing: the window may not begin."""
+        """Notes versions and checksums that the end of the window compares with. Changes no tensor: the exchange that is under way may
+        refuse the window."""
         self._versions, self._written = buffer_versions(self.runtime), ParamWriteCheck(self.runtime)
 
     # ---- running ---------------------------------------------------------------------------------------------

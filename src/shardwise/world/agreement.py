@@ -68,7 +68,7 @@ class Agreement:
         place: str,
         *,
         if_late: str = SAME_CALLS,
-        meanwhile: Callable[[], object] | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> dict[str, Tensor]:
         """Sums ``entries`` over all ranks: name -> float64 CPU tensor of the entry's shape, equal on every rank.
 
@@ -127,11 +127,9 @@ class Agreement:
         try:
             dist.all_gather_object(found, value, group=self.group)
         except BaseException:
-            if self.watch is not None:
-                self.watch.waits = None
+            self._waits_no_more()
             raise
-        if self.watch is not None:
-            self.watch.past(place)
+        self._past(place)
         return found
 
     def sync_tensors(self, tensors: Sequence[Tensor], place: str, *, mean: bool) -> None:
@@ -159,31 +157,35 @@ class Agreement:
         bits = wire.view(-1).view(torch.uint8)  # as bytes: gloo does not support every dtype (int16)
         return dist.broadcast(bits, src=0, group=self.group, async_op=True)
 
-    def _all_reduce(
-        self, packed: Tensor, place: str, if_late: str, meanwhile: Callable[[], object] | None = None
-    ) -> None:
+    def _all_reduce(self, packed: Tensor, place: str, if_late: str, meanwhile: Callable[[], object]) -> None:
         self.num_exchanges += 1
         if self.is_alone:
             packed *= self.size
-            if meanwhile is not None:
-                meanwhile()
+            meanwhile()
             return
         wire = packed.to(self.device)
-        with self._explained(place):
-            self._at(place)
-            work = dist.all_reduce(wire, group=self.group, async_op=True)
-        if meanwhile is not None:
-            meanwhile()  # after an error here the sums still come to all ranks
-        with self._explained(place):
-            self._wait(work, place, if_late)
-        self._past(place)
+        self.carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place, if_late, meanwhile)
         packed.copy_(wire)
 
-    def carry_out(self, start: Callable[[], list[Any]], place: str, if_late: str = SAME_CALLS) -> None:
-        """Runs the collectives that ``start`` starts, and waits: reports this rank's place, names a lost peer."""
+    def carry_out(
+        self,
+        start: Callable[[], list[Any]],
+        place: str,
+        if_late: str = SAME_CALLS,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Runs the collectives that ``start`` starts, and waits: reports this rank's place, names a lost peer. ``meanwhile`` is called
+        before it waits; after an error in it the collectives still end, also on the other ranks."""
         with self._explained(place):
             self._at(place)
-            for work in start():
+            works = start()
+        try:
+            meanwhile()
+        except BaseException:
+            self._waits_no_more()
+            raise
+        with self._explained(place):
+            for work in works:
                 self._wait(work, place, if_late)
         self._past(place)
 
@@ -193,8 +195,7 @@ class Agreement:
         try:
             yield
         except BaseException as error:
-            if self.watch is not None:
-                self.watch.waits = None
+            self._waits_no_more()
             if isinstance(error, RankError) or not isinstance(error, RuntimeError):
                 raise
             raise self.explain(error, f"at {place}") from error
@@ -299,6 +300,10 @@ class Agreement:
     def _at(self, place: str) -> None:
         if self.watch is not None:
             self.watch.at(place)
+
+    def _waits_no_more(self) -> None:
+        if self.watch is not None:
+            self.watch.waits = None
 
     def _past(self, place: str) -> None:
         if self.watch is not None:

@@ -160,19 +160,23 @@ def _refused_anywhere(source: "FromTape | None", tape: Tape, world: World) -> st
     if tape.fault is not None and all(faulty for *_, faulty in seen):
         raise tape.fault
     first = next((reason for reason, *_ in seen if reason is not None), None)
-    if first is None and source is not None and len({digest for _, digest, _ in seen}) > 1:
-        told = _first_difference(list(tape.lines(source.on_meta)), world)
-        return f"its constructor does not do the same on every rank (a generator of its own, the time, the rank, the order of a set?): {told}"
+    if first is None and len({digest for _, digest, _ in seen}) > 1:
+        difference = _difference_of([] if source is None else list(tape.lines(source.on_meta)), world)
+        return f"its constructor does not do the same on every rank (a generator of its own, the time, the rank, the order of a set?): {difference}"
     return first
 
 
-def _first_difference(lines: list[str], world: World) -> str:
-    """The first of these lines in which a rank has another one than rank 0. All ranks must call it."""
+def _difference_of(lines: list[str], world: World) -> str:
+    """The first of these lines in which a rank has another one than rank 0, around the place where they differ. All ranks must call
+    it."""
     digests = world.gather([digest_of_text(line) for line in lines])
     at = next(i for i, each in enumerate(zip_longest(*digests)) if len(set(each)) > 1)
-    told = world.gather(lines[at][:100] if at < len(lines) else "nothing")
-    rank = next(rank for rank, each in enumerate(digests) if each[at : at + 1] != digests[0][at : at + 1])
-    return f"its operation {at + 1} is {told[0]} on rank 0, and {told[rank]} on rank {rank}"
+    found = world.gather(lines[at] if at < len(lines) else "nothing")
+    rank = next(rank for rank, line in enumerate(found) if line != found[0])
+    same = next((i for i, (a, b) in enumerate(zip(found[0], found[rank], strict=False)) if a != b), 0)
+    begin = max(0, same - 60)
+    first, other = (("..." if begin else "") + line[begin : begin + 100] for line in (found[0], found[rank]))
+    return f"line {at + 1} of its record is {first} on rank 0, and {other} on rank {rank}"
 
 
 def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str | None) -> tuple[nn.Module, "FromRank0"]:

@@ -149,14 +149,14 @@ class Tape:
         return found.hexdigest()
 
     def lines(self, targets: Mapping[str, Tensor]) -> Iterator[str]:
-        """What :meth:`digest` is of, for people: an operation, the numbers of a constant, or a resulting tensor in each."""
+        """The lines that :meth:`digest` hashes, readable in a message: one for each operation, constant and resulting tensor."""
         for entry in self._entries:
             name = described(entry.op) if isinstance(entry.op, types.FunctionType) else str(entry.op)
             yield f"{name} {described((entry.args, entry.kwargs, entry.outputs, entry.default_dtype))}"
         for number, storage in sorted(self._constants.items()):
-            yield f"numbers of the constant {number}: {_told(storage)}"
+            yield f"numbers of the constant {number}: {_bytes_as_text(storage)}"
         for name, tensor in targets.items():
-            values = "" if tensor.device.type == "meta" else f", numbers {_told(tensor.untyped_storage())}"
+            values = "" if tensor.device.type == "meta" else f", numbers {_bytes_as_text(tensor.untyped_storage())}"
             yield f"{name}: {self.ref(tensor)}{values}"
 
     # ---- replaying -------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _told(storage: torch.UntypedStorage) -> str:
+def _bytes_as_text(storage: torch.UntypedStorage) -> str:
     """A text of the bytes of a storage, or of their digest, which differs where they do."""
     data = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().tobytes()  # type: ignore[call-overload]
     return data.hex() if len(data) <= 64 else f"of the digest {hashlib.sha256(data).hexdigest()}"

@@ -340,9 +340,11 @@ class FSDP2Engine:
         self._in_window = False
 
     def _watch_parts(self, root: nn.Module, units: Units) -> None:
+        """Gives each module with sharded parameters what gathers them when it runs by itself, and refuses it where that is not
+        possible."""
         numbers = {id(shard): number for number, unit in units.numbered() for shard, _, _ in unit.shards()}
         heads = {id(module) for unit in units.all() for module in unit.modules}
-        guards: dict[int | None, dict[nn.Module, Any]] = {}
+        guards: dict[int | None, list[Any]] = {}
         for prefix, child in canonical_modules(root):
             cut = [param for param in child._parameters.values() if isinstance(param, DTensor)]
             if cut:
@@ -350,9 +352,10 @@ class FSDP2Engine:
                 gathers = self.order.gathers(number)
                 child.__dict__[GATHERS] = gathers
                 if id(child) not in heads:
-                    handle = child.register_forward_pre_hook(refuse_ungathered(prefix, gathers))
+                    handle = child.register_forward_pre_hook(refuse_ungathered(prefix, gathers), prepend=True)
+                    # A module with parameters of several units keeps its hook: they are not whole together.
                     if {numbers[id(param)] for param in cut} == {number}:
-                        guards.setdefault(number, {})[child] = handle
+                        guards.setdefault(number, []).append(handle)
         for number, handles in guards.items():
             units.unit(number).guard(handles)
 

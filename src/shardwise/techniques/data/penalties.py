@@ -101,8 +101,8 @@ class PenaltyGradients:
         module.register_forward_pre_hook(before)
         handles = {part: part.register_forward_hook(after) for part in module.modules()}
         handles.pop(module)
-        small = PausableHooks({part: handle for part, handle in handles.items() if id(part) not in larger})
-        large = PausableHooks({part: handle for part, handle in handles.items() if id(part) in larger})
+        small = PausableHooks([handle for part, handle in handles.items() if id(part) not in larger])
+        large = PausableHooks([handle for part, handle in handles.items() if id(part) in larger])
         module.register_forward_hook(end, always_call=True)
 
         def are_off() -> bool:

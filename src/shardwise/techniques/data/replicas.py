@@ -65,7 +65,7 @@ class DDPEngine:
         self._used = bytearray(len(params))
         self._running = RunningBackward()
         self._known: int | None = None  # a backward whose gradients are summed, whichever parameters it reaches
-        self._plain: int | None = None  # one of them that runs without the hooks before gradients
+        self._unhooked: int | None = None  # the running backward, if its hooks before gradients are paused
         self._summed: set[int] = set()  # parameters whose .grad is a sum over the ranks already
         self._done = SetAsideGradients[int](params)  # such sums, set aside while new parts are summed
         self._late: dict[
@@ -229,7 +229,7 @@ class DDPEngine:
 
     def _resume(self) -> None:
         self._expecting.resume()
-        self._plain = None
+        self._unhooked = None
 
     def _when_arrived(self, i: int) -> Callable[[Tensor], None]:
         """The hook on parameter ``i`` for after its gradient was accumulated. It is called for each parameter in each micro-batch,
@@ -240,7 +240,7 @@ class DDPEngine:
             found = engine()
             if found is None:
                 return
-            if current_backward() != found._plain:
+            if current_backward() != found._unhooked:
                 found._arrived(i)
                 return
             found._used[i] = 1
@@ -254,7 +254,7 @@ class DDPEngine:
             task = current_backward()
             if task != self._known:
                 self.penalties.begun_unseen()
-            self._known = self._plain = task
+            self._known = self._unhooked = task
         if not self.penalties.after(i):
             self._count(i)
 

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import current_backward
-from shardwise._torch.fsdp2 import Unit, in_backward, when_interrupted
+from shardwise._torch.autograd import current_backward, in_backward
+from shardwise._torch.fsdp2 import Unit, when_interrupted
 from shardwise._torch.fully_shard import reset_iteration
 from shardwise.errors import UnsupportedError
 from shardwise.techniques.data.gradients import EndOfBackward
@@ -75,7 +75,7 @@ class Order:
     def _forget(self) -> None:
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        self._rooted: int | None = None  # the backward that has reached the root
+        self._backward_number: int | None = None  # of the running backward, as ``current_backward`` gives it
         self._ending = EndOfBackward()
         self._nested = 0  # calls of the root inside a forward or a backward of it
         self._caught: BaseException | None = None  # an exception that the caller of the forward is handling
@@ -324,7 +324,8 @@ class Order:
 
         def hook(_param: Tensor) -> None:
             found = order()
-            if found is not None and (number is not None or found._rooted != current_backward()):
+            # The root's turn is the whole backward: its later gradients start nothing.
+            if found is not None and (number is not None or found._backward_number != current_backward()):
                 found._reach(number)
 
         unit = self.units.unit(number)
@@ -359,7 +360,7 @@ class Order:
             )
 
         self._ending.call(self._end_backward)
-        self._rooted = current_backward()
+        self._backward_number = current_backward()
         self._backward = Backward(
             self.units,
             self._orders.walk(f"backward {self._num_forwards}", self._pass_backward),
@@ -378,7 +379,7 @@ class Order:
         self._orders.learn(situation, backward.walk, self._backward_reference(), self.units.spanning)
         self._reduce_rest(set(backward.walk.taken) - backward.spanned)
         self._ending.forget()
-        self._backward, self._rooted, self._num_forwards = None, None, 0
+        self._backward, self._backward_number, self._num_forwards = None, None, 0
 
     def _pass_backward(self, number: int) -> None:
         assert self._backward is not None
