@@ -79,7 +79,7 @@ PROBES = (
     Probe("torch._dynamo.comptime", ("comptime",)),
     Probe("torch.nn.modules.batchnorm", ("_NormBase",)),
     Probe("torch.nn.utils.parametrizations", ("_SpectralNorm",)),
-    Probe("torch.nn.modules.module:Module", ("_apply", "_call_impl"), words=("_forward_hooks", "_forward_pre_hooks")),
+    Probe("torch.nn.modules.module:Module", ("_apply", "_call_impl"), words=("_forward_pre_hooks", "_parameters")),
     Probe("torch.amp.grad_scaler:GradScaler", ("_check_scale_growth_tracker",), words=("_per_optimizer_states",)),
     Probe(
         "torch.distributed.distributed_c10d",
