@@ -4,9 +4,11 @@ import collections
 import contextlib
 import errno
 import gc
+import io
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -412,3 +414,19 @@ def told_of_slow_data():
 def test_a_rank_that_reads_for_long_is_named_with_that(ranks):
     told = ranks.run(told_of_slow_data, 2, timeout_s=60)[0]
     assert told is not None and "rank 1 is reading data" in told
+
+
+def reads_for_long():
+    """All ranks at once, where no collective has a timeout."""
+    with sw.init("dp_shard=2", device="cpu", timeout_s=8) as world:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), world.watch.doing("reading data"):
+            time.sleep(3.4)
+        return said.getvalue()
+
+
+def test_ranks_that_all_read_for_long_say_so(ranks):
+    for said in ranks.run(reads_for_long, 2, timeout_s=60):
+        assert re.search(r"rank \d has been reading data for [23] s \(test_workers.py:\d+ in reads_for_long\)", said), (
+            said
+        )

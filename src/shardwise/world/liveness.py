@@ -87,6 +87,7 @@ class Watch:
         self.is_broken = False  # a collective has failed: if the process ends now, a lost peer is the cause
         self.turns = 0  # turns of the thread that talks to the store
         self.waits: Wait | None = None  # in an exchange
+        self.busy: Wait | None = None  # with what :meth:`doing` says
         self.exchanges = 0  # number of exchanges that this rank has come to
         self._behind = (0, "")  # the last one that all ranks have passed, and its place
         self._process = f"{os.getpid()} on {socket.gethostname()}"
@@ -97,6 +98,7 @@ class Watch:
         self.watchdog = watchdog = Watchdog(self, threading.current_thread(), self.stopped)
         self._crossed: dict[str, Crossed] = {}  # by process group
         self.report = WaitReport(rank, self.report_s, timeout_s)
+        self.report_of_busy = WaitReport(rank, self.report_s, timeout_s)
         self.beats = Beats(self._store, rank, size, lambda: watchdog.awake_s)
         self.connections = connect(self, self.open_store, master=master, is_one_host=is_one_host)
         self._beat(self._main_store)
@@ -117,16 +119,17 @@ class Watch:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Context manager: errors of ranks that wait for this one say that it is ``what`` ("reading data"). For the main
-        thread alone: another one may read for it, beside what it does."""
+        """Context manager: errors of ranks that wait for this one say that it is ``what`` ("reading data"), and so does a line on
+        stderr if that takes long, as all ranks may do it at once. For the main thread alone: another one may read for it, beside
+        what it does."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before, self.place = self.place, what
+        before, self.place, self.busy = self.place, what, Wait(what, self.watchdog.awake_s)
         try:
             yield
         finally:
-            self.place = before
+            self.place, self.busy = before, None
 
     def gathers_with(self, ranks: tuple[int, ...], group: Any) -> None:
         """Records with which ranks this one gathers and reduces units, or shares layers, and in which process group."""
@@ -301,6 +304,8 @@ class Watch:
                     self._look_for_crossed(wait)
                 if wait is not None and wait.what != self.LOST and self.report.is_due(wait, now):
                     self.report.say(wait, now, self._missing(wait.what, None)[1])
+                if (busy := self.busy) is not None and self.report_of_busy.is_due(busy, now):
+                    self.report_of_busy.say_busy(busy, now, self.watchdog.main.line())
             except RuntimeError as error:
                 is_expected = self.keeper is None or self.left_since is not None
                 self.on_alarm(self.store_lost(f"is gone ({_line(error)})"), fatal=not is_expected)

@@ -115,8 +115,8 @@ def _is_collective(path: str) -> bool:
 
 
 class WaitReport:
-    """Prints on stderr which ranks this rank waits for: after ``report_s`` seconds, and again when the wait is four
-    times as long."""
+    """Prints on stderr which ranks this rank waits for, or what keeps it: after ``report_s`` seconds, and again when that has
+    lasted four times as long."""
 
     def __init__(self, rank: int, report_s: float, timeout_s: float):
         self._rank, self._report_s, self._timeout_s = rank, report_s, timeout_s
@@ -135,6 +135,14 @@ class WaitReport:
         self._next_s = _AGAIN * waited
         text = f"shardwise: rank {self._rank} has waited {waited:.0f} s {wait.what}: {whom}"
         print(f"{text}; it waits until the timeout of {self._timeout_s:.0f} s", file=sys.stderr, flush=True)
+
+    def say_busy(self, busy: Wait, now: float, line: str) -> None:
+        """Prints that this rank is busy, ``line`` of the user's code, and has not come further."""
+        lasted = now - busy.since
+        self._next_s = _AGAIN * lasted
+        where = f" ({line})" if line else ""
+        text = f"shardwise: rank {self._rank} has been {busy.what} for {lasted:.0f} s{where}, and the step waits for it"
+        print(text, file=sys.stderr, flush=True)
 
 
 def missing(
