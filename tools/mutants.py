@@ -448,6 +448,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "gradients that came late are in the step, and not in its norm",
     ),
     Mutant(
+        "norm-of-nothing",
+        "[share for share in shares if share.numel()]",
+        "shares",
+        "tests/step/test_optim_clip.py -k 'a_step_tells'",
+        "the largest gradient element of a bucket with fewer numbers than ranks is an error of torch's on one rank",
+    ),
+    Mutant(
+        "refused-hook-accepted",
+        "            self._refuse_new_hooks()\n            self._accepted_hooks = hooks",
+        "            self._accepted_hooks = hooks\n            self._refuse_new_hooks()",
+        "tests/techniques/data/test_hooks.py -k wrong_hook",
+        "a hook that was refused once, and the error caught, is never called",
+    ),
+    Mutant(
         "copies-along-tp-counted",
         "if data.size == self.world.size and not",
         "if not",

@@ -251,10 +251,11 @@ class Mixed(nn.Module):
         self.conv = nn.Conv2d(3, 5, 3, padding=1).to(memory_format=torch.channels_last)
         self.turn = nn.Parameter(torch.randn(5, dtype=torch.complex64))
         self.head = nn.Linear(5, 7, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))  # in a bucket of its own, of one number
         self.unused = nn.Linear(11, 13)
 
     def forward(self, x):
-        return self.head((self.conv(x).mean((2, 3)) * self.turn).abs().double()).square().sum()
+        return (self.head((self.conv(x).mean((2, 3)) * self.turn).abs().double()) * self.scale.double()).square().sum()
 
 
 def _pictures():
@@ -291,7 +292,7 @@ def test_a_step_tells_the_norm_of_replicas(ranks, build_model, layout, bucket_mb
     for norms in ranks.run(
         _told_norms, 2 if layout == "dp_replicate=2" else 4, layout, build_model, bucket_mb, norm_type
     ):
-        assert norms == pytest.approx(alone, rel=1e-5)
+        assert norms == pytest.approx(alone, rel=1e-5 if build_model is blocks else 1e-2)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0])

@@ -243,7 +243,8 @@ class Runtime:
         an equal part of what their gradients are packed in, which are few tensors."""
         data = self.world.axis("dp")
         if data.size == self.world.size and not without and (flats := self.engine.flat_gradients()):
-            return [flat.tensor_split(data.size)[data.rank] for flat in flats]
+            shares = [flat.tensor_split(data.size)[data.rank] for flat in flats]
+            return [share for share in shares if share.numel()]
         grads = ((name, grad) for name, grad in self.gradients().items() if name not in without)
         return [piece for name, grad in grads for piece in self.owned(name, grad)]
 
