@@ -129,7 +129,7 @@ class DDPEngine:
         late = [i for bucket in self.buckets if bucket.has_late_parts for i in bucket.members]
         self._late = {i: self._take(i) for i in late}
         self.has_own = self.has_own and not any(self._used)
-        flats = [bucket.flat[: bucket.numel] for bucket in self.buckets if not self._done.kept]
+        flats = [] if self._done.kept else [bucket.flat[: bucket.numel] for bucket in self.buckets]
         self._set_gradients([True] * len(self.params))
         self._flats = flats
         self._forget()
