@@ -120,14 +120,14 @@ def _own(data: Data, build: str) -> RunData:
                 fix="return a dataset, or a pair of one to train on and one to validate",
             )
     for part, what in ((train, "to train on"), (val, "to validate")):
-        if part is not None and not is_stream(part) and not len(part):
+        if part is not None and not is_stream(part) and hasattr(part, "__len__") and not len(part):
             raise ConfigError(
                 f"data.build={build!r}: a dataset of 0 samples {what}",
                 why="there is nothing to make a micro-batch of",
                 fix="look at the files and filters that it is made of"
                 + ("; to validate nothing return the other dataset alone, with data.val_fraction=0" * (part is val)),
             )
-    if val is None and data.val_fraction > 0 and not is_stream(train):
+    if val is None and data.val_fraction > 0 and not is_stream(train) and hasattr(train, "__len__"):
         cut = len(train) - max(1, round(data.val_fraction * len(train)))
         if cut < 1:
             raise ConfigError(
