@@ -52,6 +52,12 @@ def lines(): return Lines()
 def going(): return Going()
 def nothing_to_validate(): return [{"x": 1}], []
 def nothing(): return []
+
+class NoLength:
+    def __getitem__(self, i):
+        return {"x": i}
+
+def no_length(): return NoLength()
 """
 
 
@@ -68,6 +74,12 @@ def test_no_samples_are_told_before_training(tmp_path, name, what):
     (tmp_path / "own.py").write_text(OWN_DATA)
     with pytest.raises(ConfigError, match=f"a dataset of 0 samples {what}"):
         open_data(Data(build=f"{tmp_path}/own.py:{name}"), vocab=None)
+
+
+def test_a_dataset_without_a_length_is_refused(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    with pytest.raises(ConfigError, match=r"NoLength, and a dataset has len\(\) and \[i\], or is iterable"):
+        open_data(Data(build=f"{tmp_path}/own.py:no_length"), vocab=None)
 
 
 def test_what_one_device_can_do_says_nothing_for_own_data(tmp_path):

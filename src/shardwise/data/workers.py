@@ -28,7 +28,6 @@ from shardwise.world.rng import derive_seed, forked_generators, forked_streams, 
 
 __all__ = ["Reader", "Task", "read_ahead"]
 
-_FIX_OF_ENDED = "{}; or read without workers, which shows where: num_workers=0"
 _GRACE_S = 60.0  # for which a worker goes on after SIGTERM
 
 
@@ -127,11 +126,12 @@ def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefe
         raise UsageError(
             f"Loader(num_workers={num_workers}), of which a worker process ended",
             why=why,
-            fix=_FIX_OF_ENDED.format(
+            fix=(
                 "look whether memory has run out (each worker has the dataset)"
                 if "exit status -9" in why
                 else "look at what the dataset, collate and prepare call that ends a process: exit(), or native code that crashes"
-            ),
+            )
+            + "; or read without workers, which shows where: num_workers=0",
         ) from error
     finally:
         has_ended.value = True

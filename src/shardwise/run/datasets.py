@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,21 +113,22 @@ def _own(data: Data, build: str) -> RunData:
     made = called(load_target(build, what="data.build"), data.args, f"data.args={data.args} for {build}")
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for part in (train, val):
-        if part is not None and not (hasattr(part, "__getitem__") or isinstance(part, Iterable)):
+        is_numbered = hasattr(part, "__getitem__") and hasattr(part, "__len__")
+        if part is not None and not (is_numbered or is_stream(part)):
             raise ConfigError(
                 f"data.build={build!r}",
                 why=f"it returned {type(part).__name__}, and a dataset has len() and [i], or is iterable",
                 fix="return a dataset, or a pair of one to train on and one to validate",
             )
     for part, what in ((train, "to train on"), (val, "to validate")):
-        if part is not None and not is_stream(part) and hasattr(part, "__len__") and not len(part):
+        if part is not None and not is_stream(part) and not len(part):
             raise ConfigError(
                 f"data.build={build!r}: a dataset of 0 samples {what}",
                 why="there is nothing to make a micro-batch of",
                 fix="look at the files and filters that it is made of"
                 + ("; to validate nothing return the other dataset alone, with data.val_fraction=0" * (part is val)),
             )
-    if val is None and data.val_fraction > 0 and not is_stream(train) and hasattr(train, "__len__"):
+    if val is None and data.val_fraction > 0 and not is_stream(train):
         cut = len(train) - max(1, round(data.val_fraction * len(train)))
         if cut < 1:
             raise ConfigError(
