@@ -156,7 +156,10 @@ def moved_parameters(world):
 def rolled_buffers(world):
     """How many elements of a buffer differ from rank 0's after windows in which each rank wrote its own."""
     torch.manual_seed(0)
-    model, axis = sw.parallelize(Rolls().double(), world), world.axis("dp")
+    model, axis = (
+        sw.parallelize(Rolls().double(), world, sharding=sw.Sharding(buffers={"places": "rank0"})),
+        world.axis("dp"),
+    )
     for i in range(2):
         with sw.window(model, [batch(axis.rank + i)], count=lambda b: len(b["x"])) as window:
             for given in window:

@@ -10,10 +10,17 @@ from torch.distributed.tensor import DTensor
 import shardwise as sw
 
 
-def shard(layout: str, *, engine: str | None = None, build: Callable[[], nn.Module] = build, **options: Any) -> Any:
+def shard(
+    layout: str,
+    *,
+    engine: str | None = None,
+    build: Callable[[], nn.Module] = build,
+    buffers: Any = "rank0",
+    **options: Any,
+) -> Any:
     """``(world, model)`` on this rank's part of ``layout``, in units as small as they come."""
     world = sw.init(layout, device="cpu", timeout_s=20)
-    sharding = sw.Sharding(min_unit_bytes=0, **({"engine": engine} if engine else {}))
+    sharding = sw.Sharding(min_unit_bytes=0, buffers=buffers, **({"engine": engine} if engine else {}))
     return world, sw.parallelize(build(), world, sharding=sharding, **options)
 
 

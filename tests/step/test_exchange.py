@@ -10,10 +10,10 @@ from step.plain import batch, mine, plain_backward, shard, sum_loss
 from torch import nn
 
 import shardwise as sw
-import shardwise.step.exchange
+import shardwise.step.buffers
 from shardwise.errors import RankError
 
-POLICIES = ["rank0", "mean"]
+POLICIES = {"rank0": {"*": "rank0"}, "mean": {"short": "rank0", "flag": "rank0", "*": "mean"}}
 
 
 class Written(Tied):
@@ -46,7 +46,7 @@ def build_written():
 def _step(layout, policy, timeout_s=20):
     """``(world, step)`` of a model whose ranks write other values into their buffers."""
     world = sw.init(layout, device="cpu", timeout_s=timeout_s)
-    model = sw.parallelize(build_written(), world, sharding=sw.Sharding(min_unit_bytes=0, buffers=policy))
+    model = sw.parallelize(build_written(), world, sharding=sw.Sharding(min_unit_bytes=0, buffers=POLICIES[policy]))
     return world, sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=sum_loss)
 
 
@@ -54,13 +54,13 @@ def _written(layout, policy):
     world, step = _step(layout, policy)
     with world:
         own = {}
-        same = shardwise.step.exchange._same_buffers
+        same = shardwise.step.buffers.make_equal
 
         def keep(runtime, changed, place):
             own.update({name: buffer.clone() for name, buffer in step.model.named_buffers()})
             same(runtime, changed, place)
 
-        with mock.patch.object(shardwise.step.exchange, "_same_buffers", keep):
+        with mock.patch.object(shardwise.step.buffers, "make_equal", keep):
             step(mine([batch(i) for i in range(4)], world))
         return own, {name: buffer.clone() for name, buffer in step.model.named_buffers()}
 
@@ -71,7 +71,7 @@ def test_buffers_of_every_kind_are_made_equal(ranks, layout, policy):
     (own, got), (other, also) = ranks.run(_written, 2, layout, policy)
     assert not torch.equal(own["short"], other["short"])
     for name, mine_ in own.items():
-        mean = policy == "mean" and mine_.is_floating_point()
+        mean = policy == "mean" and (mine_.is_floating_point() or mine_.is_complex())
         wanted = (mine_ + other[name]) / 2 if mean else mine_
         assert torch.equal(got[name], wanted) and torch.equal(also[name], wanted), name
 
@@ -82,7 +82,7 @@ def _never_comes(policy, absent):
     window = mine([batch(i) for i in range(2)], world)
     step(window)  # before the first step of an optimizer ranks meet once more
     if world.rank == absent:
-        with mock.patch.object(shardwise.step.exchange, "_same_buffers", lambda *args: None):
+        with mock.patch.object(shardwise.step.buffers, "make_equal", lambda *args: None):
             step(window)
         world.watch.at("a long lunch")
         time.sleep(4.0)
@@ -96,7 +96,7 @@ def _never_comes(policy, absent):
 def test_a_rank_that_does_not_come_to_make_buffers_equal_is_named(ranks, policy, absent):
     text, who = ranks.run(_never_comes, 2, policy, absent, timeout_s=30)[1 - absent]
     assert who == (absent,)
-    assert f"rank {1 - absent} waited 3 s at window 2, making buffers equal" in text
+    assert f"rank {1 - absent} waited 3 s at step 2, making buffers equal" in text
     assert f"rank {absent} waits at a long lunch" in text
 
 

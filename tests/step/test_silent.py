@@ -46,7 +46,7 @@ def step_of(world, model, **options):
 
 def ema_of_ranks(how, layout, policy):
     with sw.init(layout, device="cpu") as world:
-        step = step_of(world, Ema(how), sharding=sw.Sharding(buffers=policy))
+        step = step_of(world, Ema(how), sharding=sw.Sharding(buffers={"ema": policy}))
         step([batch_of(world.rank)])
         return step.model.ema.clone()
 
@@ -262,7 +262,7 @@ class Seen(nn.Module):
 
 def evaluated_buffer(layout, policy):
     with sw.init(layout, device="cpu") as world:
-        model = sw.parallelize(Seen(), world, sharding=sw.Sharding(buffers=policy, min_unit_bytes=0))
+        model = sw.parallelize(Seen(), world, sharding=sw.Sharding(buffers={"seen": policy}, min_unit_bytes=0))
         batches = [batch_of(10 * world.rank + i) for i in range((3, 1)[world.rank])]
         sw.evaluate(model, batches, loss=sum_loss)
         return model.seen.clone()

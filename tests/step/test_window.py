@@ -51,7 +51,7 @@ def build_counting():
 
 
 def _own_loop(layout, engine):
-    world, model = shard(layout, engine=engine, build=build_counting)
+    world, model = shard(layout, engine=engine, build=build_counting, buffers={"calls": "sum"})
     with world:
         optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         loader = sw.Loader(Samples(), world, global_batch=6, micro_batch=2)
@@ -83,8 +83,9 @@ def test_an_own_loop_with_paddings_is_exact(ranks, layout, engine):
         optim.zero_grad()
     found = ranks.run(_own_loop, 2, layout, engine)
     assert sum(paddings for _, _, paddings, _, _ in found) == 2  # windows of 3 and 3 micro-batches for two ranks
-    # Two real micro-batches a window on rank 0, one and a padding on rank 1; at each end rank 0's buffers count.
-    assert [calls for *_, calls in found] == [[2.0, 4.0, 4.0], [1.0, 3.0, 4.0]]
+    # Two real micro-batches a window on rank 0, one and a padding on rank 1: three, as in one process.
+    assert [calls for *_, calls in found] == [[2.0, 5.0, 6.0], [1.0, 4.0, 6.0]]
+    assert float(plain.calls) == 6.0
     for got, counted, _, clipped, _ in found:
         assert_close(got, {n: p.detach() for n, p in plain.named_parameters()})
         assert counted == tokens

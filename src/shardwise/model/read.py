@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from shardwise.errors import UnsupportedError, UsageError, first_line
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
+from shardwise.model.module_state import ModuleState
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, TensorFact
@@ -122,7 +123,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
         child.register_forward_pre_hook(lambda *_, name=name: note(name)) for name, child in canonical_modules(module)
     ]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    state = ModuleState(child for _, child in canonical_modules(module))
     rng = torch.get_rng_state()
     try:
         with torch.no_grad():
@@ -142,7 +143,5 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
         for handle in handles:
             handle.remove()
         torch.set_rng_state(rng)
-        for name, buffer in module.named_buffers():
-            if name in before and buffer.device.type != "meta":
-                buffer.copy_(before[name])
+        state.restore()
     return entered

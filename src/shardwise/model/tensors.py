@@ -23,6 +23,7 @@ __all__ = [
     "change_marks",
     "checksum",
     "checksums",
+    "combined",
     "follow_parameters",
     "give_memory",
     "hidden_tensors",
@@ -227,6 +228,11 @@ def change_marks(tensors: Sequence[Tensor]) -> Tensor:
     if not (set(map(type, tensors)) <= {Tensor} and all(map(_IS_CPU, tensors))):
         return checksums(tensors)
     return torch.tensor([_crc32c(tensor.contiguous()) for tensor in tensors], dtype=torch.int64)
+
+
+def combined(marks: Tensor) -> Tensor:
+    """Checksums, or marks of changes, of several tensors as one, which their order changes: 0-dim int64, not read."""
+    return _mixed(marks).sum()
 
 
 def _crc32c(tensor: Tensor) -> int:

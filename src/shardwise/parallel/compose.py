@@ -251,7 +251,7 @@ def describe(model: nn.Module) -> str:
         model: from :func:`parallelize`.
     """
     return fold.describe(recipe_of(model)) + "".join(
-        f"{name}: {text}\n" for name, text in runtime_of(model).chosen.items()
+        f"{name}: {text}\n" for name, value in runtime_of(model).chosen.items() if (text := str(value))
     )
 
 

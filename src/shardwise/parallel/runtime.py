@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
-from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules
+from shardwise.model.module_state import ModuleState
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
 from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy, refuse_pickling
 from shardwise.recipe import RankView, Recipe, Slice, extents
@@ -158,7 +158,9 @@ class Runtime:
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
         self.partial: dict[str, list[str]] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
-        self.chosen: dict[str, str] = {}  # technique -> what it has chosen since training began, for people
+        self.chosen: dict[
+            str, object
+        ] = {}  # subject -> what was chosen or seen since training began, for people: its text
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # source of the values that loading will not bring
         self.loaded_from: Path | None = None  # the model directory that its weights came from
@@ -196,6 +198,10 @@ class Runtime:
                 if buffer is not None:
                     found.setdefault(id(buffer), (f"{prefix}.{attr}" if prefix else attr, buffer))
         return dict(found.values())
+
+    def module_state(self) -> ModuleState:
+        """What a forward may write besides gradients, as it is now, to be restored after one that does not count."""
+        return ModuleState(module for _, module in self.modules)
 
     def local_tensor_of(self, name: str) -> Tensor:
         """What this rank stores of parameter ``name``."""
@@ -297,9 +303,10 @@ class Runtime:
         return [param for param in self.parameters.values() if isinstance(param, DTensor)]
 
     @functools.cached_property
-    def batch_norms(self) -> list[nn.Module]:
-        """The batch norms, which are to be asked for in each window whether they train."""
-        return [module for _, module in self.modules if isinstance(module, BatchNormBase)]
+    def buffer_policies(self) -> dict[str, str]:
+        """Name of each buffer that the module had when it was sharded, aliases too -> its policy at the end of a window."""
+        buffers = self.recipe.buffers.items()
+        return {each: buffer.policy for name, buffer in buffers for each in (name, *buffer.aliases)}
 
     @functools.cached_property
     def generators(self) -> dict[str, Any]:

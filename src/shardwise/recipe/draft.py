@@ -61,6 +61,7 @@ class Draft:
         cuts: name of a parameter -> how it is divided, outermost cut first.
         edits: changes to modules; those of techniques that act around the sharding are in ``edits_around``.
         notes: choices, and their reasons.
+        buffers: name of a buffer -> its policy, where it is another than that of :class:`~shardwise.recipe.records.Buffer`.
         entries: name of a technique -> the part of the recipe that belongs to it alone.
         kept: name of a technique -> what its rule keeps for its act.
     """
@@ -78,6 +79,7 @@ class Draft:
     edits: list[Edit] = field(default_factory=list)
     edits_around: list[Edit] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    buffers: dict[str, str] = field(default_factory=dict)
     entries: dict[str, Record] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
@@ -110,7 +112,13 @@ class Draft:
             units=tuple(unit for unit in self.units if unit.name in used),
             params=params,
             buffers={
-                name: Buffer(shape=fact.shape, dtype=fact.dtype, persistent=fact.persistent, aliases=fact.aliases)
+                name: Buffer(
+                    shape=fact.shape,
+                    dtype=fact.dtype,
+                    persistent=fact.persistent,
+                    aliases=fact.aliases,
+                    policy=self.buffers.get(name, "equal" if fact.persistent else "own"),
+                )
                 for name, fact in anatomy.buffers.items()
             },
             techniques={name: _as_json(entry) for name, entry in self.entries.items()},

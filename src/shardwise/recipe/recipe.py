@@ -14,18 +14,21 @@ from shardwise.errors import PlanError
 from shardwise.layout import AXES, Coord, Layout
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
-from shardwise.recipe.records import DTYPE_BYTES, ROOT, Buffer, Edit, Note, Param, Record, Unit
+from shardwise.recipe.records import DTYPE_BYTES, ROOT, STATISTICS, Buffer, Edit, Note, Param, Record, Unit
 
 __all__ = ["RECIPE_VERSION", "Engine", "RankView", "Recipe", "check_recipe"]
 
 RECIPE_VERSION = 2
 Engine = Literal["ddp", "fsdp2"]
 E = TypeVar("E", bound=Record)
+_BUFFER_WORD = (
+    "buffers"  # in data of "data" of older recipes: the policy of running statistics, which each buffer has now
+)
 _OF_VERSION_1 = {  # field of version 1 -> technique and key in the current version
     "compute": ("precision", "compute"),
     "output": ("precision", "output"),
     "cast_inputs": ("precision", "cast_inputs"),
-    "buffer_policy": ("data", "buffers"),
+    "buffer_policy": ("data", _BUFFER_WORD),
     "offload": ("data", "offload"),
     "pin_memory": ("data", "pin_memory"),
     "sync_every_microbatch": ("data", "sync_every_microbatch"),
@@ -159,15 +162,23 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def _upgraded(told: Any) -> Any:
-    """A recipe of version 1 converted to the current version; any other unchanged."""
-    if not isinstance(told, dict) or told.get("version", 1) != 1:
+    """A recipe of version 1, or one whose buffers have no policies, converted to the current version; any other unchanged."""
+    if not isinstance(told, dict):
         return told
-    techniques: dict[str, dict[str, Any]] = {}
-    for field, (technique, key) in _OF_VERSION_1.items():
-        if field in told:
-            techniques.setdefault(technique, {})[key] = told[field]
-    rest = {key: value for key, value in told.items() if key not in _OF_VERSION_1}
-    return rest | {"techniques": techniques, "version": RECIPE_VERSION}
+    if told.get("version", 1) == 1:
+        techniques: dict[str, dict[str, Any]] = {}
+        for field, (technique, key) in _OF_VERSION_1.items():
+            if field in told:
+                techniques.setdefault(technique, {})[key] = told[field]
+        rest = {key: value for key, value in told.items() if key not in _OF_VERSION_1}
+        told = rest | {"techniques": techniques, "version": RECIPE_VERSION}
+    data = told.get("techniques", {}).get("data", {})
+    if _BUFFER_WORD in data:
+        word = data.pop(_BUFFER_WORD)
+        for name, buffer in told.get("buffers", {}).items():
+            is_statistic = name.rpartition(".")[2] in STATISTICS
+            buffer["policy"] = word if is_statistic else "equal" if buffer.get("persistent") else "own"
+    return told
 
 
 def _version_of(text: str | bytes) -> int:

@@ -13,6 +13,7 @@ import msgspec
 
 __all__ = [
     "DTYPE_BYTES",
+    "STATISTICS",
     "Anatomy",
     "BlockList",
     "Buffer",
@@ -27,6 +28,7 @@ __all__ = [
     "human_bytes",
 ]
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of batch norm and instance norm
 ROOT = ""  # name of the root module, and of the unit that holds the parameters of no other unit
 
 DTYPE_BYTES = {
@@ -114,12 +116,20 @@ class Param(Record, frozen=True):
 
 
 class Buffer(Record, frozen=True):
-    """One buffer: replicated on every rank, kept in its own dtype."""
+    """One buffer: replicated on every rank, kept in its own dtype.
+
+    Attributes:
+        policy: what becomes of it at a window's end, where ranks have written it: a word of ``Sharding(buffers=...)``, or
+            "equal": it must be equal on all ranks.
+        axis: the axis whose ranks each add to a "sum".
+    """
 
     shape: tuple[int, ...]
     dtype: str
     persistent: bool
     aliases: tuple[str, ...] = ()
+    policy: str = "equal"
+    axis: str = "loss"
 
 
 class Unit(Record, frozen=True):

@@ -478,7 +478,7 @@ class _Run:
 
     def tell_chosen(self) -> None:
         """Reports what techniques have chosen in the first step, and adds it to the recipe's file."""
-        chosen = runtime_of(self.model).chosen
+        chosen = {name: text for name, value in runtime_of(self.model).chosen.items() if (text := str(value))}
         for name, text in chosen.items():
             self.tell("chosen", name=name, text=text)
         if chosen and self.world.is_main:

@@ -15,9 +15,8 @@ from shardwise.errors import UsageError
 from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.step.argument_checks import refuse_torch_loss
-from shardwise.step.exchange import buffer_versions, buffers_written, sync_buffers
+from shardwise.step.buffers import BufferExchange
 from shardwise.step.fused import fused_forward
-from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.loss import (
     Batch,
     Loss,
@@ -54,7 +53,7 @@ def evaluate(
 
     All ranks must call it. They may have different numbers of batches: under FSDP every forward is collective, so
     before each one the ranks exchange whether any has a batch left. A rank without one runs a copy that is not counted,
-    and its buffers are restored afterwards. Buffers that the model writes in eval mode are made equal at the end, as
+    and what it wrote is restored afterwards. Buffers that the model writes in eval mode are compared at the end, as
     after a window. Random numbers that a forward draws depend on the batch's place among all ranks' batches: batches of
     a :class:`Loader` are numbered over its windows without their paddings, others round robin over the ranks. They are
     the same in every evaluation and under every layout, and training draws the same numbers as it would without the
@@ -95,20 +94,19 @@ class _Sums:
         self.runtime, self.loss, self.counter, self.forward = runtime, loss, counter, forward
         self.totals: dict[str, Tensor] = {}
         self.tokens = torch.zeros((), dtype=torch.float64)
-        self.written = torch.zeros(0)
+        self._buffers = BufferExchange(runtime)
         self._check = SumCheck(counter)
         self._last: Batch = {}
 
     def run(self, loader: Iterable[Any]) -> None:
-        versions = buffer_versions(self.runtime)
         with torch.no_grad():
             mine = _flat(loader, self.runtime.world.axis("dp"))
             for item in _in_step(self.runtime, mine, self._check, self.counter):
-                kept = {} if item.counts else clone_buffers(self.runtime)
+                state = None if item.counts else self.runtime.module_state()
                 with self._streams(item.number):
                     self._add(item)
-                restore_buffers(self.runtime, kept)
-        self.written = buffers_written(self.runtime, versions)  # in eval mode: a layer that only trains writes nothing
+                if state is not None:
+                    state.restore()
 
     def _streams(self, number: int) -> contextlib.AbstractContextManager[None]:
         """Within: random numbers from a stream seeded by (seed, the batch's number among all ranks' batches), the same
@@ -136,12 +134,12 @@ class _Sums:
             {
                 "tokens": self.tokens if counts else 0,
                 "unclear": float(bool(self._check.unclear)),
-                "buffers": self.written,
+                **self._buffers.entries(),
                 **{f"sum of {name}": self.totals[name] * float(counts) for name in sorted(self.totals)},
             },
             "evaluation, adding up",
         )
-        sync_buffers(self.runtime, agreed["buffers"], "evaluation")
+        self._buffers.apply(agreed, "an evaluation")
         state = StepState(self.runtime.step, is_training=False)
 
         def forward(batch: Batch) -> Any:

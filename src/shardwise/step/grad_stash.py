@@ -1,13 +1,11 @@
-"""Copies of gradients and buffers from before a window or a micro-batch, which are restored or added back later."""
+"""Gradients from before a window, which are put aside, and restored or added back later."""
 
-from collections.abc import Collection, Mapping
-
-from torch import Tensor
+from collections.abc import Collection
 
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.gradients import SetAsideGradients
 
-__all__ = ["GradStash", "clone_buffers", "restore_buffers"]
+__all__ = ["GradStash"]
 
 
 class GradStash:
@@ -49,15 +47,3 @@ class GradStash:
     def names(self) -> list[str]:
         """Parameters whose gradients were put aside and have not been cleared since."""
         return [name for name in self._aside.kept if name not in self._zeroed]
-
-
-def clone_buffers(runtime: Runtime) -> dict[str, Tensor]:
-    """Copies of all buffers, for :func:`restore_buffers`."""
-    return {name: buffer.clone() for name, buffer in runtime.buffers().items()}
-
-
-def restore_buffers(runtime: Runtime, kept: Mapping[str, Tensor]) -> None:
-    """Writes the values of ``kept`` back into the buffers of those names."""
-    for name, buffer in runtime.buffers().items():
-        if name in kept:
-            buffer.copy_(kept[name])

@@ -18,7 +18,6 @@ from shardwise.data.batch import MicroBatch
 from shardwise.errors import ConfigError, RankError, ShardwiseError, first_line
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime
-from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.growth import Copies, Growth, growths_of
 from shardwise.step.loss import Batch, Loss, as_sums
 from shardwise.world.rng import derive_seed, forked_streams
@@ -272,13 +271,13 @@ def _part(name: str, growth: Growth) -> ConfigError:
 @contextlib.contextmanager
 def without_a_trace(runtime: Runtime) -> Iterator[None]:
     """Within: no gradients, no warnings, and compiled blocks run uncompiled, since sizes that never come again would
-    have torch compile them for any size. Buffers are restored afterwards."""
-    kept = clone_buffers(runtime)
+    have torch compile them for any size. Buffers, and the Python state beside them, are restored afterwards."""
+    state = runtime.module_state()
     try:
         with torch.no_grad(), _without_warnings(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        restore_buffers(runtime, kept)
+        state.restore()
 
 
 @contextlib.contextmanager

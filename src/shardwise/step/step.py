@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.config.keywords import known_keywords
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.model.calling import call, methods_called
+from shardwise.model.module_state import ModuleState
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.state.given import Given
@@ -25,7 +26,6 @@ from shardwise.step.argument_checks import (
 )
 from shardwise.step.clip import Clipping, NormType
 from shardwise.step.fused import fused_forward
-from shardwise.step.grad_stash import clone_buffers, restore_buffers
 from shardwise.step.local_optimizer import local_optimizer
 from shardwise.step.loss import (
     Batch,
@@ -189,7 +189,7 @@ class TrainStep:
             self.given.take()
         with Window(self.model, window, count=self.count, trains=True, gathers_once=self._gathers_once) as w:
             may_skip = self.on_nonfinite == "skip" or self.scaler is not None
-            kept = clone_buffers(self._runtime) if may_skip else {}
+            state = self._runtime.module_state() if may_skip else None
             sums, problem = self._forward_backward(w)
             # The settings are part of the entry's name: ranks that clip differently are refused, or replicas would
             # drift apart.
@@ -218,9 +218,10 @@ class TrainStep:
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
+            self._agree_on_buffers(w)
             self._step(clipping, norm)
         else:
-            self._refuse_step(norm, loss, sums["loss"], kept)
+            self._refuse_step(norm, loss, sums["loss"], state)
         self._scale.update(is_finite=is_finite)
         return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means, scale, w.waited_s)
 
@@ -347,7 +348,14 @@ class TrainStep:
             stacklevel=3,
         )
 
-    def _refuse_step(self, norm: float, loss: float, own_loss: Tensor, kept: Mapping[str, Tensor]) -> None:
+    def _agree_on_buffers(self, w: Window) -> None:
+        try:
+            w.agree_on_buffers(f"step {self.num_steps}")
+        except ShardwiseError:
+            self._drop_gradients()
+            raise
+
+    def _refuse_step(self, norm: float, loss: float, own_loss: Tensor, state: ModuleState | None) -> None:
         """Raises or skips a step that is not finite; everything stays as it was. All ranks get here or none, since the
         numbers are equal."""
         if self.on_nonfinite == "raise" and not self._scale.explains(loss):
@@ -355,7 +363,8 @@ class TrainStep:
             self._drop_gradients()
             raise error
         self._drop_gradients()
-        restore_buffers(self._runtime, kept)
+        if state is not None:
+            state.restore()
         self.num_skipped += 1
 
     def _refuse_old_gradients(self) -> None:

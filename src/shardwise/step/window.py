@@ -27,12 +27,14 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_unreduced
-from shardwise.step.exchange import Exchange, buffer_versions
-from shardwise.step.grad_stash import GradStash, clone_buffers, restore_buffers
+from shardwise.step.buffers import BufferExchange
+from shardwise.step.exchange import Exchange
+from shardwise.step.grad_stash import GradStash
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
 from shardwise.step.no_gradient import explain_no_gradient, refuse_unused
 from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count, count_again, refuse_other_count
+from shardwise.step.written_state import written_state
 from shardwise.world.agreement import Entry
 from shardwise.world.rng import derive_seed, forked_streams
 
@@ -146,7 +148,8 @@ class Window:
     def _mark_tensors(self) -> None:
         """Notes versions and checksums that the end of the window compares with. Changes no tensor: the exchange that is under way may
         refuse the window."""
-        self._versions, self._written = buffer_versions(self.runtime), ParamWriteCheck(self.runtime)
+        self._first = written_state(self.runtime)
+        self._buffers, self._written = BufferExchange(self.runtime), ParamWriteCheck(self.runtime)
 
     # ---- running ---------------------------------------------------------------------------------------------
 
@@ -187,6 +190,8 @@ class Window:
         self._undo.enter_context(_not_counted(runtime, batch.padding))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
         self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
+        if self._first is not None:
+            self._undo.enter_context(self._buffers.watched())
 
     def _end_micro_batch(self) -> None:
         """Ends a micro-batch. Not a with block around the yield: an exception in the caller's loop would not close
@@ -220,9 +225,15 @@ class Window:
                 fix="write `for batch in w:` inside the with block, and let it run to the end; a loss over several models needs the "
                 "window of one of them only",
             )
-        own = Exchange(runtime, self._versions)
+        own, place = Exchange(runtime), self.place
         self.agreed = runtime.world.agreement.sum(
-            {**own.entries(), "written": self._written.entry(), **self._counted_again, **(entries or {})},
+            {
+                **own.entries(),
+                **self._buffers.entries(),
+                "written": self._written.entry(),
+                **self._counted_again,
+                **(entries or {}),
+            },
             f"{self.place}, before the step",
         )
         refuse_other_count(self.agreed, self._tokens, self.place)
@@ -238,7 +249,17 @@ class Window:
         mark_used(self.batches)
         runtime.reads_loader = any(getattr(batch, "window", None) is not None for batch in self.batches)
         runtime.leave_window()
+        if not self._trains:
+            self.agree_on_buffers(place)
         return self.agreed
+
+    def agree_on_buffers(self, place: str) -> None:
+        """Compares the buffers of all ranks, and makes equal what their policies say. Called once, after :meth:`finish`, which a
+        window of the user's own loop does by itself; not for a window that is skipped."""
+        assert self.agreed is not None
+        self._buffers.apply(self.agreed, place)
+        if self._first is not None:
+            self._first.end()
 
     def _warn_of_own_loop(self) -> None:
         """Warns of a missing backward or ``zero_grad()`` in the user's own training loop; once each."""
@@ -350,18 +371,18 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
 
 @contextlib.contextmanager
 def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
-    """Within: gradients of a ``padding`` count as 0, whatever the loss is divided by; its buffers are restored
-    afterwards."""
+    """Within: gradients of a ``padding`` count as 0, whatever the loss is divided by; the buffers that it writes, and the Python state
+    beside them, are restored afterwards."""
     if not padding:
         yield
         return
-    kept = clone_buffers(runtime)
+    state = runtime.module_state()
     runtime.engine.set_padding(True)
     try:
         yield
     finally:
         runtime.engine.set_padding(False)
-        restore_buffers(runtime, kept)
+        state.restore()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.errors import VerifyError
 from shardwise.recipe import Recipe, extents, owners
+from shardwise.recipe.records import STATISTICS
 from shardwise.verify.oracle import StepRecord, Task
 from shardwise.verify.sharded import RankRecord, RankStep
 
@@ -186,7 +187,7 @@ def _step_differences(task: Task, recipe: Recipe, oracle: Sequence[StepRecord], 
     yield from _tensors("grad", grads, expected.grads, number)
     params = {name: assemble(recipe, name, [step.params[name] for step in steps]) for name in recipe.params}
     yield from _tensors("param", *_comparable(task, params, oracle), number)
-    yield from _buffers(expected, steps, number)
+    yield from _buffers(recipe, expected, steps, number)
     for rank, step in enumerate(steps):  # after the tensors: the name of a tensor is more useful than a rank
         if not math.isclose(step.num_tokens, expected.num_tokens, rel_tol=1e-12):  # a count may be a sum of weights
             yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
@@ -231,21 +232,28 @@ def _where_gradients_count(params: Mapping[str, Tensor | None], steps: Sequence[
     return found, wanted
 
 
-def _buffers(expected: StepRecord, steps: list[RankStep], number: int):
+def _buffers(recipe: Recipe, expected: StepRecord, steps: list[RankStep], number: int):
     """Differences of the buffers: between the ranks, and from the oracle. Running statistics are compared only between
-    the ranks: they follow the recipe's option, while the oracle updates them in one micro-batch after another."""
+    the ranks: they follow the recipe's option, while the oracle updates them in one micro-batch after another. What is each
+    rank's own is not compared."""
+    known = {n: b for first, b in recipe.buffers.items() for n in (first, *b.aliases)}
     for name, reference in expected.buffers.items():
+        if name not in known or known[name].policy == "own":
+            continue
         for rank, step in enumerate(steps):
             same = torch.equal(step.buffers[name], steps[0].buffers[name])
             yield Difference("buffer", 0.0 if same else float("inf"), f"{name} (rank {rank} against rank 0)", number)
         if len(steps) == 1 or not _is_statistic(name):
-            diff = (_wide(steps[0].buffers[name]) - _wide(reference)).abs()
+            if (found := steps[0].buffers[name]).shape != reference.shape:
+                yield Difference("buffer", float("inf"), name, number)
+                continue
+            diff = (_wide(found) - _wide(reference)).abs()
             err = float(diff.max()) / max(float(_wide(reference).abs().max()), 1e-30) if diff.numel() else 0.0
             yield Difference("buffer", err, name, number)
 
 
 def _is_statistic(name: str) -> bool:
-    return name.rpartition(".")[2] in {"running_mean", "running_var", "num_batches_tracked"}
+    return name.rpartition(".")[2] in STATISTICS
 
 
 def _relative(found: float, wanted: float) -> float:

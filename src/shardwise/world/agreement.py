@@ -6,7 +6,7 @@ decision without a second round. Entries on a device are read together, by one c
 a digest of what it is: ranks that come to different exchanges get an error, instead of one's token count being added to
 another's norm. A wait looks for alarms at intervals, so that one raised elsewhere is seen, and a rank that does not come
 is named, with its place, before the group's own timeout.
-Broadcasts of tensors that an exchange showed to differ (:meth:`Agreement.sync_tensors`) are waited for in the same way.
+Tensors that an exchange showed to differ are reduced (:meth:`Agreement.reduce_tensors`), and waited for in the same way.
 """
 
 import contextlib
@@ -32,6 +32,8 @@ _MASK = (1 << _HASH_BITS) - 1
 _SMALLEST = 64  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes
 _WORD_S = 3.0  # time in which the message about a lost rank reaches all
 _SLICE = timedelta(seconds=0.05)  # of a wait, between two looks at the alarms
+_PACKED = 1 << 20  # bytes of a tensor that is sent together with others
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
 SAME_CALLS = (
@@ -111,6 +113,12 @@ class Agreement:
         a, b, c = value & _MASK, value >> _HASH_BITS & _MASK, value >> 2 * _HASH_BITS & _MASK
         return float(a), float(b), float(c), float(a * a), float(b * b), float(c * c)
 
+    @staticmethod
+    def same_mark(mark: Tensor) -> Tensor:
+        """The same for the low 60 bits of a 0-dim int64 tensor, which is not read here."""
+        parts = torch.stack([mark >> shift * _HASH_BITS & _MASK for shift in range(3)]).double()
+        return torch.cat((parts, parts * parts))
+
     def all_same(self, summed: Tensor) -> bool:
         """Whether every rank gave :meth:`same` the same value."""
         # Python integers: the products below exceed float64's 2^53.
@@ -132,30 +140,37 @@ class Agreement:
         self._past(place)
         return found
 
-    def sync_tensors(self, tensors: Sequence[Tensor], place: str, *, mean: bool) -> None:
-        """Makes each of ``tensors`` equal on all ranks, in place: rank 0's value, or with ``mean`` the mean over ranks
-        (of integer tensors: rank 0's). Every rank passes the same tensors, as an earlier exchange has confirmed.
+    def reduce_tensors(self, tensors: Sequence[Tensor], how: str, place: str) -> list[Tensor]:
+        """Each of ``tensors`` reduced over all ranks, as new tensors of the same shapes and dtypes. Every rank passes tensors of the same
+        shapes and dtypes, as an earlier exchange has confirmed.
+
+        Args:
+            tensors: small ones are sent together.
+            how: "rank0", "sum", "mean", "min" or "max". Sums are made in float64 or int64.
+            place: what this is for, for messages.
 
         Raises:
             RankError: a peer was lost, or did not come in time.
         """
         self.check_open(place)
         if self.is_alone:
-            return
-        wires = [tensor.detach().contiguous() for tensor in tensors]
-        averaged = [mean and wire.is_floating_point() for wire in wires]
-        self.carry_out(lambda: [self._start(*pair) for pair in zip(wires, averaged, strict=True)], place)
-        for tensor, wire, is_mean in zip(tensors, wires, averaged, strict=True):
-            if is_mean:
-                wire /= self.size
-            if not tensor.is_contiguous():
-                tensor.detach().copy_(wire)
+            return [tensor.detach().clone() for tensor in tensors]
+        wires = [_wire(tensor, how) for tensor in tensors]
+        packs = _packs(wires)
+        flats = [torch.cat([wires[i] for i in pack]) for pack in packs]
+        self.carry_out(lambda: [self._start(flat, how) for flat in flats], place)
+        found: dict[int, Tensor] = {}
+        for pack, flat in zip(packs, flats, strict=True):
+            if how == "mean":
+                flat /= self.size
+            for i, part in zip(pack, flat.split([wires[i].numel() for i in pack]), strict=True):
+                found[i] = _from_wire(part, tensors[i], how)
+        return [found[i] for i in range(len(tensors))]
 
-    def _start(self, wire: Tensor, mean: bool) -> Any:
-        if mean:
-            return dist.all_reduce(wire, group=self.group, async_op=True)
-        bits = wire.view(-1).view(torch.uint8)  # as bytes: gloo does not support every dtype (int16)
-        return dist.broadcast(bits, src=0, group=self.group, async_op=True)
+    def _start(self, flat: Tensor, how: str) -> Any:
+        if how == "rank0":
+            return dist.broadcast(flat, src=0, group=self.group, async_op=True)
+        return dist.all_reduce(flat, op=_OPERATIONS[how], group=self.group, async_op=True)
 
     def _all_reduce(self, packed: Tensor, place: str, if_late: str, meanwhile: Callable[[], object]) -> None:
         self.num_exchanges += 1
@@ -308,6 +323,39 @@ class Agreement:
     def _past(self, place: str) -> None:
         if self.watch is not None:
             self.watch.past(place)
+
+
+def _wire(tensor: Tensor, how: str) -> Tensor:
+    """A tensor as what is sent, flat: its bytes for "rank0", since gloo does not support every dtype; else numbers that a reduction
+    neither rounds nor overflows further than it must."""
+    tensor = tensor.detach().contiguous()
+    if how == "rank0":
+        return tensor.as_strided((tensor.numel(),), (1,)).view(
+            torch.uint8
+        )  # a view of one element keeps a stride above 1
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point():
+        return tensor.reshape(-1).to(torch.int64)
+    wide = torch.float64 if how == "sum" else torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.reshape(-1).to(wide)
+
+
+def _from_wire(part: Tensor, like: Tensor, how: str) -> Tensor:
+    if how == "rank0":
+        return part.clone().view(like.dtype).view(like.shape)  # a part of a pack may begin at any byte
+    if like.is_complex():
+        return torch.view_as_complex(part.view(*like.shape, 2)).to(like.dtype)
+    return part.view(like.shape).to(like.dtype)
+
+
+def _packs(wires: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of the tensors that are sent together: small ones of one dtype and device."""
+    packs: dict[Any, list[int]] = {}
+    for i, wire in enumerate(wires):
+        is_small = wire.nbytes <= _PACKED
+        packs.setdefault((wire.dtype, wire.device, -1 if is_small else i), []).append(i)
+    return list(packs.values())
 
 
 def _shape(value: Entry) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 __all__ = ["DDP", "FSDP2_ONLY", "NO_PREFETCH", "Prefetch", "Sharding"]
 
 _BUFFERS = Replacement(
-    "leave it out: buffers that ranks write are made equal after each window, to rank 0's values, which a DDP run saves with it and "
+    "leave it out: running statistics are made equal after each window, to rank 0's values, which a DDP run saves with it and "
     "without; {} takes the mean of all ranks",
     'Sharding(buffers="mean")',
     "parallel.sharding.buffers",
@@ -42,6 +42,8 @@ _ALL = Replacement(
     "parallel.sharding.units",
     "[Block]",
 )
+
+BufferWord = Literal["sum", "mean", "min", "max", "rank0", "own"]
 
 
 class Prefetch(Options, frozen=True, kw_only=True):
@@ -156,7 +158,12 @@ class Sharding(Options, frozen=True, kw_only=True):
         ),
     ] = False
     buffers: Annotated[
-        Literal["rank0", "mean"], doc("which value a floating buffer (as of BatchNorm) takes when ranks differ")
+        Literal["rank0", "mean"] | dict[str, BufferWord],
+        doc(
+            "rank0, mean: which running statistics of normalisation layers (as of BatchNorm) hold when ranks differ; or patterns of "
+            "names of buffers, each with sum, mean, min, max, rank0 or own: what the values that ranks have written become at a "
+            "window's end, of which the first that matches holds. Persistent buffers that none names must be equal on all ranks"
+        ),
     ] = "rank0"
 
     def check(self) -> None:

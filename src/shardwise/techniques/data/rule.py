@@ -12,6 +12,7 @@ from shardwise.recipe import Cut, Draft, Recipe, Unit
 from shardwise.recipe.draft import Dtypes
 from shardwise.recipe.recipe import Engine
 from shardwise.recipe.records import ROOT, Record
+from shardwise.techniques.data.buffer_policies import buffer_policies
 from shardwise.techniques.data.options import DDP, FSDP2_ONLY, Sharding
 from shardwise.techniques.data.units import check_names, make_units, unit_of_params
 
@@ -21,7 +22,6 @@ __all__ = ["DataEntry", "heading", "rule"]
 class DataEntry(Record, frozen=True):
     """The recipe's data about data parallelism, other than units and cuts."""
 
-    buffers: str = "rank0"
     offload: bool = False  # parameters, gradients and optimizer state are kept in host memory
     pin_memory: bool = True  # ... page-locked, where there is an accelerator
     sync_every_microbatch: bool | Literal["reduce_scatter"] = False
@@ -66,13 +66,13 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
     if is_cut:
         _cut_parameters(draft)
     draft.entries["data"] = DataEntry(
-        buffers=sharding.buffers,
         offload=sharding.offload and is_cut,
         pin_memory=sharding.pin_memory,
         sync_every_microbatch=sharding.sync_every_microbatch if is_cut else False,
         ddp=None if is_cut else ddp,
     )
-    _note_state_of_forwards(draft, facts, sharding)
+    draft.buffers |= buffer_policies(draft.anatomy, sharding, facts.get("advancing", ()))
+    _note_state_of_forwards(draft, facts)
 
 
 def heading(recipe: Recipe) -> list[str]:
@@ -129,7 +129,7 @@ def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
     """Notes options that have no effect in this recipe: not an error, because they may have one under another layout or
     for another model."""
     idle: list[tuple[Sharding | DDP, str, str]] = []  # record, key, why
-    if not any("float" in fact.dtype for fact in draft.anatomy.buffers.values()):
+    if isinstance(sharding.buffers, str) and not any("float" in fact.dtype for fact in draft.anatomy.buffers.values()):
         idle.append((sharding, "buffers", "the model has no floating buffers"))
     if draft.engine == "ddp":
         idle += [(sharding, key, "DDP keeps whole copies") for key in FSDP2_ONLY]
@@ -168,7 +168,7 @@ def _cut_parameters(draft: Draft) -> None:
         draft.note(name, why)
 
 
-def _note_state_of_forwards(draft: Draft, facts: Mapping[str, Any], sharding: Sharding) -> None:
+def _note_state_of_forwards(draft: Draft, facts: Mapping[str, Any]) -> None:
     """Notes modules whose state depends on the number of ranks: each rank runs only a part of a window's forwards."""
     for name in facts.get("advancing", ()):
         draft.note(
@@ -186,9 +186,10 @@ def _note_state_of_forwards(draft: Draft, facts: Mapping[str, Any], sharding: Sh
         if others
         else ""
     )
-    taken = "their mean over the ranks" if sharding.buffers == "mean" else "those of rank 0"
+    word = next((w for n, w in draft.buffers.items() if n.rpartition(".")[0] == first), "rank0")
+    taken = {"mean": "their mean over the ranks", "rank0": "those of rank 0"}.get(word, f"what {word!r} makes of them")
     draft.note(
         first,
         f"its running statistics{more} are of the micro-batches that a rank runs, and each window ends with {taken} "
-        f"(sharding.buffers={sharding.buffers}): they, evaluation and the saved weights depend on the number of ranks; training's losses do not",
+        f"(sharding.buffers={word}): they, evaluation and the saved weights depend on the number of ranks; training's losses do not",
     )

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from shardwise.errors import PlanError
 from shardwise.recipe.draft import Dtypes
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.recipe.records import ROOT, Anatomy, Edit, TensorFact, Unit
+from shardwise.recipe.records import ROOT, STATISTICS, Anatomy, Edit, TensorFact, Unit
 from shardwise.recipe.targets import innermost, modules_named, with_forward
 from shardwise.techniques.precision.options import Precision, precision_of
 
 __all__ = ["Regions", "stored_as"]
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of batch and instance norm
 
 
 class Regions:
@@ -101,7 +99,7 @@ class Regions:
     def _add_batch_norms(self) -> None:
         dtypes = {name: fact.dtype for first, fact in self.anatomy.buffers.items() for name in (first, *fact.aliases)}
         for name in self.anatomy.classes:
-            if not name or name in self._precisions or not all(f"{name}.{key}" in dtypes for key in _STATISTICS):
+            if not name or name in self._precisions or not all(f"{name}.{key}" in dtypes for key in STATISTICS):
                 continue
             outer, held = self._home(name), dtypes[f"{name}.running_mean"]
             around = self._precisions[outer] if outer else self.base

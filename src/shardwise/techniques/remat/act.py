@@ -14,7 +14,7 @@ runs, and buffers cannot be restored: see :mod:`shardwise.techniques.compile.wri
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from shardwise.model import canonical_modules
 from shardwise.model.pytrees import leaves_of
 from shardwise.recipe import Recipe
 from shardwise.techniques.edges import gather_parts, parts_of
+from shardwise.techniques.remat.block_buffers import BlockBuffers, WrittenBuffers
 from shardwise.techniques.remat.choice import Choice
 from shardwise.techniques.remat.measure import Measurement
 from shardwise.techniques.remat.operators import KeepChosen, keep_policy
@@ -134,8 +135,7 @@ class _State:
         self.own = vars(module).get("forward")  # a forward that was set on the object
         self.modules = list(module.modules())
         self.kinds: list[tuple[type, ...]] = [()] * len(self.modules)  # of attributes among which is no generator
-        self.owners = [child for child in self.modules if child._buffers]
-        self.written: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
+        self.buffers = BlockBuffers(name, self.modules)
         self.num_runs = 0
         self._module = module
 
@@ -194,11 +194,11 @@ class _Runs:
         self.given = (
             given  # to the first run: what a block writes into a list or dict of the caller's is for the caller
         )
-        self.buffers: list[tuple[nn.Module, str, Tensor]] | None = None  # as before the first run; None: not run yet
+        self.written: WrittenBuffers | None = None  # by the first run, as before it; None: not run yet
         state.num_runs += 1
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
         # Whether both runs are compared.
-        self.is_checked = is_due or (bool(state.owners) and _training(state) not in state.written)
+        self.is_checked = is_due or state.buffers.are_new
         self.digest: list[Tensor] = []
         self.numbers = GlobalNumbers(state.device)
         self.generators: list[tuple[Any, Callable[[], Any]]] = []  # with functions that restore them for the second run
@@ -207,16 +207,16 @@ class _Runs:
 
     def __call__(self, *leaves: Any) -> Any:
         run = _inner(self.module, self.state)
-        if self.buffers is None:
+        if self.written is None:
             (args, kwargs), self.given = self.given, None
             self.generators = [(g, snapshot(g)) for g in _generators(self.state, leaves)]
-            before = _values_before(self.state) if self.state.owners else []
+            before = self.state.buffers.before(self.is_checked)
             with self.measurement.watching() if self.measurement is not None else _NOTHING:
                 output = run(*args, **kwargs)
             if self.measurement is not None and self.state.selection is not None:
                 self.state.selection.ran(self.state.name, self.measurement)
                 self.measurement = None
-            self.buffers = _written(self.state, before) if self.state.owners else []
+            self.written = self.state.buffers.written(before)
             self.digest = digest_of_result(output) if self.is_checked else []
             return output
         args, kwargs = (leaves, {}) if self.spec is None else tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
@@ -237,11 +237,11 @@ class _Runs:
 
     def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager for the second run: buffers, generators and function modes as in the first."""
-        if not (self.buffers or self.generators or self.modes):
+        if not (self.written or self.generators or self.modes):
             return _NOTHING
         with contextlib.ExitStack() as stack:
-            if self.buffers:
-                stack.enter_context(_buffers_as(self.buffers))
+            if self.written:
+                stack.enter_context(self.written.put_back())
             for generator, put_back in self.generators:
                 stack.callback(snapshot(generator))
                 put_back()
@@ -265,62 +265,6 @@ def _generators(state: _State, leaves: Sequence[Any]) -> list[Any]:
         if not isinstance(leaf, _PLAIN):
             found += generators_among(leaves_of(leaf))
     return found if len(found) < 2 else list({id(value): value for value in found}.values())
-
-
-@contextlib.contextmanager
-def _buffers_as(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Context manager: these buffers have their values from before the first run; writes of the second are dropped."""
-    now = [(owner, attr, owner._buffers.get(attr)) for owner, attr, _ in buffers]
-    for owner, attr, value in buffers:
-        owner._buffers[attr] = value.clone()
-    try:
-        yield
-    finally:
-        for owner, attr, current in now:
-            owner._buffers[attr] = current
-
-
-def _values_before(state: _State) -> list[tuple[nn.Module, str, Tensor, int, Tensor | None]]:
-    """Each buffer with its version and, if a forward may write it, a copy. The first forward copies all, and shows
-    which are written."""
-    writers = state.written.get(_training(state))
-    return [
-        (owner, attr, b, b._version, b.clone() if writers is None or (owner, attr) in writers else None)
-        for owner in state.owners
-        for attr, b in owner._buffers.items()
-        if b is not None
-    ]
-
-
-def _written(state: _State, before: Sequence[Any]) -> list[tuple[nn.Module, str, Tensor]]:
-    """The buffers that the forward wrote, with their values from before."""
-    known = state.written.get(_training(state))
-    writers = state.written.setdefault(_training(state), set())
-    for owner, attr, buffer, version, copy in before:
-        replaced = owner._buffers.get(attr) is not buffer
-        if (owner, attr) in writers or not (
-            replaced
-            or buffer._version != version
-            or (known is None and copy is not None and not torch.equal(copy, buffer))
-        ):
-            continue
-        writers.add((owner, attr))
-        if copy is None and buffer._version != version:
-            raise UnsupportedError(
-                f"Remat of a block that writes its buffer {attr!r} in some forwards only",
-                why="its value from before is needed to run the block again, and was not kept: earlier forwards left it alone",
-                fix="leave the block out: Remat(targets=...)",
-                name=state.name,
-            )
-    return [
-        (owner, attr, buffer if copy is None else copy)
-        for owner, attr, buffer, _, copy in before
-        if (owner, attr) in writers
-    ]
-
-
-def _training(state: _State) -> tuple[bool, ...]:
-    return tuple(owner.training for owner in state.owners)
 
 
 # ---- what is kept ----------------------------------------------------------------------------------------------------

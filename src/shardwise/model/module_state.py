@@ -1,0 +1,265 @@
+"""What a forward writes into modules besides its results: buffers, and the plain Python state beside them.
+
+A cache is a tensor in a buffer and a number in an attribute that says how much of it is filled. Where a forward must not
+count, both go back together: one without the other would be read wrong from then on.
+"""
+
+import sys
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch.autograd import unseen
+from shardwise.model.names import own_attributes
+
+__all__ = ["Attributes", "ModuleState", "keeps_attributes", "plain_numbers"]
+
+_DEPTH = 6  # containers within containers that are looked into
+_OPAQUE = frozenset({"torch", "shardwise", "builtins"})
+
+
+class ModuleState:
+    """Buffers of modules as they are now, with the Python state of the modules; :meth:`restore` puts back what has changed.
+
+    Python state goes back only for modules of which a buffer was written, replaced, registered or removed. Modules of torch have
+    none beside their buffers, and are looked at only if they have buffers.
+
+    Args:
+        modules: those that a forward may write.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self._values: dict[int, _Value] = {}  # by id, so that a buffer with two names stays one tensor
+        self._owners: list[_Owner] = []
+        for module in {id(module): module for module in modules}.values():
+            if module._buffers or keeps_attributes(module):
+                self._owners.append(_Owner(module))
+                for buffer in module._buffers.values():
+                    if buffer is not None and id(buffer) not in self._values:
+                        self._values[id(buffer)] = _Value(buffer, of_torch=not keeps_attributes(module))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts back the buffers (the same objects, with their values) that have changed, and the Python state of their
+        modules. May be called again. On a device it reads nothing for layers of torch: their buffers are written in any case."""
+        with unseen():  # what only compares is no use of a buffer
+            changed = _changed(self._values)
+        for owner in self._owners:
+            if not owner.holds_same() or any(id(b) in changed for b in owner.buffers.values()):
+                owner.restore()
+        for key in changed:
+            self._values[key].restore()
+
+
+class _Owner:
+    """A module, and what it held."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.buffers = module, dict(module._buffers)
+        self._computed = set(module._non_persistent_buffers_set)
+        self._attributes = Attributes(module) if keeps_attributes(module) else None
+
+    def holds_same(self) -> bool:
+        """Whether the module has the same buffer objects."""
+        now = self.module._buffers
+        return now.keys() == self.buffers.keys() and all(now[name] is b for name, b in self.buffers.items())
+
+    def restore(self) -> None:
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+        self.module._non_persistent_buffers_set.clear()
+        self.module._non_persistent_buffers_set.update(self._computed)
+        if self._attributes is not None:
+            self._attributes.restore()
+
+
+class _Value:
+    """A tensor, and the value it had. ``of_torch``: a layer of torch has it, which keeps nothing beside it."""
+
+    def __init__(self, tensor: Tensor, *, of_torch: bool = False):
+        self.tensor, self.of_torch = tensor, of_torch
+        self._version, self.value = tensor._version, tensor.detach().clone()
+
+    @property
+    def shows_change(self) -> bool:
+        """Whether the tensor was written, as far as that shows without a look at its values."""
+        now = self.tensor
+        return now._version != self._version or now.shape != self.value.shape or now.dtype != self.value.dtype
+
+    def restore(self) -> None:
+        if self.tensor.shape == self.value.shape and self.tensor.dtype == self.value.dtype:
+            self.tensor.detach().copy_(self.value)
+        else:
+            self.tensor.data = self.value.clone()
+        self._version = self.tensor._version
+
+
+def _changed(values: dict[int, _Value]) -> set[int]:
+    """Keys of the tensors that were written. Batch norm's kernels, and writes to ``.data``, do not change a version. Those on a device
+    are read together."""
+    found = {key for key, value in values.items() if value.shows_change}
+    away: list[int] = []
+    for key, value in values.items():
+        if key in found or value.tensor.is_meta:
+            continue
+        if value.tensor.is_cpu:
+            if not torch.equal(value.tensor.detach(), value.value):
+                found.add(key)
+        elif value.of_torch:
+            found.add(key)
+        else:
+            away.append(key)
+    for device in {values[key].tensor.device for key in away}:
+        keys = [key for key in away if values[key].tensor.device == device]
+        flags = torch.stack([(values[key].tensor.detach() != values[key].value).any() for key in keys])
+        found |= {key for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
+    return found
+
+
+class Attributes:
+    """The plain Python state of a module: its own attributes, and what is in lists, dicts, sets, arrays, and objects of the user's
+    classes there. Tensors there are kept with their values if the module has buffers."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self._attributes = module, _own(module)
+        self._parts = [(part, _content(part)) for part in _mutable_parts(self._attributes.values())]
+        tensors = _loose(self._parts, self._attributes) if module._buffers else ()
+        self._tensors = {id(tensor): _Value(tensor) for tensor in tensors}
+
+    def restore(self) -> None:
+        for name in _own(self.module).keys() - self._attributes.keys():
+            del self.module.__dict__[name]
+        self.module.__dict__.update(self._attributes)
+        for part, content in self._parts:
+            if not _is_same(_content(part), content):
+                _put(part, content)
+        with unseen():
+            changed = _changed(self._tensors)
+        for key in changed:
+            self._tensors[key].restore()
+
+
+def _mutable_parts(values: Iterable[Any]) -> list[Any]:
+    """The containers, arrays and objects of the user's classes among ``values`` and within them, each once."""
+    found: dict[int, Any] = {}
+    waiting = [(value, _DEPTH) for value in values]
+    while waiting:
+        value, depth = waiting.pop()
+        if value.__class__ in _ATOMS or id(value) in found or depth == 0:
+            continue
+        if isinstance(value, tuple | frozenset):
+            waiting += [(item, depth - 1) for item in value]
+        elif _is_mutable(value):
+            found[id(value)] = value
+            waiting += [(item, depth - 1) for item in _items(_content(value))]
+    return list(found.values())
+
+
+def plain_numbers(module: nn.Module) -> dict[str, float]:
+    """Path within a module -> number that it keeps as an attribute, or in a container there; not its parameters and buffers."""
+    found: dict[str, float] = {}
+    parts: list[tuple[str, Any]] = [("", _own(module))]
+    seen: set[int] = set()
+    while parts:
+        path, part = parts.pop()
+        content = _content(part)
+        pairs = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, value in pairs if not isinstance(content, set) else ():
+            name = f"{path}.{key}" if path else str(key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found[name] = value
+            elif _is_mutable(value) and id(value) not in seen and name.count(".") < _DEPTH:
+                seen.add(id(value))
+                parts.append((name, value))
+    return found
+
+
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), types.FunctionType, types.MethodType, type})
+
+
+def keeps_attributes(module: nn.Module) -> bool:
+    """Whether a module may keep Python state that a forward changes: layers of torch keep none."""
+    return not _is_of_torch(type(module))
+
+
+@cache
+def _is_of_torch(kind: type) -> bool:
+    """Whether a class of modules, below what FSDP2 and parametrizations put on top of it, is one of torch's layers."""
+    return all(cls.__module__.startswith(("torch.nn.", "torch.distributed.", "builtins")) for cls in kind.__mro__)
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in own_attributes(module).items() if not name.startswith("_shardwise")}
+
+
+def _is_mutable(value: Any) -> bool:
+    if isinstance(value, dict | list | set | deque | bytearray | types.SimpleNamespace):
+        return True
+    kind = type(value)
+    home = kind.__module__.partition(".")[0]
+    if home == "numpy":
+        return kind.__name__ == "ndarray"
+    if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or home in _OPAQUE:
+        return False
+    return home not in sys.stdlib_module_names and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _content(part: Any) -> Any:
+    """A shallow copy of what a mutable part holds."""
+    if isinstance(part, dict):
+        return dict(part)
+    if isinstance(part, list | deque):
+        return list(part)
+    if isinstance(part, set):
+        return set(part)
+    if isinstance(part, bytearray):
+        return bytes(part)
+    return part.copy() if type(part).__module__ == "numpy" else dict(vars(part))
+
+
+def _items(content: Any) -> Collection[Any]:
+    if isinstance(content, dict):
+        return content.values()
+    return content if isinstance(content, list | set) else ()
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether a part has the same content: the same objects, or equal bytes and numbers."""
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
+    if isinstance(now, list):
+        return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+    if isinstance(now, set | bytes):
+        return now == before
+    return now.shape == before.shape and now.tobytes() == before.tobytes()
+
+
+def _put(part: Any, content: Any) -> None:
+    if isinstance(part, dict | set):
+        part.clear()
+        part.update(content)
+    elif isinstance(part, list | bytearray):
+        part[:] = content
+    elif isinstance(part, deque):
+        part.clear()
+        part.extend(content)
+    elif type(part).__module__ == "numpy":
+        part[...] = content
+    else:
+        vars(part).clear()
+        vars(part).update(content)
+
+
+def _loose(parts: Iterable[tuple[Any, Any]], attributes: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that are attributes, or in a part, and not parameters."""
+    found: dict[int, Tensor] = {}
+    for content in (attributes, *(content for _, content in parts)):
+        for value in _items(content):
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad:
+                found[id(value)] = value
+    return iter(found.values())

@@ -1,0 +1,150 @@
+"""Shows whether the forwards of a window only add to the buffers of the policy "sum", and do not read them.
+
+A buffer that a forward sets anew has the values of the last micro-batch, and one that it reads has other values on each rank: neither is
+a sum of what the ranks have added. Seen in the operators of the first window.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardwise._torch.autograd import TorchDispatchMode
+from shardwise._torch.pytrees import tree_flatten
+
+__all__ = ["AddedOnly"]
+
+_ADDS = frozenset(
+    {
+        "add",
+        "add_",
+        "sub",
+        "sub_",
+        "index_add",
+        "index_add_",
+        "scatter_add",
+        "scatter_add_",
+        "addcmul_",
+        "_foreach_add_",
+        "__iadd__",
+    }
+)
+_KEEPS = frozenset(
+    {
+        "clone",
+        "detach",
+        "_to_copy",
+        "alias",
+        "view",
+        "contiguous",
+        "expand",
+        "select",
+        "slice",
+        "index",
+        "index_select",
+        "gather",
+    }
+)
+_PUTS = frozenset(
+    {"copy_", "index_put_", "index_copy_", "scatter_", "masked_scatter_", "select_scatter", "slice_scatter"}
+)
+_SHAPES = frozenset(
+    {
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+        "rand_like",
+    }
+)
+
+
+class AddedOnly(TorchDispatchMode):
+    """Context manager: within, what is done with some buffers is noted.
+
+    Args:
+        buffers: name -> buffer.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, buffers: Mapping[str, Tensor]):
+        super().__init__()
+        self._homes: dict[int, tuple[str, Tensor]] = {}  # address of memory -> whose value plus something is there
+        self._wrong: dict[str, str] = {}  # name -> what was done with it
+        for name, buffer in buffers.items():
+            self._note(name, buffer)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_flatten((args, kwargs))[0]
+        held = [name for leaf in leaves if isinstance(leaf, Tensor) and (name := self._name_of(leaf)) is not None]
+        output = func(*args, **kwargs)
+        for name in dict.fromkeys(held):
+            self._look(name, func, args, kwargs, output)
+        return output
+
+    def wrong_use(self, buffers: Mapping[str, Tensor]) -> tuple[str, str] | None:
+        """The name of one of the buffers, as they are now, that was set anew or read, and what was done; None: there is none."""
+        for name, buffer in buffers.items():
+            if self._name_of(buffer) != name:
+                self._wrong.setdefault(name, "replaces it by another tensor")
+        return next(iter(self._wrong.items()), None)
+
+    def _look(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
+        word = _word(func)
+        targets = _written(func, args, kwargs)
+        if not targets:
+            if word in _ADDS | _KEEPS or getattr(func, "is_view", False):
+                for made in _tensors(output):
+                    self._note(name, made)
+            elif word not in _SHAPES:
+                self._wrong.setdefault(name, f"computes with it ({word})")
+        elif not any(self._name_of(target) == name for target in targets):
+            self._wrong.setdefault(name, f"computes with it ({word})")
+        elif word not in _ADDS and not (word in _PUTS and self._is_put(name, word, args)):
+            self._wrong.setdefault(name, f"sets it anew ({word})")
+
+    def _is_put(self, name: str, word: str, args: Sequence[Any]) -> bool:
+        """Whether what is written into a part of the buffer is its own value plus something, or is added."""
+        if word == "index_put_" and len(args) > 3 and args[3]:
+            return True
+        return any(self._name_of(source) == name for source in _tensors(args[1:]))
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        found = self._homes.get(_address(tensor))
+        return None if found is None else found[0]
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        self._homes.setdefault(_address(tensor), (name, tensor))  # alive, so that its memory is not another's later
+
+
+def _word(func: Any) -> str:
+    """The name of an operator, without its overload."""
+    packet = getattr(func, "overloadpacket", None)
+    return str(func) if packet is None else packet.__name__
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return id(tensor)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor))
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among an operator's arguments that it writes."""
+    found: list[Tensor] = []
+    schema = getattr(func, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found

@@ -1,0 +1,344 @@
+"""What ranks agree on about the buffers of a model at the end of a window, or of an evaluation.
+
+One digest compares names, shapes and dtypes, others the values, in the exchange that is made anyway; nothing moves before that.
+Persistent buffers must be equal on all ranks. Where they are not, their policy in the recipe says what is made of them (running
+statistics: that of rank 0, or the mean); where none does, differences within rounding are made equal, and any other is an error.
+Buffers that are not persistent are each rank's own, unless a policy names them.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import RankError, UsageError
+from shardwise.model.read import dtype_name
+from shardwise.model.tensors import change_marks, checksums, combined
+from shardwise.parallel import Runtime
+from shardwise.step.added_only import AddedOnly
+from shardwise.world.agreement import Entry, digest_of_text, minority
+
+__all__ = ["BufferExchange", "make_equal"]
+
+_ROUNDING = 16  # times the spacing of a dtype's numbers: ranks that compute one thing differ by no more
+_ROUNDING_OF_HALF = 2
+_SLOT = (1 << 50) - 1  # the bits of a digest that a float64 holds
+_SYNCED = frozenset({"rank0", "mean", "min", "max"})  # policies by which values are reduced where they differ
+_UNKNOWN = "unknown"  # of a persistent buffer that the recipe does not have
+
+_WORDS = (
+    '"sum" for counts and running sums that are used after the step, "mean" for averages, "min" and "max" for the ranges of observers, '
+    '"rank0" where those of one rank will do, "own" for what each rank keeps for itself, of any shape'
+)
+
+
+class BufferExchange:
+    """The entries about buffers in the exchange before an optimizer step, and what follows from their sums over the ranks.
+
+    Made when the window begins; :meth:`apply` is not called for a window that is skipped.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self._runtime = runtime
+        self._held: dict[str, dict[str, Tensor]] = {}  # policy -> name -> buffer, as at the exchange
+        words = set(runtime.buffer_policies.values())  # equal on all ranks, as are the names of entries
+        self._has_equal, self._has_sums = "equal" in words, "sum" in words
+        self._has_synced = bool(words & _SYNCED)
+        sums = _by_policy(runtime).get("sum", {}) if self._has_sums else {}
+        self._begin = {name: tensor.clone() for name, tensor in sums.items()}
+        self._added_only: AddedOnly | None = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context manager around a micro-batch of the first windows: :meth:`apply` then refuses buffers of the policy "sum" that a forward
+        does not only add to."""
+        sums = _by_policy(self._runtime).get("sum", {}) if self._has_sums else {}
+        if not sums:
+            yield
+            return
+        self._added_only = self._added_only or AddedOnly(sums)
+        with self._added_only:
+            yield
+
+    def entries(self) -> dict[str, Entry]:
+        self._held = held = _by_policy(self._runtime)
+        same = self._runtime.world.agreement.same_mark
+        found: dict[str, Entry] = {
+            "buffers": self._runtime.world.agreement.same(digest_of_text("\n".join(map(str, _facts(held)))))
+        }
+        if self._has_equal:
+            found["values of buffers"] = same(_mark(held.get("equal", {})))
+        if self._has_synced:
+            found["values of buffers with a policy"] = same(
+                _mark({name: b for word in sorted(_SYNCED) for name, b in held.get(word, {}).items()})
+            )
+        if self._has_sums:
+            now = _mark(held.get("sum", {}))
+            found["buffers not only added to"] = float(self._wrong_use() is not None)
+            found["buffers added to"] = now.ne(_mark(self._begin)).double()
+            if self._shares_data:
+                found["added buffers"] = self._runtime.world.agreement.slots((now & _SLOT).double())
+        return found
+
+    def apply(self, summed: Mapping[str, Tensor], place: str) -> None:
+        """Compares, and makes equal what a policy says. ``summed``: :meth:`entries`, summed over the ranks. ``place``: for messages.
+
+        Raises:
+            RankError: ranks hold other buffers, or values that no policy brings together.
+            UsageError: a buffer that a checkpoint would not hold.
+        """
+        all_same = self._runtime.world.agreement.all_same
+        if not all_same(summed["buffers"]):
+            raise _other_buffers(self._runtime, _facts(self._held), place)
+        self._refuse_unsaved()
+        if self._has_sums and bool(summed["buffers not only added to"]):
+            raise self._not_only_added_to(place)
+        if self._has_sums and bool(summed["buffers added to"]):
+            self._add_up(summed.get("added buffers"), place)
+        if self._has_synced and not all_same(summed["values of buffers with a policy"]):
+            make_equal(self._runtime, {w: list(self._held.get(w, {}).values()) for w in sorted(_SYNCED)}, place)
+        if self._has_equal and not all_same(summed["values of buffers"]):
+            self._settle(place)
+
+    def _wrong_use(self) -> tuple[str, str] | None:
+        return None if self._added_only is None else self._added_only.wrong_use(self._held.get("sum", {}))
+
+    def _not_only_added_to(self, place: str) -> UsageError:
+        """The error for a sum that is set anew or read. All ranks must call it."""
+        found = self._runtime.world.agreement.gather(self._wrong_use(), f"{place}, naming a buffer")
+        name, what = next(use for use in found if use is not None)
+        return UsageError(
+            'a buffer of the policy "sum" that is not only added to',
+            why=f"a forward {what}: it has what this rank's micro-batches make of it, and its sum over the ranks is not what one process has",
+            fix="add to it in place (self.tokens += counts), and read and clear it after the step (post_optimizer_step); or give it another policy: "
+            '"rank0", "mean", "own"',
+            name=name,
+        )
+
+    @property
+    def _shares_data(self) -> bool:
+        world = self._runtime.world
+        return world.axis("loss").size < world.size
+
+    def _refuse_unsaved(self) -> None:
+        """Refuses persistent buffers that the recipe does not know, or does and that are gone; all ranks have the same here."""
+        for name in self._held.get(_UNKNOWN, {}):
+            raise UsageError(
+                "a persistent buffer that was registered after parallelize",
+                why="checkpoints hold the buffers that the module had when it was sharded: this one would be lost",
+                fix="register it in the constructor, or with persistent=False where a forward computes it",
+                name=name,
+            )
+        there = {name for held in self._held.values() for name in held}
+        for name, buffer in self._runtime.recipe.buffers.items():
+            if buffer.persistent and not there.intersection((name, *buffer.aliases)):
+                raise UsageError(
+                    "a persistent buffer that was removed after parallelize",
+                    why="the module had it when it was sharded, and a checkpoint would lack it",
+                    fix="keep the buffer, or register it with persistent=False",
+                    name=name,
+                )
+
+    def _add_up(self, slots: Tensor | None, place: str) -> None:
+        """Makes each buffer of the policy "sum" its value at the window's begin plus what the data ranks have added."""
+        runtime, now = self._runtime, self._held["sum"]
+        for name, tensor in now.items():
+            before = self._begin.get(name)
+            if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+                was = "there was none" if before is None else _described(before)
+                raise UsageError(
+                    f'a buffer of the policy "sum" that is {_described(tensor)} at the end of {place}',
+                    why=f"at its begin {was if before is None else f'it was {was}'}, so that there is nothing to add to",
+                    fix="keep its shape and dtype, and write it in place",
+                    name=name,
+                )
+        if slots is not None:
+            self._refuse_other_counts(slots.tolist(), next(iter(now)), place)
+        counts = runtime.world.counts  # of ranks that run the same data one counts
+        added = [_wide(x) - _wide(self._begin[n]) if counts else torch.zeros_like(_wide(x)) for n, x in now.items()]
+        totals = runtime.world.agreement.reduce_tensors(added, "sum", f"{place}, adding up buffers")
+        with torch.no_grad():
+            for (name, tensor), total in zip(now.items(), totals, strict=True):
+                tensor.copy_(_wide(self._begin[name]) + total)
+
+    def _refuse_other_counts(self, marks: Sequence[float], name: str, place: str) -> None:
+        """Refuses ranks that run the same data and have added other values."""
+        grid = self._runtime.recipe.grid
+        first: dict[int, int] = {}
+        for rank, mark in enumerate(marks):
+            one = first.setdefault(grid.coord(rank).index("loss"), rank)
+            if marks[one] != mark:
+                raise RankError(
+                    f'buffers of the policy "sum", such as this one, at the end of {place}',
+                    why=f"ranks {one} and {rank} run the same data (tp), and have added other values: each counts a part of a layer that is cut",
+                    fix='keep the module that counts whole: TensorParallel(plan={"Module": "replicate"}), or count what is not cut',
+                    name=name,
+                    ranks=(rank,),
+                )
+
+    def _settle(self, place: str) -> None:
+        """Takes rank 0's values of buffers that differ within rounding; raises for the others."""
+        runtime, held = self._runtime, self._held["equal"]
+        agreement = runtime.world.agreement
+        marks = agreement.gather(checksums(list(held.values())).tolist(), f"{place}, naming buffers that differ")
+        differ = [name for i, name in enumerate(held) if len({of_rank[i] for of_rank in marks}) > 1]
+        if not differ:
+            return
+        own = [held[name] for name in differ]
+        main = agreement.reduce_tensors(own, "rank0", f"{place}, comparing buffers")
+        off = torch.tensor([float(not _is_rounding(a, b)) for a, b in zip(own, main, strict=True)], dtype=torch.float64)
+        summed = agreement.sum({"off": off}, f"{place}, comparing buffers")["off"].tolist()
+        wrong = [name for name, num in zip(differ, summed, strict=True) if num]
+        if wrong:
+            raise _other_values(runtime, wrong, held[wrong[0]], main[differ.index(wrong[0])], place)
+        _take(own, main)
+
+
+def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place: str) -> None:
+    """Makes buffers equal on all ranks by the policy they are listed under. All ranks must call it, with buffers of the same shapes
+    and dtypes."""
+    wholes = [b for b in by_word.get("mean", ()) if not (b.is_floating_point() or b.is_complex())]
+    for word, buffers in by_word.items():
+        own = [b for b in buffers if word != "mean" or not any(b is whole for whole in wholes)]
+        own += wholes if word == "rank0" else []
+        if own:
+            _take(own, runtime.world.agreement.reduce_tensors(own, word, f"{place}, making buffers equal"))
+
+
+@torch.no_grad()
+def _take(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
+
+
+def _by_policy(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
+    """Policy -> name -> buffer, each under its first name."""
+    persistent = {n for name, b in runtime.recipe.buffers.items() if b.persistent for n in (name, *b.aliases)}
+    found: dict[str, dict[str, Tensor]] = {}
+    seen: set[int] = set()
+    for prefix, module in runtime.modules:
+        for attr, buffer in module._buffers.items():
+            if buffer is None or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            name = f"{prefix}.{attr}" if prefix else attr
+            is_known = name in persistent or attr in module._non_persistent_buffers_set
+            word = runtime.buffer_policies.get(name, "own") if is_known else _UNKNOWN
+            found.setdefault(word, {})[name] = buffer
+    return found
+
+
+Fact = tuple[str, tuple[int, ...], str]
+
+
+def _facts(held: Mapping[str, Mapping[str, Tensor]]) -> list[Fact]:
+    """Name, shape and dtype of each buffer that must be there on all ranks alike."""
+    return [
+        (name, tuple(b.shape), dtype_name(b.dtype))
+        for word in sorted(held.keys() - {"own"})
+        for name, b in held[word].items()
+    ]
+
+
+def _mark(buffers: Mapping[str, Tensor]) -> Tensor:
+    """A digest of their values, 0-dim int64, not read."""
+    return combined(change_marks(list(buffers.values())))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A buffer in numbers whose sums are exact where those of the buffer are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64)
+
+
+def _is_rounding(a: Tensor, b: Tensor) -> bool:
+    """Whether two values of a buffer differ by rounding at most, relative to its largest number."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    finfo = torch.finfo(a.dtype)
+    a, b = _wide(a), _wide(b)
+    if not bool((a.isfinite() & b.isfinite()).all()):
+        return torch.equal(a, b)
+    limit = (_ROUNDING if finfo.bits >= 32 else _ROUNDING_OF_HALF) * finfo.eps
+    return bool((a - b).abs().max() <= limit * torch.maximum(a.abs(), b.abs()).max())
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _other_buffers(runtime: Runtime, own: list[Fact], place: str) -> RankError:
+    """The error for buffers that only some ranks have, or of other shapes or dtypes. All ranks must call it."""
+    told = runtime.world.agreement.gather(own, f"{place}, naming a buffer")
+    by_rank = [{name: f"{dtype} of shape {list(shape)}" for name, shape, dtype in facts} for facts in told]
+    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+    name = next(n for n in names if any(of_rank.get(n) != by_rank[0].get(n) for of_rank in by_rank))
+    held = [of_rank.get(name, "none") for of_rank in by_rank]
+    usual, ranks = minority(held)
+    other = next(rank for rank in range(len(held)) if rank not in ranks)
+    can_be_own = name in runtime.buffer_policies
+    return RankError(
+        f"a persistent buffer that is not the same on all ranks at the end of {place}",
+        why=f"rank {ranks[0]} has {held[ranks[0]]}, rank {other} has {usual}",
+        fix="give it one shape and dtype in the constructor; or, where a forward computes it from its input, "
+        "register_buffer(..., persistent=False)"
+        + (f'; or, where each rank is to keep its own, Sharding(buffers={{{name!r}: "own"}})' if can_be_own else ""),
+        name=name,
+        ranks=ranks,
+    )
+
+
+def _other_values(runtime: Runtime, names: Sequence[str], buffer: Tensor, main: Tensor, place: str) -> RankError:
+    """The error for buffers that ranks have written differently; ``main``: rank 0's value of the first. All ranks must call it."""
+    name, agreement, grid = names[0], runtime.world.agreement, runtime.recipe.grid
+    beside = {
+        n: b for n, b in _by_policy(runtime).get("own", {}).items() if n.rpartition(".")[0] == name.rpartition(".")[0]
+    }
+    marks = zip(beside.items(), checksums(list(beside.values())).tolist(), strict=True)
+    at = min(agreement.gather(_first_difference(buffer, main), f"{place}, naming a buffer"))
+    told = agreement.gather(
+        (_shown(buffer, at), {n: (b.shape, mark) for (n, b), mark in marks}), f"{place}, naming a buffer"
+    )
+    shown, others = [text for text, _ in told], [own for _, own in told]
+    _, ranks = minority(shown)
+    rank, other = ranks[0], next(rank for rank in range(len(shown)) if rank not in ranks)
+    written = [n for n in dict.fromkeys(n for own in others for n in own) if len({own.get(n) for own in others}) > 1]
+    more = f"; so do {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''}" if len(names) > 1 else ""
+    same_data = grid.coord(rank).index("loss") == grid.coord(other).index("loss")
+    because = (
+        "they run the same data (tp), and a layer that is cut shows each another part"
+        if same_data
+        else "each runs other data"
+    )
+    beside_it = (
+        f". Its module has also written {', '.join(map(repr, written))}, not persistent and therefore each rank's own: where this buffer "
+        "follows from it, name that one"
+        if written
+        else ""
+    )
+    return RankError(
+        f"a persistent buffer whose values differ between ranks at the end of {place}",
+        why=f"rank {rank} has {shown[rank]}, rank {other} has {shown[other]}{more}: {because}, and nothing says what their values make together{beside_it}",
+        fix=f"say it: Sharding(buffers={{{(written or [name])[0]!r}: WORD}}), where WORD is {_WORDS}; or, where a forward computes it from its "
+        "input, register_buffer(..., persistent=False)",
+        name=name,
+        ranks=ranks,
+    )
+
+
+def _first_difference(a: Tensor, b: Tensor) -> int:
+    """The index of the first number in which two tensors differ; their number where they are equal."""
+    places = a.detach().flatten().ne(b.flatten()).nonzero()
+    return int(places[0]) if len(places) else a.numel()
+
+
+def _shown(tensor: Tensor, start: int) -> str:
+    """Four numbers of a tensor, from one on."""
+    values = tensor.detach().flatten()[start : start + 4].tolist()
+    before, after = "..., " if start else "", ", ..." if tensor.numel() > start + 4 else ""
+    return f"[{before}{', '.join(f'{x:.6g}' if isinstance(x, float) else str(x) for x in values)}{after}]"
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)} of shape {list(tensor.shape)}"
