@@ -24,7 +24,8 @@ from shardwise.model.closures import rebind_functions
 from shardwise.model.computed import with_plain_weights
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
-from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.model.module_state import Attributes, keeps_attributes
+from shardwise.model.names import canonical_modules, canonical_tensors, module_of_error
 from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.tensors import hidden_tensors, loose_tensors
@@ -77,6 +78,7 @@ class Trial:
         """Name of a weight -> its layer, once a run has called it."""
         self.foreign: dict[str, str] = {}
         """Name of a parameter with two dims or more -> the function that used it in another way than as a layer."""
+        self._constant: set[str] = set()  # buffers that a forward writes in place, with gradients: none come to these
         self.read: set[str] = set()
         """Parameters that functions other than layers have used."""
         self.measured: set[str] = set()
@@ -98,6 +100,10 @@ class Trial:
             except ShardwiseError:
                 raise
             except Exception as error:
+                if self._is_write(error):
+                    self.written, self._has_run = {}, False
+                    self.module = self._copy(module, frozenset(self.foreign))
+                    continue
                 if len(self.foreign) == used:
                     raise UnsupportedError(
                         f"a run of {type(module).__name__} without its linear layers",
@@ -187,25 +193,48 @@ class Trial:
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
-        """Context manager: buffers have their values again at the end. The first run shows which are written."""
+        """Context manager: buffers have their values again at the end, and modules of which one was written their Python state. The
+        first run shows which are written."""
         known = {} if self._has_run else self._buffers()
+        modules = [module for module in self.module.modules() if module._buffers or keeps_attributes(module)]
+        before = [(module, set(module._buffers), Attributes(module)) for module in modules]
         try:
             yield
         finally:
             self._has_run = True
             for name, (owner, attr, buffer, value) in known.items():
-                is_same = owner._buffers[attr] is buffer and torch.equal(buffer.detach(), value)
+                is_same = owner._buffers.get(attr) is buffer and torch.equal(buffer.detach(), value)
                 if not is_same or id(buffer) in self._statistics:
                     self.written[name] = owner, attr, value
+            homes = {id(owner) for owner, _, _ in self.written.values()}
+            for module, names, attributes in before:
+                registered = module._buffers.keys() - names
+                for attr in registered:
+                    delattr(module, attr)
+                if registered or id(module) in homes:
+                    attributes.restore()
             for owner, attr, value in self.written.values():  # another tensor: gradients may need what was written
-                owner._buffers[attr] = value.clone().requires_grad_(value.is_floating_point())
+                owner._buffers[attr] = value.clone().requires_grad_(value.requires_grad)
 
     def _buffers(self) -> dict[str, tuple[nn.Module, str, Tensor, Tensor]]:
         found = [
             (name, owner, attr, owner._buffers[attr])
             for name, owner, attr in canonical_tensors(self.module, "_buffers")
         ]
-        return {name: (owner, attr, x, x.detach().clone()) for name, owner, attr, x in found if x is not None}
+        return {name: (owner, attr, x, _cloned(x)) for name, owner, attr, x in found if x is not None}
+
+    def _is_write(self, error: Exception) -> bool:
+        """Whether a run failed as a module wrote a buffer of its own in place, with gradients. They are constant from now on."""
+        home = module_of_error(self.module, error) if "leaf Variable that requires grad" in str(error) else None
+        module = self.module if home is None else self.module.get_submodule(home)
+        names = {
+            f"{home}.{attr}" if home else attr
+            for attr, b in module._buffers.items()
+            if b is not None and b.requires_grad
+        }
+        is_new = "leaf Variable that requires grad" in str(error) and bool(names - self._constant)
+        self._constant |= names if is_new else set()
+        return is_new
 
     def entered(self) -> list[str]:
         """The modules in the order in which they are first entered."""
@@ -223,7 +252,7 @@ class Trial:
             for name, owner, attr in canonical_tensors(self.module, kind):
                 tensor = getattr(owner, kind)[attr]
                 known = any(tensor is other for other in found.values())
-                has_values = tensor.is_floating_point() and not tensor.is_meta
+                has_values = tensor.requires_grad and tensor.is_floating_point() and not tensor.is_meta
                 if name not in layers and has_values and not known and not name.startswith(norms):
                     found[name] = tensor
         return found
@@ -275,9 +304,9 @@ class Trial:
             del copied.get_submodule(parent)._modules[key]
         for name in self.norms:
             copied.get_submodule(name).forward = functools.partial(self._norm, f"{name}.")
-        for buffer in copied.buffers():
-            if buffer.is_floating_point():
-                buffer.requires_grad_()
+        for name, owner, attr in canonical_tensors(copied, "_buffers"):
+            if owner._buffers[attr].is_floating_point() and name not in self._constant:
+                owner._buffers[attr].requires_grad_()
         return copied
 
     def _norm(self, name: str, x: Tensor) -> Any:
@@ -334,6 +363,11 @@ def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Mod
             fix="run one such batch through the plain model before parallelize, so that it has the modules that it will use",
             name=name,
         )
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    """A copy of its value that requires gradients if the tensor does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _without_values(tensor: Tensor) -> Tensor:

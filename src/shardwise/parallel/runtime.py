@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
-from shardwise.model import canonical_modules
+from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
 from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy, refuse_pickling
@@ -202,6 +202,18 @@ class Runtime:
     def module_state(self) -> ModuleState:
         """What a forward may write besides gradients, as it is now, to be restored after one that does not count."""
         return ModuleState(module for _, module in self.modules)
+
+    def saved_buffers(self, *, of_main: bool = False) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> shape and dtype of each persistent buffer, as it is now. With ``of_main`` as rank 0 has it, which differs where each
+        rank has its own: all ranks must call it then."""
+        now, known = self.buffers(), self.recipe.buffers.items()
+        found = {
+            name: (tuple(now[name].shape), dtype_name(now[name].dtype)) if name in now else (buffer.shape, buffer.dtype)
+            for name, buffer in known
+            if buffer.persistent
+        }
+        has_own = any(buffer.persistent and buffer.policy == "own" for _, buffer in known)
+        return self.world.broadcast(found) if of_main and has_own else found
 
     def local_tensor_of(self, name: str) -> Tensor:
         """What this rank stores of parameter ``name``."""

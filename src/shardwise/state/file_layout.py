@@ -1,6 +1,6 @@
 """The plan of a model's weight files: name, file and offset of every tensor, and which rank writes which part of it.
 
-Every rank makes it from the recipe alone, so that all have the same plan without communication.
+Every rank makes it from the recipe, and the shapes that buffers have on rank 0, so that all have the same plan.
 """
 
 import math
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import Runtime
 from shardwise.recipe import DTYPE_BYTES, extents, owners
-from shardwise.recipe.boxes import Box, blocks, common, whole
+from shardwise.recipe.boxes import Box, blocks, common
 from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
-from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.naming import naming_of
 from shardwise.state.stored import is_rounded
 from shardwise.state.views import View
 
@@ -80,11 +80,14 @@ class Part:
         return self.view.to_stored(self.box)
 
 
-def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
+def stored_dtypes(
+    runtime: Runtime, buffers: Mapping[str, tuple[tuple[int, ...], str]], dtype: str | None = None
+) -> dict[str, str]:
     """Name -> dtype in the file of every parameter and persistent buffer, in the recipe's order.
 
     Args:
         runtime: of the model.
+        buffers: its ``saved_buffers()``.
         dtype: what floating parameters are written in; None: what they are stored in. Buffers keep theirs: a rounded
             position or running variance makes another model. So do numbers of one byte, which have a separate scale.
 
@@ -96,7 +99,7 @@ def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
         name: dtype if dtype is not None and is_rounded(param.storage) else param.storage
         for name, param in recipe.params.items()
     }
-    found |= {name: buffer.dtype for name, buffer in recipe.buffers.items() if buffer.persistent}
+    found |= {name: kind for name, (_, kind) in buffers.items()}
     for name, kind in found.items():
         if kind not in CODES:
             raise UnsupportedError(
@@ -109,7 +112,9 @@ def stored_dtypes(runtime: Runtime, dtype: str | None = None) -> dict[str, str]:
     return found
 
 
-def file_layout_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8) -> FileLayout:
+def file_layout_of(
+    runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8, of_main: bool = True
+) -> FileLayout:
     """Plans a model's files: tensors in the model's order, a new file where the next one would not fit.
 
     Args:
@@ -117,9 +122,12 @@ def file_layout_of(runtime: Runtime, *, max_shard_bytes: int, dtype: str | None 
         max_shard_bytes: largest size of a file's tensors, in bytes; a larger tensor has a file to itself.
         dtype: as for :func:`stored_dtypes`.
         align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
+        of_main: with the buffers of rank 0: all ranks must call it. Else those of this rank.
     """
-    dtypes = stored_dtypes(runtime, dtype)
-    views = naming_of(runtime.module, shapes_of(runtime)).views
+    buffers = runtime.saved_buffers(of_main=of_main)
+    dtypes = stored_dtypes(runtime, buffers, dtype)
+    shapes = {name: param.shape for name, param in runtime.recipe.params.items()}
+    views = naming_of(runtime.module, shapes | {name: shape for name, (shape, _) in buffers.items()}).views
     facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}
     return FileLayout(planned_files(facts, max_shard_bytes=max_shard_bytes, align=align), views)
 
@@ -162,8 +170,7 @@ def _pieces(runtime: Runtime, view: View, rank: int) -> list[tuple[Box, tuple[in
     """``(box of the model's tensor, where it begins in the rank's local tensor, ranks that hold it)`` of each piece."""
     param = runtime.recipe.params.get(view.name)
     if param is None:
-        shape = runtime.recipe.buffers[view.name].shape
-        return [(whole(shape), (0,) * len(shape), (0,))]
+        return [(view.box, view.box.starts, (0,))]
     coord = runtime.recipe.grid.coord(rank)
     pieces = zip(extents(param, coord), owners(param, coord), strict=True)
     return [(piece.box, piece.local_starts, holders) for piece, holders in pieces]

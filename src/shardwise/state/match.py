@@ -1,7 +1,7 @@
 """Matches stored weights to a model's tensors, and checks names, shapes and dtypes before any value is copied."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ class Rules:
     cast: Cast
     check_finite: bool
     rows: tuple[int, int] | None = None  # of a vocabulary that has grown: as stored, and in the model
+    buffers_as_stored: bool = False  # shapes and dtypes of buffers are the source's: a forward may have changed them
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,14 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
     files.verify_with(opened.verified)
     recipe = runtime.recipe
     wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
-    wanted |= {name: Wanted(b.shape, b.dtype, b.aliases) for name, b in recipe.buffers.items() if b.persistent}
+    wanted |= {
+        name: Wanted(shape, dtype, recipe.buffers[name].aliases)
+        for name, (shape, dtype) in runtime.saved_buffers().items()
+    }
     computed = [n for name, b in recipe.buffers.items() if not b.persistent for n in (name, *b.aliases)]
     matched = match_names(runtime.module, wanted, computed, opened, rules.rename)
+    for name in recipe.buffers.keys() & matched.tensors.keys() if rules.buffers_as_stored else ():
+        wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
     if isinstance(source, Mapping):
         states = extra_names(runtime.module)
         matched.missing += tuple(name for name in states if name not in opened.extra)

@@ -74,6 +74,5 @@ def _naming(module: nn.Module, prefix: str, shapes: Shapes) -> Naming | None:
 
 def shapes_of(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     """The shapes of every parameter and persistent buffer, in the recipe's order."""
-    recipe = runtime.recipe
-    found = {name: param.shape for name, param in recipe.params.items()}
-    return found | {name: buffer.shape for name, buffer in recipe.buffers.items() if buffer.persistent}
+    found = {name: param.shape for name, param in runtime.recipe.params.items()}
+    return found | {name: shape for name, (shape, _) in runtime.saved_buffers().items()}

@@ -117,13 +117,16 @@ def save_weights(
 
 def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None) -> int:
     """Size in bytes of the files that :func:`save_weights` would write; no communication."""
-    return file_layout_of(runtime_of(model), max_shard_bytes=SHARD_BYTES, dtype=_checked_dtype(dtype)).num_bytes
+    return file_layout_of(
+        runtime_of(model), max_shard_bytes=SHARD_BYTES, dtype=_checked_dtype(dtype), of_main=False
+    ).num_bytes
 
 
 def check_dtypes(model: nn.Module) -> None:
     """Raises UnsupportedError, with the tensor's name, if :func:`save_weights` could not write ``model``; no
     communication, the same on every rank."""
-    stored_dtypes(runtime_of(model))
+    runtime = runtime_of(model)
+    stored_dtypes(runtime, runtime.saved_buffers())
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.model import dtype_of
 from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
@@ -149,7 +150,7 @@ class _Reading:
             self.own["step"] = {**self.own["step"], **settled.step}
 
     def _plan(self, prefix: str, runtime: Runtime) -> LoadPlan:
-        rules = Rules(strict=True, rename=(), cast=False, check_finite=False)
+        rules = Rules(strict=True, rename=(), cast=False, check_finite=False, buffers_as_stored=True)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         try:
             return plan_of(
@@ -220,7 +221,11 @@ class _Reading:
             local = runtime.local_tensors()
             self._values[prefix] = {}
             for name, stored in plan.tensors.items():
-                fresh = empty_in_large_pages(local[name].shape, local[name].dtype)
+                fits = name in runtime.recipe.params  # a buffer has the shape that it was saved with
+                shape, dtype = (
+                    (local[name].shape, local[name].dtype) if fits else (stored.shape, dtype_of(stored.dtype))
+                )
+                fresh = empty_in_large_pages(shape, dtype)
                 for piece, part in runtime.parts(name, fresh):
                     stored.read(piece.box, part, files)
                 self._values[prefix][name] = fresh
@@ -245,8 +250,12 @@ class _Reading:
         for prefix, (runtime, plan) in self._models.items():
             local = runtime.local_tensors()
             with LoadTransaction(runtime, local, plan.tensors):
+                buffers = runtime.buffers()
                 for name, value in self._values[prefix].items():
-                    local[name].copy_(value)
+                    if local[name].shape == value.shape and local[name].dtype == value.dtype:
+                        local[name].copy_(value)
+                    else:
+                        buffers[name].data = value.to(local[name].device)
             runtime.loaded_from = (self.saved.folder / prefix).resolve()
             states = self._state["model"].get(prefix) or {}
             if states:
