@@ -61,14 +61,18 @@ class BufferExchange:
         with self._added_only:
             yield
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self, *, is_idle: bool) -> dict[str, Entry]:
+        """``is_idle``: this rank ran paddings only, so that its buffers are what they were."""
         self._held = held = _by_policy(self._runtime)
         same = self._runtime.world.agreement.same_mark
         found: dict[str, Entry] = {
             "buffers": self._runtime.world.agreement.same(digest_of_text("\n".join(map(str, _facts(held)))))
         }
         if self._has_equal:
-            found["values of buffers"] = same(_mark(held.get("equal", {})))
+            values = same(_mark(held.get("equal", {})))
+            found["values of buffers"] = values
+            found["values of buffers of busy ranks"] = values * float(not is_idle)
+            found["busy ranks"] = (float(not is_idle), float(not is_idle and self._runtime.world.is_main))
         if self._has_synced:
             found["values of buffers with a policy"] = same(
                 _mark({name: b for word in sorted(_SYNCED) for name, b in held.get(word, {}).items()})
@@ -99,7 +103,11 @@ class BufferExchange:
         if self._has_synced and not all_same(summed["values of buffers with a policy"]):
             make_equal(self._runtime, {w: list(self._held.get(w, {}).values()) for w in sorted(_SYNCED)}, place)
         if self._has_equal and not all_same(summed["values of buffers"]):
-            self._settle(place)
+            num_busy, main_is_busy = map(int, summed["busy ranks"].tolist())
+            if main_is_busy and all_same(summed["values of buffers of busy ranks"], num_busy):
+                make_equal(self._runtime, {"rank0": list(self._held["equal"].values())}, place)
+            else:
+                self._settle(place)
 
     def _wrong_use(self) -> tuple[str, str] | None:
         return None if self._added_only is None else self._added_only.wrong_use(self._held.get("sum", {}))

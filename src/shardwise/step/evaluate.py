@@ -94,7 +94,7 @@ class _Sums:
         self.runtime, self.loss, self.counter, self.forward = runtime, loss, counter, forward
         self.totals: dict[str, Tensor] = {}
         self.tokens = torch.zeros((), dtype=torch.float64)
-        self._buffers = BufferExchange(runtime)
+        self._buffers, self._is_idle = BufferExchange(runtime), True
         self._check = SumCheck(counter)
         self._last: Batch = {}
 
@@ -125,6 +125,7 @@ class _Sums:
             value = value.double() if counts else torch.zeros_like(value, dtype=torch.float64)
             self.totals[name] = self.totals[name] + value if name in self.totals else value
         if counts:
+            self._is_idle = False
             self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
 
     def means(self) -> dict[str, float]:
@@ -134,7 +135,7 @@ class _Sums:
             {
                 "tokens": self.tokens if counts else 0,
                 "unclear": float(bool(self._check.unclear)),
-                **self._buffers.entries(),
+                **self._buffers.entries(is_idle=self._is_idle),
                 **{f"sum of {name}": self.totals[name] * float(counts) for name in sorted(self.totals)},
             },
             "evaluation, adding up",

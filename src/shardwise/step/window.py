@@ -229,7 +229,7 @@ class Window:
         self.agreed = runtime.world.agreement.sum(
             {
                 **own.entries(),
-                **self._buffers.entries(),
+                **self._buffers.entries(is_idle=all(map(is_padding, self.batches))),
                 "written": self._written.entry(),
                 **self._counted_again,
                 **(entries or {}),

@@ -119,11 +119,12 @@ class Agreement:
         parts = torch.stack([mark >> shift * _HASH_BITS & _MASK for shift in range(3)]).double()
         return torch.cat((parts, parts * parts))
 
-    def all_same(self, summed: Tensor) -> bool:
-        """Whether every rank gave :meth:`same` the same value."""
+    def all_same(self, summed: Tensor, num: int | None = None) -> bool:
+        """Whether every rank gave :meth:`same` the same value. ``num``: of ranks that gave one, where others gave zeros."""
         # Python integers: the products below exceed float64's 2^53.
+        size = self.size if num is None else num
         a, b, c, aa, bb, cc = map(int, summed.tolist())
-        return self.size * aa == a * a and self.size * bb == b * b and self.size * cc == c * c
+        return size * aa == a * a and size * bb == b * b and size * cc == c * c
 
     def gather(self, value: Any, place: str) -> list[Any]:
         """Every rank's picklable ``value``, by rank. Slow: used to name who differs once a difference is known."""
