@@ -1,0 +1,462 @@
+"""Buffers that forwards write: sums, means and extremes over the ranks bit-equal to one process, and every other difference an error
+that names the buffer."""
+
+import tempfile
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import PlanError
+from shardwise.testing import RankPool
+
+LAYOUTS = {"dp_replicate=2": 2, "dp_shard=2": 2, "dp_shard=1,tp=2": 2}
+NUM_EXPERTS = 4
+
+
+class Experts(nn.Module):
+    """Counts the tokens of each expert, and moves a bias by them after the step. ``how`` the counts are written in a forward."""
+
+    def __init__(self, how: str = "added to", dtype: torch.dtype = torch.float64, persistent: bool = True) -> None:
+        super().__init__()
+        self.how = how
+        self.router, self.up, self.down = nn.Linear(6, NUM_EXPERTS), nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("load", torch.zeros(NUM_EXPERTS, dtype=dtype), persistent)
+        self.register_buffer("bias", torch.zeros(NUM_EXPERTS, dtype=torch.float64))
+
+    def forward(self, x):
+        gate = self.router(x).softmax(-1)
+        chosen = (gate + self.bias).argmax(-1)
+        if self.training:
+            self.count(torch.bincount(chosen, minlength=NUM_EXPERTS))
+        return self.down(torch.tanh(self.up(x))) * gate.gather(1, chosen[:, None])
+
+    @torch.no_grad()
+    def count(self, counts) -> None:
+        if self.how == "set anew":
+            self.load.copy_(counts)
+        elif self.how == "replaced":
+            self.load = counts.to(self.load.dtype)
+        elif self.how == "zeroed in it":
+            self.load.zero_()
+            self.load += counts
+        elif self.how == "out of place":
+            self.load = self.load + counts
+        elif self.how == "by index":
+            self.load.index_add_(0, torch.arange(NUM_EXPERTS), counts.to(self.load.dtype))
+        elif self.how == "element by element":
+            for i, num in enumerate(counts.tolist()):
+                self.load[i] += num
+        else:
+            self.load += counts
+
+    def post_optimizer_step(self) -> None:
+        with torch.no_grad():
+            load = self.load.double()
+            self.bias += 0.05 * torch.sign(load.mean() - load)
+            if self.how != "never zeroed":
+                self.load.zero_()
+
+
+class Reading(Experts):
+    """A forward that reads the counts: each rank would go by its own."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 0.1 * self.load.double().mean())
+
+
+def rows(window: int, sizes=(2, 3, 1, 4)):
+    generator = torch.Generator().manual_seed(window)
+    return [
+        {"x": torch.randn(n, 6, generator=generator).double(), "labels": torch.randint(3, (n,), generator=generator)}
+        for n in sizes
+    ]
+
+
+def ce(output, batch):
+    return F.cross_entropy(output, batch["labels"], reduction="sum")
+
+
+def by_x(model, batch):
+    return model(batch["x"])
+
+
+def mine(world, micros):
+    axis = world.axis("dp")
+    return micros[axis.rank :: axis.size]
+
+
+def one_process(model, num=4):
+    optim, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for window in range(num):
+        micros = rows(window)
+        loss = sum(ce(by_x(model, b), b) for b in micros) / sum(len(b["labels"]) for b in micros)
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        if hasattr(model, "post_optimizer_step"):
+            model.post_optimizer_step()
+        losses.append(loss.item())
+    return losses, {name: b.clone() for name, b in model.named_buffers()}
+
+
+def trained(layout, model, buffers, num=4, loop="step", **options):
+    """Losses and buffers of this rank after some windows; or the class, name and text of an error."""
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        try:
+            if "tp" in layout:
+                options["example"] = {"x": rows(0)[3]["x"]}
+            model = sw.parallelize(model, world, sharding=sw.Sharding(buffers=buffers, min_unit_bytes=0), **options)
+            optim, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+            step = sw.TrainStep(model, optim, loss=ce, forward=by_x) if loop == "step" else None
+            for window in range(num):
+                micros = mine(world, rows(window))
+                if step is not None:
+                    losses.append(step(micros).loss)
+                    continue
+                with sw.window(model, micros) as w:
+                    for b in w:
+                        (ce(by_x(model, b), b) / w.num_tokens).backward()
+                sw.local_optimizer(optim).step()
+                optim.zero_grad()
+                model.post_optimizer_step()
+        except sw.ShardwiseError as error:
+            return type(error).__name__, error.name, str(error)
+        return losses, {name: b.clone() for name, b in model.named_buffers()}, sw.describe(model)
+
+
+def assert_refused(found, name: str, *words: str) -> None:
+    for kind, where, text in found:
+        assert where == name, (kind, text)
+        for word in words:
+            assert word in text
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+ADDED = ("added to", "out of place", "by index", "element by element", "never zeroed")
+NOT_ADDED = ("set anew", "replaced", "zeroed in it")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
+def test_counts_summed_are_bit_equal_to_one_process(ranks: RankPool, layout, dtype):
+    for how in ADDED:
+        losses, buffers = one_process(_experts(how, dtype))
+        for found in ranks.run(trained, LAYOUTS[layout], layout, _experts(how, dtype), {"load": "sum"}):
+            assert found[0] == pytest.approx(losses, rel=1e-12), how
+            for name, value in buffers.items():
+                assert torch.equal(found[1][name], value), (how, name)
+            assert "load (the sum of what the data ranks add)" in found[2] and "bias (equal on all ranks)" in found[2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_counts_that_are_set_anew_in_a_forward_are_no_sum(ranks: RankPool, layout, dtype):
+    for how in NOT_ADDED:
+        found = ranks.run(trained, LAYOUTS[layout], layout, _experts(how, dtype), {"load": "sum"})
+        assert_refused(found, "load", "not only added to")
+
+
+def test_counts_that_a_forward_reads_are_no_sum(ranks: RankPool):
+    found = ranks.run(trained, 2, "dp_shard=2", _experts("added to", torch.float64, kind=Reading), {"*load": "sum"})
+    assert_refused(found, "load", "computes with it", "post_optimizer_step")
+
+
+@pytest.mark.parametrize("loop", ["step", "window"])
+def test_a_bias_that_is_moved_by_counts_without_a_policy_names_both(ranks: RankPool, loop):
+    """A persistent count differs itself; one that is not persistent makes the bias differ, whose error names it."""
+    kept = ranks.run(trained, 2, "dp_shard=2", _experts(), "rank0", 4, loop)
+    assert_refused(kept, "load", '"sum" for counts', "rank 1 has", "rank 0 has")
+    passing = ranks.run(trained, 2, "dp_replicate=2", _experts("added to", torch.float64, False), "mean", 4, loop)
+    assert_refused(passing, "bias", "'load', not persistent", "buffers={'load': WORD}")
+
+
+@pytest.mark.parametrize("loop", ["step", "window"])
+def test_the_policy_that_the_error_names_mends_it(ranks: RankPool, loop):
+    losses, buffers = one_process(_experts("added to", torch.float64, False))
+    for found in ranks.run(
+        trained, 2, "dp_shard=2", _experts("added to", torch.float64, False), {"load": "sum"}, 4, loop
+    ):
+        assert torch.equal(found[1]["bias"], buffers["bias"])
+        assert loop == "window" or found[0] == pytest.approx(losses, rel=1e-12)
+
+
+def _experts(how="added to", dtype=torch.float64, persistent=True, kind=Experts):
+    torch.manual_seed(0)
+    model = kind(how, dtype, persistent)
+    for part in (model.router, model.up, model.down):
+        part.double()
+    return model
+
+
+# ---- means, extremes, each rank's own ----------------------------------------------------------------------------------
+
+
+class Observer(nn.Module):
+    """Keeps what quantisation calibrates with: the range of its inputs, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.register_buffer("low", torch.tensor(float("inf")))
+        self.register_buffer("high", torch.full((6,), -1e9, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.tensor(False))
+        self.register_buffer("average", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("last", torch.zeros(0))  # of another length on each rank
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.low = torch.minimum(self.low, x.min().float())
+            self.high.copy_(torch.maximum(self.high.double(), x.amax(0)))
+            self.seen.fill_(bool(self.seen) or bool(x.max() > 2.5))
+            self.average.mul_(0.5).add_(x.mean(0))
+            self.last = x[:, 0].float().clone()
+        return self.body(x)
+
+
+POLICIES = {"low": "min", "h*": "max", "seen": "max", "average": "mean", "*": "own"}
+
+
+def _observer():
+    torch.manual_seed(0)
+    model = Observer()
+    model.body.double()
+    return model
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_extremes_are_those_of_one_process(ranks: RankPool, layout):
+    _, buffers = one_process(_observer())
+    first, second = ranks.run(trained, 2, layout, _observer(), POLICIES)
+    for name in ("low", "high", "seen"):
+        assert torch.equal(first[1][name], buffers[name]) and torch.equal(second[1][name], buffers[name]), name
+    assert torch.equal(first[1]["average"], second[1]["average"])
+    assert first[1]["last"].shape != second[1]["last"].shape
+    assert "last (each rank's own; a checkpoint has rank 0's)" in first[2]
+
+
+def _evaluated(layout):
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(_observer(), world, sharding=sw.Sharding(buffers=POLICIES))
+        own = rows(7)[world.axis("dp").rank :: 2][: 2 - world.axis("dp").rank]  # unequal numbers of batches
+        sw.evaluate(model, own, loss=ce, forward=by_x)
+        return {name: b.clone() for name, b in model.named_buffers()}
+
+
+def test_what_an_evaluation_writes_stays_and_ends_as_a_window_does(ranks: RankPool):
+    plain = _observer()
+    for batch in rows(7)[:3]:
+        plain(batch["x"])
+    for found in ranks.run(_evaluated, 2, "dp_shard=2"):
+        for name in ("low", "high", "seen"):
+            assert torch.equal(found[name], plain.get_buffer(name)), name
+
+
+def _resumed(layout, root):
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(_observer(), world, sharding=sw.Sharding(buffers=POLICIES))
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=ce, forward=by_x)
+        with sw.CheckpointManager(root, step, async_save=False) as manager:
+            if world.size == 2:
+                step(mine(world, rows(0)))
+                manager.save()
+            else:
+                manager.load()
+        return {name: b.clone() for name, b in model.named_buffers()}
+
+
+def test_each_ranks_own_is_saved_from_rank_0_in_its_shape_and_loaded(ranks: RankPool):
+    with tempfile.TemporaryDirectory() as root:
+        saved = ranks.run(_resumed, 2, "dp_shard=2", root)[0]
+        loaded = ranks.run(_resumed, 1, "dp_shard=1", root)[0]
+    assert len(saved["last"]) == 1
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+
+
+# ---- what is compared ----------------------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """Writes its persistent table in a way that each test gives."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write, self.body = write, nn.Linear(6, 3)
+        self.register_buffer("table", torch.linspace(0, 1, 8).double())
+        self.register_buffer("beside", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        rank = int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+        if self.write == "rounding":
+            self.table.mul_(1 + rank * 2e-16)
+        elif self.write == "data":
+            self.table.data.add_(rank * 1e-9)
+        elif self.write == "shape" and rank:
+            self.table = torch.zeros(9).double()
+        elif self.write == "dtype" and rank:
+            self.table = self.table.float()
+        elif self.write == "absent" and rank:
+            self._buffers.pop("table", None)
+        elif self.write == "persistent now":
+            self.register_buffer("beside", torch.ones(2))
+        elif self.write == "removed":
+            self.table = None
+        elif self.write == "later":
+            self.register_buffer("later", torch.ones(1))
+        return self.body(x)
+
+
+def _table(write):
+    torch.manual_seed(0)
+    model = Table(write)
+    model.body.double()
+    return model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_difference_within_rounding_is_made_equal(ranks: RankPool, layout):
+    first, second = ranks.run(trained, 2, layout, _table("rounding"), "rank0", 2)
+    assert torch.equal(first[1]["table"], second[1]["table"])
+    assert torch.equal(first[1]["table"], torch.linspace(0, 1, 8).double())
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "words"),
+    [
+        ("data", "table", ("values differ", "rank 1 has")),
+        (
+            "shape",
+            "table",
+            ("rank 1 has float64 of shape [9], rank 0 has float64 of shape [8]", "buffers={'table': \"own\"}"),
+        ),
+        ("dtype", "table", ("rank 1 has float32 of shape [8], rank 0 has float64",)),
+        ("absent", "table", ("rank 1 has none, rank 0 has float64 of shape [8]",)),
+        ("persistent now", "beside", ("registered after parallelize", "persistent=False")),
+        ("removed", "table", ("was removed after parallelize",)),
+        ("later", "later", ("registered after parallelize", "in the constructor")),
+    ],
+)
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=1,tp=2"])
+def test_a_buffer_that_ranks_hold_differently_is_refused_by_name(ranks: RankPool, layout, write, name, words):
+    assert_refused(ranks.run(trained, 2, layout, _table(write), "rank0", 2), name, *words)
+
+
+def test_one_rank_is_held_to_what_a_checkpoint_needs_too(ranks: RankPool):
+    assert_refused(ranks.run(trained, 1, "dp_shard=1", _table("later"), "rank0", 1), "later", "registered after")
+
+
+class CutCounts(nn.Module):
+    """Counts the positive outputs of a layer that tp cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.register_buffer("positive", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        with torch.no_grad():
+            self.positive += (hidden > 0).sum()
+        return self.down(hidden)
+
+
+@pytest.mark.parametrize("buffers", ["rank0", {"positive": "sum"}])
+def test_a_count_of_what_tp_has_cut_is_not_taken_for_the_whole(ranks: RankPool, buffers):
+    """Either the layers are left whole, and the count is that of one process, or it is refused."""
+    torch.manual_seed(0)
+    _, wanted = one_process(CutCounts().double())
+    torch.manual_seed(0)
+    for found in ranks.run(trained, 2, "dp_shard=1,tp=2", CutCounts().double(), buffers):
+        if isinstance(found[0], str):
+            assert found[1] in ("positive", None), found
+        else:
+            assert torch.equal(found[1]["positive"], wanted["positive"])
+
+
+# ---- the option ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("buffers", "words"),
+    [
+        ({"loud": "sum"}, ("matches no buffer", "did you mean 'load'")),
+        ({"load": "sum", "blocks.*": "mean"}, ("'blocks.*'", "matches no buffer")),
+    ],
+)
+def test_a_pattern_that_matches_no_buffer_is_refused(ranks: RankPool, buffers, words):
+    kind, _, text = ranks.run(trained, 1, "dp_shard=1", _experts(), buffers)[0]
+    assert kind == PlanError.__name__
+    assert all(word in text for word in words)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "name", "fix"),
+    [
+        ({"seen": "sum"}, "seen", '"max" for true where any rank has it'),
+        ({"*": "mean"}, "seen", '"rank0"'),
+    ],
+)
+def test_a_word_that_does_not_fit_a_buffers_dtype_is_refused(ranks: RankPool, buffers, name, fix):
+    kind, where, text = ranks.run(trained, 1, "dp_shard=1", _observer(), buffers)[0]
+    assert (kind, where) == (PlanError.__name__, name)
+    assert fix in text
+
+
+def _statistics(buffers):
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=30) as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+        model.register_buffer("count", torch.zeros(()))
+        model = sw.parallelize(model, world, sharding=sw.Sharding(buffers=buffers))
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=ce, forward=lambda m, b: m(b["x"]))
+        step(mine(world, rows(0, (2, 3, 4, 4))))
+        return model[1].running_mean.clone()
+
+
+def test_in_a_mapping_statistics_stay_those_of_rank_0_unless_they_are_matched(ranks: RankPool):
+    word, mapping = ranks.run(_statistics, 2, "rank0"), ranks.run(_statistics, 2, {"count": "sum"})
+    mean, matched = ranks.run(_statistics, 2, "mean"), ranks.run(_statistics, 2, {"*.running_*": "mean"})
+    assert torch.equal(word[0], word[1]) and torch.equal(mean[0], mean[1])
+    assert torch.equal(word[0], mapping[0]) and torch.equal(mapping[0], mapping[1])
+    assert torch.equal(mean[0], matched[0]) and not torch.equal(word[0], mean[0])
+
+
+# ---- plain numbers ------------------------------------------------------------------------------------------------------
+
+
+class Annealed(nn.Module):
+    """A temperature that falls with each training forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.state = nn.Linear(6, 3), {"temperature": 1.0}
+
+    def forward(self, x):
+        if self.training:
+            self.state["temperature"] *= 0.9
+        return self.body(x) / self.state["temperature"]
+
+
+def _annealed(layout):
+    with sw.init(layout, device="cpu", timeout_s=30) as world, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        model = sw.parallelize(Annealed().double(), world)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=ce, forward=by_x)
+        for window in range(3):
+            step(mine(world, rows(window)))
+        told = [str(w.message) for w in seen if "state.temperature" in str(w.message)]
+        return told, [line for line in sw.describe(model).splitlines() if line.startswith("numbers:")]
+
+
+def test_a_number_that_a_forward_changes_is_named_once(ranks: RankPool):
+    (told, lines), (other, _) = ranks.run(_annealed, 2, "dp_shard=2")
+    assert len(told) == 1 and not other
+    assert "state.step" in told[0] and len(lines) == 1
+    (alone, lines), *_ = ranks.run(_annealed, 1, "dp_shard=1")
+    assert not alone and "state.temperature" in lines[0]
