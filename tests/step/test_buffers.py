@@ -365,6 +365,18 @@ class CutCounts(nn.Module):
         return self.down(hidden)
 
 
+class ByRank(Experts):
+    """Counts differently on each rank."""
+
+    def count(self, counts):
+        super().count(counts * (1 + torch.distributed.get_rank()))
+
+
+def test_ranks_of_tp_that_add_other_values_are_refused(ranks: RankPool):
+    found = ranks.run(trained, 2, "dp_shard=1,tp=2", _experts(kind=ByRank), {"load": "sum"})
+    assert_refused(found, "load", "ranks 0 and 1 run the same data (tp)")
+
+
 @pytest.mark.parametrize("buffers", ["rank0", {"positive": "sum"}])
 def test_a_count_of_what_tp_has_cut_is_not_taken_for_the_whole(ranks: RankPool, buffers):
     """Either the layers are left whole, and the count is that of one process, or it is refused."""

@@ -136,6 +136,11 @@ def test_a_cache_in_a_buffer(ranks, layout, kind, persistent, situation):
     check(ranks, layout, kind, persistent, situation)
 
 
+def test_an_idle_rank_takes_the_values_of_the_others(ranks):
+    """Three micro-batches for four ranks: the last has a padding, and has not filled its cache."""
+    check(ranks, "dp_replicate=2,dp_shard=2", "equal", True, "padding")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_cache_in_a_buffer(ranks, layout):

@@ -78,9 +78,10 @@ class BufferExchange:
                 _mark({name: b for word in sorted(_SYNCED) for name, b in held.get(word, {}).items()})
             )
         if self._has_sums:
-            now = _mark(held.get("sum", {}))
+            now, begin = _mark(held.get("sum", {})), _mark(self._begin)
+            found["buffers to add to"] = same(begin)
             found["buffers not only added to"] = float(self._wrong_use() is not None)
-            found["buffers added to"] = now.ne(_mark(self._begin)).double()
+            found["buffers added to"] = now.ne(begin).double()
             if self._shares_data:
                 found["added buffers"] = self._runtime.world.agreement.slots((now & _SLOT).double())
         return found
@@ -96,10 +97,13 @@ class BufferExchange:
         if not all_same(summed["buffers"]):
             raise _other_buffers(self._runtime, _facts(self._held), place)
         self._refuse_unsaved()
-        if self._has_sums and bool(summed["buffers not only added to"]):
-            raise self._not_only_added_to(place)
-        if self._has_sums and bool(summed["buffers added to"]):
-            self._add_up(summed.get("added buffers"), place)
+        if self._has_sums:
+            if not all_same(summed["buffers to add to"]):
+                raise self._other_begin(place)
+            if bool(summed["buffers not only added to"]):
+                raise self._not_only_added_to(place)
+            if bool(summed["buffers added to"]):
+                self._add_up(summed.get("added buffers"), place)
         if self._has_synced and not all_same(summed["values of buffers with a policy"]):
             make_equal(self._runtime, {w: list(self._held.get(w, {}).values()) for w in sorted(_SYNCED)}, place)
         if self._has_equal and not all_same(summed["values of buffers"]):
@@ -122,6 +126,20 @@ class BufferExchange:
             fix="add to it in place (self.tokens += counts), and read and clear it after the step (post_optimizer_step); or give it another policy: "
             '"rank0", "mean", "own"',
             name=name,
+        )
+
+    def _other_begin(self, place: str) -> RankError:
+        """The error for a sum that ranks began with other values of. All ranks must call it."""
+        marks = checksums(list(self._begin.values())).tolist()
+        by_rank = self._runtime.world.agreement.gather(marks, f"{place}, naming a buffer")
+        at = next((i for i in range(len(marks)) if len({of_rank[i] for of_rank in by_rank}) > 1), 0)
+        _, ranks = minority([of_rank[at] for of_rank in by_rank])
+        return RankError(
+            f'a buffer of the policy "sum" that ranks began {place} with other values of',
+            why="what all ranks add in a window is added to one value: code between windows, or after the step, has written another on some",
+            fix="write it on all ranks alike there, such as self.tokens.zero_() in post_optimizer_step",
+            name=list(self._begin)[at],
+            ranks=ranks,
         )
 
     @property
@@ -179,8 +197,8 @@ class BufferExchange:
             if marks[one] != mark:
                 raise RankError(
                     f'buffers of the policy "sum", such as this one, at the end of {place}',
-                    why=f"ranks {one} and {rank} run the same data (tp), and have added other values: each counts a part of a layer that is cut",
-                    fix='keep the module that counts whole: TensorParallel(plan={"Module": "replicate"}), or count what is not cut',
+                    why=f"ranks {one} and {rank} run the same data (tp), and have added other values",
+                    fix="add the same on both: nothing that depends on the rank",
                     name=name,
                     ranks=(rank,),
                 )
