@@ -1,6 +1,7 @@
 """The dataset of fine-tuning: samples of tokens and labels from a JSONL file or a saved dataset, padded or packed."""
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ class SFTDataset:
         self.documents = self._encoded(TokenCache(Path(cache)) if isinstance(cache, str | Path) else cache)
         self.packs = self._packs()
         self.report = SFTReport(**self.documents.facts["report"], samples=len(self.packs))
+        for note in self.report.notes:
+            warnings.warn(note, stacklevel=3)  # of the caller of the constructor, which is wrapped
         self.content_digest = self.documents.digest()
         self.collate: Callable[[list[Any]], Mapping[str, Tensor]] = (
             default_collate if pack else pad_collate(input_ids=self.pad_id)

@@ -12,11 +12,12 @@ The fields are those that TRL, torchtune and the providers of fine-tuning take::
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.sft.keys import KEYS, TRAINING_KEYS, check_message, check_record, is_trained
 from shardwise.data.sft.saved import hub_advice, is_rows, open_rows
 from shardwise.errors import ConfigError
 
@@ -24,8 +25,11 @@ __all__ = ["Chat", "Completion", "Record", "Text", "is_records", "read_records",
 
 _FIELDS = "the fields are text, or prompt and completion, or messages"
 _OF_OTHERS = {
-    "conversations": "write ShareGPT's conversations as messages: from and value are role and content, human and gpt are user and assistant",
-    "instruction": "write Alpaca's instruction, with its input behind it, as prompt, and its output as completion",
+    name: key.fix
+    for key in KEYS
+    if key.place == "record" and key.why
+    for name in key.names
+    if name not in ("label", "labels", "weight", "parallel_tool_calls")
 }
 """Keys of the formats of others -> what they are here."""
 _MESSAGE = '{"role": "user", "content": "..."}'
@@ -33,10 +37,11 @@ _MESSAGE = '{"role": "user", "content": "..."}'
 
 @dataclass(frozen=True)
 class Text:
-    """A text that is trained on as a whole."""
+    """A text that is trained on as a whole. ``others``: keys of the record that nothing reads."""
 
     line: int
     text: str
+    others: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Completion:
     line: int
     prompt: str
     completion: str
+    others: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,27 @@ class Chat:
         messages: mappings with ``role``, ``content`` and whatever else the chat template reads.
         num_given: how many of the first messages are a prompt, in which no answer is trained on.
         tools: for the chat template.
+        untrained: messages, by number, that are context where they would be trained on.
+        others: keys of the record that nothing reads.
+        extras: keys of its messages, and ``tools``, that the chat template has to read.
     """
 
     line: int
     messages: list[dict[str, Any]]
     num_given: int = 0
     tools: list[Any] | None = None
+    untrained: frozenset[int] = frozenset()
+    others: tuple[str, ...] = field(default=(), compare=False)
+    extras: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def answers(self) -> list[int]:
+        """The answers that are trained on, by their numbers."""
+        return [
+            i
+            for i, message in enumerate(self.messages)
+            if i >= self.num_given and message["role"] == "assistant" and i not in self.untrained
+        ]
 
 
 Record = Text | Completion | Chat
@@ -145,17 +166,20 @@ def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
     kinds = [kind for kind in ("text", "messages", "prompt") if kind in given]
     if len(kinds) != 1 or ("completion" in given) != (kinds == ["prompt"]):
         raise ConfigError(
-            f"{place}: an object with the keys {sorted(given)}",
+            f"{place}: an object with the keys {sorted(key for key, value in given.items() if value is not None)}",
             why="it does not say what is trained on"
             if not kinds
             else "it has a part of one kind of record, or parts of several",
-            fix=next((text for key, text in _OF_OTHERS.items() if key in given and not kinds), None)
+            fix=next((text for key, text in _OF_OTHERS.items() if key in given and len(kinds) < 2), None)
             or f"{_FIELDS}; rename or remove the others{_without(given, path)}",
         )
+    others = check_record(given, kinds[0], place)
+    if given.get("tools") and isinstance(given[kinds[0]], str):
+        others = (*others, "tools")
     if kinds == ["text"]:
-        return Text(line, _text(given, "text", place))
+        return Text(line, _text(given, "text", place), others)
     if kinds == ["messages"]:
-        return Chat(line, _messages(given, "messages", place), tools=_tools(given, place))
+        return _chat(_messages(given, "messages", place), 0, given, path, line, others)
     if isinstance(given["prompt"], list) != isinstance(given["completion"], list):
         raise ConfigError(
             f"{place}: a prompt of type {_kind(given['prompt'])} with a completion of type {_kind(given['completion'])}",
@@ -164,15 +188,42 @@ def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
         )
     if isinstance(given["prompt"], list):
         prompt, answers = _messages(given, "prompt", place), _messages(given, "completion", place)
-        return Chat(line, [*prompt, *answers], num_given=len(prompt), tools=_tools(given, place))
-    return Completion(line, _text(given, "prompt", place), _text(given, "completion", place))
+        return _chat([*prompt, *answers], len(prompt), given, path, line, others)
+    return Completion(line, _text(given, "prompt", place), _text(given, "completion", place), others)
+
+
+def _chat(
+    messages: list[dict[str, Any]],
+    num_given: int,
+    given: Mapping[str, Any],
+    path: str | Path,
+    line: int,
+    others: tuple[str, ...],
+) -> Chat:
+    """A conversation, whose messages are given to the chat template without the keys that say what is trained on."""
+    tools, untrained, extras = _tools(given, where(path, line)), set(), dict[str, None]()
+    for i, message in enumerate(messages):
+        place = f"{where(path, line)}: message {i + 1}"
+        extras |= dict.fromkeys(check_message(message, place))
+        is_answer = i >= num_given if num_given else message["role"] == "assistant"
+        if not is_trained(message, place, is_answer=is_answer) and is_answer:
+            untrained.add(i)
+    return Chat(
+        line,
+        [{key: value for key, value in message.items() if key not in TRAINING_KEYS} for message in messages],
+        num_given,
+        tools,
+        frozenset(untrained),
+        others,
+        (*extras, *(["tools"] if tools else [])),
+    )
 
 
 def _without(given: Mapping[str, Any], path: str | Path) -> str:
     """How columns of a saved dataset are removed, as words: all but the messages, which say most."""
     if not is_rows(path):
         return ""
-    others = sorted(key for key in given if key not in ("messages", "tools"))
+    others = sorted(key for key, value in given.items() if key not in ("messages", "tools") and value is not None)
     if "messages" not in given:
         return ", and save it again"
     return f": datasets.load_from_disk({str(path)!r}).remove_columns({others}).save_to_disk(FOLDER)"
