@@ -42,7 +42,9 @@ def read(path: Path, record: Any, template: str) -> tuple[list[str], list[str]]:
         data = sw.SFTDataset(written(path / "x.jsonl", record, record), tokenizer, seq_len=300)
     assert [str(each.message) for each in seen] == data.report.notes  # once, not for each record
     assert all(each.filename == __file__ for each in seen)
-    return trained(data, tokenizer), data.report.notes
+    found = trained(data, tokenizer)
+    assert trained(data, tokenizer, 1) == found  # also once the template is known
+    return found, data.report.notes
 
 
 FORGETS = marked("{{ '<|im_end|>\n' }}").replace(
@@ -88,6 +90,13 @@ LEFT_OUT: dict[str, tuple[str, list[dict[str, Any]], list[str], list[str]]] = {
     ),
     "none, then a message": (marked(""), TURNS, ["I am fine", "bye"], [NONE]),
     "none, in words": (marked("{{ ' END\n' }}"), TURNS, ["I am fine", "bye"], [NONE]),
+    "what begins a sequence, in place of an end": (
+        plain("{{ bos_token }}"),
+        TURNS,
+        ["I am fine<s>\n", "bye<s>\n"],
+        [NONE],
+    ),
+    "padding, in place of an end": (marked("{{ '<pad>' }}"), TURNS, ["I am fine", "bye"], [NONE]),
     "none, unmarked": (plain(""), TURNS, ["I am fine\n", "bye\n"], [NONE]),
     "all of them marked": (chat.MARKED, TURNS, ["I am fine<|im_end|>", "bye<|im_end|>"], []),
     "all of them, unmarked": (plain("{{ eos_token }}"), TURNS, ["I am fine<|im_end|>\n", "bye<|im_end|>\n"], []),

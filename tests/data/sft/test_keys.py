@@ -274,7 +274,7 @@ def test_it_is_refused_before_a_rank_starts(tmp_path):
     folder = chat.saved(tmp_path / "model")
     path = str(written(tmp_path / "x.jsonl", {"messages": TURNS}, BY_TEMPLATE["tool_calls"]))
     given = {"seq_len": 99, "vocab": None, "refuses": True}
-    with pytest.raises(ConfigError, match="line 2 of .*the key 'tool_calls'"):
+    with pytest.raises(ConfigError, match=r"line 2 of .*the key 'tool_calls'"):
         look_at(read_records(path), path, folder / "tokenizer.json", **given)
     look_at(read_records(path), path, folder / "tokenizer.json", **given, template=CALLS)
     written(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.sft.ends import Ends, ending_note, runs_of
-from shardwise.data.sft.keys import unread_by_template
+from shardwise.data.sft.key_checks import unread_by_template
 from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import no_template, template_raised
 from shardwise.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.tokenizer import add_special, read_json, template_in
-from shardwise.data.sft.keys import unread_by_template
+from shardwise.data.sft.key_checks import unread_by_template
 from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import (
     beyond_vocabulary,

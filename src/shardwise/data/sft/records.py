@@ -17,7 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.sft.keys import KEYS, TRAINING_KEYS, check_message, check_record, is_trained
+from shardwise.data.sft.key_checks import TRAINING_KEYS, check_message, check_record, is_trained
+from shardwise.data.sft.keys import KEYS
 from shardwise.data.sft.saved import hub_advice, is_rows, open_rows
 from shardwise.errors import ConfigError
 
