@@ -214,7 +214,7 @@ FIXES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         ["b"],
     ),
     "refusal": (
-        {"messages": [USER, {"role": "assistant", "content": "", "refusal": "I am not"}]},
+        {"messages": [USER, {"role": "assistant", "content": None, "refusal": "I am not"}]},
         {"messages": [USER, {"role": "assistant", "content": "I am not"}]},
         ["I am not"],
     ),
@@ -229,7 +229,8 @@ FIXES: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("name", FIXES)
 def test_what_a_refusal_says_to_write_is_read(tmp_path, name):
     given, mended, expected = FIXES[name]
-    assert refused(tmp_path, given).fix
+    raised = refused(tmp_path, given)
+    assert name in raised.given and raised.fix
     assert read(tmp_path, mended) == expected
 
 
@@ -247,7 +248,7 @@ def test_a_column_of_a_saved_dataset_is_refused_by_row_and_key(tmp_path):
 CALL = {"role": "assistant", "content": "I am", "tool_calls": [{"name": "sum"}]}
 BY_TEMPLATE = {
     "tool_calls": {"messages": [USER, CALL, BYE]},
-    "function_call": {"messages": [USER, {**ANSWER, "function_call": {"name": "sum"}}]},
+    "function_call": {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "sum"}}]},
     "reasoning_content": {"messages": [USER, {**ANSWER, "reasoning_content": "so"}]},
     "thinking": {"messages": [USER, {**ANSWER, "thinking": "so"}]},
     "tools": {"messages": TURNS, "tools": [{"name": "sum"}]},

@@ -22,14 +22,15 @@ class Ends:
     Attributes:
         ids: of these tokens.
         texts: of these tokens.
-        blank: tokens that are blanks.
         begins: tokens that were found to begin the next message.
+        blank: of tokens that were looked at, whether they are blanks.
     """
 
     tokenizer: Any
     ids: frozenset[int]
     texts: tuple[str, ...]
     begins: set[int] = field(default_factory=set)
+    blank: dict[int, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: Any) -> "Ends":
@@ -51,7 +52,9 @@ class Ends:
         return self.is_last(ids[:end]) and (behind not in self.ids or behind in self.begins)
 
     def _is_blank(self, token: int) -> bool:
-        return token not in self.ids and not self.tokenizer.decode([token]).strip()
+        if token not in self.blank:
+            self.blank[token] = token not in self.ids and not self.tokenizer.decode([token]).strip()
+        return self.blank[token]
 
 
 def runs_of(marks: Sequence[bool]) -> list[tuple[int, int]]:

@@ -22,7 +22,7 @@ from shardwise.data.sft.keys import KEYS
 from shardwise.data.sft.saved import hub_advice, is_rows, open_rows
 from shardwise.errors import ConfigError
 
-__all__ = ["Chat", "Completion", "Record", "Text", "is_records", "read_records", "where"]
+__all__ = ["Chat", "Completion", "Record", "Text", "calls_of", "is_records", "read_records", "where"]
 
 _FIELDS = "the fields are text, or prompt and completion, or messages"
 _OF_OTHERS = {
@@ -92,6 +92,11 @@ Record = Text | Completion | Chat
 def is_records(path: str | None) -> bool:
     """Whether a data file holds such records, by its ending; and whether it is a directory, which is a saved dataset."""
     return path is not None and (path.endswith((".jsonl", ".ndjson")) or is_rows(path))
+
+
+def calls_of(message: Mapping[str, Any]) -> Any:
+    """The tools that a message calls, which may stand in place of its content."""
+    return message.get("tool_calls") or message.get("function_call")
 
 
 def where(path: str | Path, line: int) -> str:
@@ -206,6 +211,13 @@ def _chat(
     for i, message in enumerate(messages):
         place = f"{where(path, line)}: message {i + 1}"
         extras |= dict.fromkeys(check_message(message, place))
+        content = message.get("content")
+        if not (isinstance(content, str) or (content is None and calls_of(message))):
+            raise ConfigError(
+                f"{place}, whose content is a JSON {_kind(content)}",
+                why="it is a text; parts of other kinds (images) are not read",
+                fix=f"write it as {_MESSAGE}",
+            )
         is_answer = i >= num_given if num_given else message["role"] == "assistant"
         if not is_trained(message, place, is_answer=is_answer) and is_answer:
             untrained.add(i)
@@ -264,13 +276,6 @@ def _messages(given: Mapping[str, Any], key: str, place: str) -> list[dict[str, 
                 f"{place}: message {i + 1} of {key}{keys}",
                 why="a message says who speaks: role",
                 fix=f"write it as {_MESSAGE}; ShareGPT's from and value are role and content, human and gpt are user and assistant",
-            )
-        content = message.get("content")
-        if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
-            raise ConfigError(
-                f"{place}: message {i + 1} of {key}, whose content is a JSON {_kind(content)}",
-                why="it is a text; parts of other kinds (images) are not read",
-                fix=f"write it as {_MESSAGE}",
             )
     return messages
 
