@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.data.batch import IGNORED, MicroBatch, is_padding
+from shardwise.data.positions import shorten
 from shardwise.errors import ConfigError
 
 __all__ = [
@@ -36,19 +37,19 @@ def make_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Makes next-token labels where there are none: T+1 tokens become T inputs and the T tokens that follow them.
 
     ``input_ids`` [B, T+1] becomes ``input_ids`` [B, T] and ``labels`` [B, T], where ``labels[b, t]`` is the target of
-    ``logits[b, t]``. Other tensors whose first two dims are [B, T+1] (masks, positions) lose their last column too. A
-    target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that already has ``labels``,
+    ``logits[b, t]``. Whatever else has the T+1 positions (masks of any shape, positions, embeddings), known by its key, loses the
+    last one too; what belongs to another sequence or to a sample, numbers and lists stay. A target that ``attention_mask`` hides gets the label -100, which no loss counts. A batch that already has ``labels``,
     which must be aligned, is returned unchanged; so is one without ``input_ids``.
 
     Args:
         batch: a micro-batch.
 
     Raises:
-        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1.
+        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1; or it cannot be decided whether a tensor has these positions.
     """
     if "labels" in batch or "input_ids" not in batch:
         return dict(batch)
-    return _shifted(batch, batch["input_ids"])
+    return _shifted(batch, batch["input_ids"], "make_labels")
 
 
 def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -64,25 +65,25 @@ def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ConfigError: ``input_ids`` is not [B, T+1] with T >= 1, ``labels`` have another shape, or they are visibly
             shifted already: at least three labels differ from the input at their position, and each label is the next
-            input.
+            input; or it cannot be decided whether a tensor has the positions of ``input_ids``.
     """
     if "input_ids" not in batch:
         return dict(batch)
     ids, labels = batch["input_ids"], batch.get("labels")
     if labels is None:
-        return _shifted(batch, ids)
+        return _shifted(batch, ids, "shift_labels")
     if labels.shape != ids.shape:
         raise ConfigError(
             f"shift_labels of labels of shape {list(labels.shape)} beside input_ids of shape {list(ids.shape)}",
             why="it shifts labels that stand at the places of their tokens, one for each",
             fix="leave labels that are no next tokens as they are: sw.Loader(...) without prepare=",
         )
-    shifted = _shifted(batch, labels)
+    shifted = _shifted(batch, labels, "shift_labels")
     _refuse_shifted(ids, labels)
     return shifted
 
 
-def _shifted(batch: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+def _shifted(batch: Mapping[str, Tensor], tokens: Tensor, by: str) -> dict[str, Tensor]:
     """``batch`` without its last position, and ``tokens`` [B, T+1] without the first as its labels."""
     ids = batch["input_ids"]
     if ids.dim() != 2 or ids.shape[1] < 2:
@@ -91,12 +92,11 @@ def _shifted(batch: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
             why="labels are made by shifting sequences [B, T+1] by one, and need at least two tokens a sequence",
             fix="give samples of seq_len + 1 tokens, or add aligned labels to the batch (prepare=None)",
         )
-    out = {name: value[:, :-1] if value.shape[:2] == ids.shape else value for name, value in batch.items()}
+    out = shorten(batch, by)
     labels = tokens[:, 1:].long().clone()  # a copy: masking labels in place must not change the inputs
-    if "attention_mask" in batch and batch["attention_mask"].shape == ids.shape:
+    if getattr(batch.get("attention_mask"), "shape", None) == ids.shape:
         labels = labels.masked_fill(batch["attention_mask"][:, 1:] == 0, IGNORED)
     out["labels"] = labels
-    out = {name: value.contiguous() for name, value in out.items()}
     if isinstance(batch, MicroBatch):  # from a Loader: a padding must stay a padding
         return MicroBatch(out, index=batch.index, padding=batch.padding, window=batch.window)
     return out

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,8 @@ def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say 
         parts = whole.split(data.val_fraction)
     kept = "\n".join(cache.notes) if cache is not None else ""
     if isinstance(whole, SFTDataset):
-        report = str(whole.report)
+        notes = whole.report.notes or (parts[1].report.notes if data.val_path is not None else [])
+        report = "\n".join([str(whole.report), *notes])
         return RunData(
             name=whole.name, train=parts[0], val=parts[1], text=None, collate=whole.collate, report=report, kept=kept
         )
@@ -145,9 +147,11 @@ def _open(
 ) -> Any:
     """A :class:`TokenWindows`, or a :class:`SFTDataset`."""
     if data.has_records and path is not None:
-        records = SFTDataset(
-            path, tokenizer or str(file), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable, cache=cache
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(line|row) \d+ of ")  # notes of its report, which the screen shows once
+            records = SFTDataset(
+                path, tokenizer or str(file), seq_len=data.seq_len, pack=data.pack, unusable=data.unusable, cache=cache
+            )
         if vocab is not None:
             records.limit(vocab)
         return records

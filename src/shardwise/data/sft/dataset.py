@@ -1,6 +1,7 @@
 """The dataset of fine-tuning: samples of tokens and labels from a JSONL file or a saved dataset, padded or packed."""
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ class SFTDataset:
     ``pack`` a sample has several documents and n is ``seq_len``: ``position_ids`` begin anew with each, by which models of
     transformers keep their attention within a document (:meth:`check_attention`), and the rest is padded.
 
+    Keys of other formats that change what is trained on (``weight`` of a message) are honoured or refused; others are counted in
+    the report. Special tokens that end an answer are trained on, whatever the marks of the chat template leave out.
+
     Give :attr:`collate` to the :class:`~shardwise.Loader`: it pads samples of unequal length.
 
     Args:
@@ -58,7 +62,7 @@ class SFTDataset:
 
     Raises:
         ConfigError: a line that is no record, or cannot be used, with the number of its line, or of its row, counted from 0;
-            no chat template, or one that does not show what the answers are; data without a record that can be used.
+            no chat template, or one that does not show what the answers are; data without a record that can be used; a key that would change what is trained on.
 
     Example::
 
@@ -104,6 +108,8 @@ class SFTDataset:
         self.documents = self._encoded(TokenCache(Path(cache)) if isinstance(cache, str | Path) else cache)
         self.packs = self._packs()
         self.report = SFTReport(**self.documents.facts["report"], samples=len(self.packs))
+        for note in self.report.notes:
+            warnings.warn(note, stacklevel=3)  # of the caller of the constructor, which is wrapped
         self.content_digest = self.documents.digest()
         self.collate: Callable[[list[Any]], Mapping[str, Tensor]] = (
             default_collate if pack else pad_collate(input_ids=self.pad_id)

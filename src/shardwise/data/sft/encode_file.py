@@ -23,9 +23,10 @@ from shardwise.errors import ConfigError
 
 __all__ = ["Encoding", "SFTReport", "Unusable"]
 
-_VERSION = 1  # of what a record becomes: a change of it makes kept tokens anew
+_VERSION = 2  # of what a record becomes: a change of it makes kept tokens anew
 _PLACES = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file")
 _NEEDED = ("tokenizers", "transformers", "jinja2")
+_NAMED = 8  # keys
 Unusable = Literal["refuse", "drop"]
 
 
@@ -41,6 +42,8 @@ class SFTReport:
         truncated: records that were longer than the context: what is beyond it was cut off.
         inside: answers that began inside a token, which is not trained on.
         dropped: why -> records that were left out.
+        unread: key of records (or "key of messages") -> records with it, which nothing reads.
+        notes: of answers that do not end with a special token, or whose marks leave it out.
     """
 
     records: int = 0
@@ -50,6 +53,8 @@ class SFTReport:
     truncated: int = 0
     inside: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         notes = [f"{self.truncated:,} truncated"] if self.truncated else []
@@ -59,6 +64,10 @@ class SFTReport:
             if self.inside
             else []
         )
+        if self.unread:
+            names = [f"{name} ({num:,})" for name, num in self.unread.items()]
+            rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            notes.append(f"keys that are not read: {', '.join(names[:_NAMED])}{rest}")
         told = f"{self.records:,} records, {self.tokens:,} tokens, {self.trained:,} of them trained on"
         return "; ".join([told, *notes])
 
@@ -112,9 +121,9 @@ class Encoding:
         Raises:
             ConfigError: a line that is no record, or cannot be used, with the number of its line; none can be used.
         """
-        report, dropped, worst = SFTReport(), Counter[str](), 0
+        report, dropped, unread, worst = SFTReport(), Counter[str](), Counter[str](), 0
         lines, ends = array("q"), array("q", [0])
-        self.encoder.num_inside = 0
+        self.encoder.begin()
         share: float | None = None
 
         def read(now: float) -> None:
@@ -124,7 +133,9 @@ class Encoding:
         for record in read_records(self.path, read=read):
             report.records += 1
             empty = empty_answer(record)
+            self.encoder.unread = []
             encoded = ([], []) if empty else self.encoder.encode(record)
+            unread.update([*record.others, *(f"{name} of messages" for name in self.encoder.unread)])
             ids, trained = np.asarray(encoded[0], dtype=np.int32), np.asarray(encoded[1], dtype=bool)
             why = empty or self._problem(record, ids, trained)
             if why:
@@ -142,6 +153,7 @@ class Encoding:
             ends.append(ends[-1] + len(row))
             add(row, share)
         report.dropped, report.inside = dict(dropped), self.encoder.num_inside
+        report.unread, report.notes = dict(unread), [*self.encoder.notes.values()]
         if not lines:
             raise ConfigError(
                 f"data file {str(self.path)!r}",

@@ -6,13 +6,16 @@ answer. That is right only if each of these texts begins the next one, which is 
 earlier reasoning, for example, are refused.
 
 Special tokens come from the template alone, so that the beginning of a sequence (BOS) is there once. Completions and texts end with
-the tokenizer's EOS, so that a model learns to stop.
+the tokenizer's EOS, so that a model learns to stop; so do the special tokens behind a marked answer (:mod:`shardwise.data.sft.ends`).
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.sft.ends import Ends, ending_note, runs_of
+from shardwise.data.sft.key_checks import unread_by_template
 from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import no_template, template_raised
 from shardwise.errors import ConfigError
@@ -64,6 +67,8 @@ class Encoder:
 
     Attributes:
         num_inside: answers that began inside a token, which then is not trained on.
+        unread: keys of the last record's messages that the chat template does not read.
+        notes: what is to be told of the ends of answers, by its kind.
     """
 
     def __init__(self, tokenizer: Any, path: str | Path):
@@ -73,8 +78,19 @@ class Encoder:
                 why="which tokens belong to an answer is found from their places in the text, which only a fast tokenizer gives",
                 fix="give a directory with a tokenizer.json, or AutoTokenizer.from_pretrained(..., use_fast=True)",
             )
-        self.tokenizer, self.path, self.num_inside = tokenizer, path, 0
+        self.tokenizer, self.path = tokenizer, path
         self._template: str | None = getattr(tokenizer, "chat_template", None)
+        self.begin()
+
+    @functools.cached_property
+    def ends(self) -> Ends:
+        """What ends an answer of a conversation."""
+        return Ends.of(self.tokenizer)
+
+    def begin(self) -> None:
+        """Forgets what was noted of other records."""
+        self.num_inside, self.unread = 0, list[str]()
+        self.notes: dict[str, str] = {}
 
     def encode(self, record: Record) -> Encoded:
         """The tokens of a record.
@@ -131,24 +147,75 @@ class Encoder:
     def _of_chat(self, chat: Chat) -> Encoded:
         if not self._template:
             raise no_template(self.path, chat.line)
+        if chat.extras:
+            self.unread = unread_by_template(chat.extras, self._template, where(self.path, chat.line))
         if not chat.num_given and isinstance(self._template, str) and _MARKED.search(self._template):
-            found = self._render(
-                chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            return [*found["input_ids"]], [bool(flag) for flag in found["assistant_masks"]]
+            return self._of_marks(chat)
         whole = self._render(chat, chat.messages, tokenize=False)
-        answers = (
-            [(chat.num_given, len(chat.messages))]
-            if chat.num_given
-            else [(i, i + 1) for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        )
-        return self._of_spans(whole, [self._span(chat, whole, *answer) for answer in answers], special=False)
+        if chat.num_given:
+            spans = [self._span(chat, whole, chat.num_given, len(chat.messages))]
+            for cut in (self._span(chat, whole, i, i + 1, asked=False) for i in sorted(chat.untrained)):
+                spans[-1:] = [(spans[-1][0], cut[0]), (cut[1], spans[-1][1])]
+        else:
+            spans = [self._span(chat, whole, i, i + 1) for i in chat.answers]
+        for first, end in (span for span in spans if whole[slice(*span)].strip()):
+            if not whole[first:end].rstrip().endswith(self.ends.texts):
+                self._note(chat, "none", whole[first:end], whole[end:])
+        return self._of_spans(whole, spans, special=False)
 
-    def _span(self, chat: Chat, whole: str, first: int, end: int) -> tuple[int, int]:
-        """The characters of the messages ``first`` to ``end`` (not included) in the text of the whole conversation."""
+    def _of_marks(self, chat: Chat) -> Encoded:
+        """Tokens of a conversation by a template that marks its answers, of which those marked are trained on, and what ends them."""
+        ids, marks = self._marked(chat, chat.messages)
+        if not chat.untrained and all(self.ends.has_all(ids, end) for _, end in runs_of(marks)):
+            return ids, marks
+        runs, trained, done = runs_of(marks), [*marks], 0
+        for i in (i for i, message in enumerate(chat.messages) if message["role"] == "assistant"):
+            upto, marked = (ids, marks) if i + 1 == len(chat.messages) else self._marked(chat, chat.messages[: i + 1])
+            found = runs_of(marked)
+            own, done = runs[done : len(found)], max(done, len(found))
+            if chat.untrained and not own:
+                raise self._unclear(chat, f"its marks do not show which of the tokens are those of message {i + 1}")
+            if i in chat.untrained:
+                for first, end in own:
+                    trained[first:end] = [False] * (end - first)
+            elif own:
+                self._end(chat, ids, trained, own[-1], upto[found[-1][1] :])
+        return ids, trained
+
+    def _end(self, chat: Chat, ids: list[int], trained: list[bool], answer: tuple[int, int], rest: list[int]) -> None:
+        """Trains on the special tokens behind an answer, up to the next message.
+
+        Args:
+            answer: its tokens, of ``ids``.
+            rest: the tokens behind it where the conversation ends with it.
+        """
+        first, end = answer
+        same = next((n for n, (a, b) in enumerate(zip(ids[end:], rest, strict=False)) if a != b), None)
+        stop = end + (min(len(ids) - end, len(rest)) if same is None else same)
+        behind = [at for at in range(end, stop) if ids[at] in self.ends.ids]
+        if stop < len(ids):
+            self.ends.begins.add(ids[stop])
+        for at in behind:
+            trained[at] = True
+        if behind or not self.ends.is_last(ids[first:end]):
+            words = [self.tokenizer.decode(part) for part in (ids[first:end], ids[end:])]
+            self._note(chat, "left out" if behind else "none", *words)
+
+    def _marked(self, chat: Chat, messages: list[dict[str, Any]]) -> Encoded:
+        found = self._render(chat, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return [*found["input_ids"]], [bool(flag) for flag in found["assistant_masks"]]
+
+    def _note(self, chat: Chat, kind: str, answer: str, rest: str) -> None:
+        """Keeps the first answer whose end is missing, or left out of the marks, with the text around it."""
+        if kind not in self.notes:
+            self.notes[kind] = ending_note(kind, where(self.path, chat.line), answer, rest)
+
+    def _span(self, chat: Chat, whole: str, first: int, end: int, *, asked: bool = True) -> tuple[int, int]:
+        """The characters of the messages ``first`` to ``end`` (not included) in the text of the whole conversation; without the words
+        that ask for an answer, where it is ``asked`` for."""
         if first == 0:
             raise self._unclear(chat, "the conversation begins with an answer, and nothing asks for it")
-        before = self._render(chat, chat.messages[:first], tokenize=False, add_generation_prompt=True)
+        before = self._render(chat, chat.messages[:first], tokenize=False, add_generation_prompt=asked)
         upto = whole if end == len(chat.messages) else self._render(chat, chat.messages[:end], tokenize=False)
         if not upto.startswith(before):
             raise self._unclear(

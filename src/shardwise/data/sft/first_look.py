@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.tokenizer import add_special, read_json, template_in
-from shardwise.data.sft.records import Chat, Completion, Record, Text
+from shardwise.data.sft.key_checks import unread_by_template
+from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import (
     beyond_vocabulary,
     empty_answer,
@@ -104,8 +105,8 @@ class _Tried:
         """What is before the first answer, and the whole conversation; without a template of this kind two empty texts."""
         if self._template is None:
             raise no_template(self.path, chat.line)
-        messages = chat.messages
-        first = chat.num_given or next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        unread_by_template(chat.extras, self._template.text, where(self.path, chat.line))
+        messages, first = chat.messages, chat.num_given or chat.answers[0]
         try:
             whole = self._template.render(messages, tools=chat.tools, add_generation_prompt=False)
             prompt = (
@@ -147,6 +148,7 @@ class _Refused(Exception):  # noqa: N818 -- what it carries is the error
 class _Template:
     """A chat template, and the special tokens it may use."""
 
+    text: Any
     source: Any
     tokens: dict[str, str]
 
@@ -160,7 +162,7 @@ class _Template:
         tokens = {
             name: token["content"] if isinstance(token, dict) else token for name, token in found.items() if token
         }
-        return cls(_compiled(text) if isinstance(text, str) else None, tokens)
+        return cls(text, _compiled(text) if isinstance(text, str) else None, tokens)
 
     def render(self, messages: list[dict[str, Any]], **given: Any) -> str:
         """The text of a conversation. Raises :class:`_Refused`, or whatever a template comes across."""

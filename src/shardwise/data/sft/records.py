@@ -12,20 +12,25 @@ The fields are those that TRL, torchtune and the providers of fine-tuning take::
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.sft.key_checks import TRAINING_KEYS, check_message, check_record, is_trained
+from shardwise.data.sft.keys import KEYS
 from shardwise.data.sft.saved import hub_advice, is_rows, open_rows
 from shardwise.errors import ConfigError
 
-__all__ = ["Chat", "Completion", "Record", "Text", "is_records", "read_records", "where"]
+__all__ = ["Chat", "Completion", "Record", "Text", "calls_of", "is_records", "read_records", "where"]
 
 _FIELDS = "the fields are text, or prompt and completion, or messages"
 _OF_OTHERS = {
-    "conversations": "write ShareGPT's conversations as messages: from and value are role and content, human and gpt are user and assistant",
-    "instruction": "write Alpaca's instruction, with its input behind it, as prompt, and its output as completion",
+    name: key.fix
+    for key in KEYS
+    if key.place == "record" and key.why
+    for name in key.names
+    if name not in ("label", "labels", "weight", "parallel_tool_calls")
 }
 """Keys of the formats of others -> what they are here."""
 _MESSAGE = '{"role": "user", "content": "..."}'
@@ -33,10 +38,11 @@ _MESSAGE = '{"role": "user", "content": "..."}'
 
 @dataclass(frozen=True)
 class Text:
-    """A text that is trained on as a whole."""
+    """A text that is trained on as a whole. ``others``: keys of the record that nothing reads."""
 
     line: int
     text: str
+    others: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Completion:
     line: int
     prompt: str
     completion: str
+    others: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,27 @@ class Chat:
         messages: mappings with ``role``, ``content`` and whatever else the chat template reads.
         num_given: how many of the first messages are a prompt, in which no answer is trained on.
         tools: for the chat template.
+        untrained: messages, by number, that are context where they would be trained on.
+        others: keys of the record that nothing reads.
+        extras: keys of its messages, and ``tools``, that the chat template has to read.
     """
 
     line: int
     messages: list[dict[str, Any]]
     num_given: int = 0
     tools: list[Any] | None = None
+    untrained: frozenset[int] = frozenset()
+    others: tuple[str, ...] = field(default=(), compare=False)
+    extras: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def answers(self) -> list[int]:
+        """The answers that are trained on, by their numbers."""
+        return [
+            i
+            for i, message in enumerate(self.messages)
+            if i >= self.num_given and message["role"] == "assistant" and i not in self.untrained
+        ]
 
 
 Record = Text | Completion | Chat
@@ -70,6 +92,11 @@ Record = Text | Completion | Chat
 def is_records(path: str | None) -> bool:
     """Whether a data file holds such records, by its ending; and whether it is a directory, which is a saved dataset."""
     return path is not None and (path.endswith((".jsonl", ".ndjson")) or is_rows(path))
+
+
+def calls_of(message: Mapping[str, Any]) -> Any:
+    """The tools that a message calls, which may stand in place of its content."""
+    return message.get("tool_calls") or message.get("function_call")
 
 
 def where(path: str | Path, line: int) -> str:
@@ -145,17 +172,20 @@ def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
     kinds = [kind for kind in ("text", "messages", "prompt") if kind in given]
     if len(kinds) != 1 or ("completion" in given) != (kinds == ["prompt"]):
         raise ConfigError(
-            f"{place}: an object with the keys {sorted(given)}",
+            f"{place}: an object with the keys {sorted(key for key, value in given.items() if value is not None)}",
             why="it does not say what is trained on"
             if not kinds
             else "it has a part of one kind of record, or parts of several",
-            fix=next((text for key, text in _OF_OTHERS.items() if key in given and not kinds), None)
+            fix=next((text for key, text in _OF_OTHERS.items() if key in given and len(kinds) < 2), None)
             or f"{_FIELDS}; rename or remove the others{_without(given, path)}",
         )
+    others = check_record(given, kinds[0], place)
+    if given.get("tools") and isinstance(given[kinds[0]], str):
+        others = (*others, "tools")
     if kinds == ["text"]:
-        return Text(line, _text(given, "text", place))
+        return Text(line, _text(given, "text", place), others)
     if kinds == ["messages"]:
-        return Chat(line, _messages(given, "messages", place), tools=_tools(given, place))
+        return _chat(_messages(given, "messages", place), 0, given, path, line, others)
     if isinstance(given["prompt"], list) != isinstance(given["completion"], list):
         raise ConfigError(
             f"{place}: a prompt of type {_kind(given['prompt'])} with a completion of type {_kind(given['completion'])}",
@@ -164,15 +194,49 @@ def _record(given: dict[str, Any], path: str | Path, line: int) -> Record:
         )
     if isinstance(given["prompt"], list):
         prompt, answers = _messages(given, "prompt", place), _messages(given, "completion", place)
-        return Chat(line, [*prompt, *answers], num_given=len(prompt), tools=_tools(given, place))
-    return Completion(line, _text(given, "prompt", place), _text(given, "completion", place))
+        return _chat([*prompt, *answers], len(prompt), given, path, line, others)
+    return Completion(line, _text(given, "prompt", place), _text(given, "completion", place), others)
+
+
+def _chat(
+    messages: list[dict[str, Any]],
+    num_given: int,
+    given: Mapping[str, Any],
+    path: str | Path,
+    line: int,
+    others: tuple[str, ...],
+) -> Chat:
+    """A conversation, whose messages are given to the chat template without the keys that say what is trained on."""
+    tools, untrained, extras = _tools(given, where(path, line)), set(), dict[str, None]()
+    for i, message in enumerate(messages):
+        place = f"{where(path, line)}: message {i + 1}"
+        extras |= dict.fromkeys(check_message(message, place))
+        content = message.get("content")
+        if not (isinstance(content, str) or (content is None and calls_of(message))):
+            raise ConfigError(
+                f"{place}, whose content is a JSON {_kind(content)}",
+                why="it is a text; parts of other kinds (images) are not read",
+                fix=f"write it as {_MESSAGE}",
+            )
+        is_answer = i >= num_given if num_given else message["role"] == "assistant"
+        if not is_trained(message, place, is_answer=is_answer) and is_answer:
+            untrained.add(i)
+    return Chat(
+        line,
+        [{key: value for key, value in message.items() if key not in TRAINING_KEYS} for message in messages],
+        num_given,
+        tools,
+        frozenset(untrained),
+        others,
+        (*extras, *(["tools"] if tools else [])),
+    )
 
 
 def _without(given: Mapping[str, Any], path: str | Path) -> str:
     """How columns of a saved dataset are removed, as words: all but the messages, which say most."""
     if not is_rows(path):
         return ""
-    others = sorted(key for key in given if key not in ("messages", "tools"))
+    others = sorted(key for key, value in given.items() if key not in ("messages", "tools") and value is not None)
     if "messages" not in given:
         return ", and save it again"
     return f": datasets.load_from_disk({str(path)!r}).remove_columns({others}).save_to_disk(FOLDER)"
@@ -212,13 +276,6 @@ def _messages(given: Mapping[str, Any], key: str, place: str) -> list[dict[str, 
                 f"{place}: message {i + 1} of {key}{keys}",
                 why="a message says who speaks: role",
                 fix=f"write it as {_MESSAGE}; ShareGPT's from and value are role and content, human and gpt are user and assistant",
-            )
-        content = message.get("content")
-        if not (isinstance(content, str) or (content is None and message.get("tool_calls"))):
-            raise ConfigError(
-                f"{place}: message {i + 1} of {key}, whose content is a JSON {_kind(content)}",
-                why="it is a text; parts of other kinds (images) are not read",
-                fix=f"write it as {_MESSAGE}",
             )
     return messages
 

@@ -3,7 +3,7 @@ Torch-free."""
 
 from pathlib import Path
 
-from shardwise.data.sft.records import Chat, Completion, Record, Text, where
+from shardwise.data.sft.records import Chat, Completion, Record, Text, calls_of, where
 from shardwise.errors import ConfigError
 
 __all__ = ["beyond_vocabulary", "empty_answer", "no_template", "template_raised", "too_long", "unusable"]
@@ -15,10 +15,10 @@ def empty_answer(record: Record) -> str:
         return "" if record.text.strip() else "its text is empty"
     if isinstance(record, Completion):
         return "" if record.completion.strip() else "an answer is empty"
-    answers = [message for message in record.messages[record.num_given :] if message["role"] == "assistant"]
-    if not answers:
-        return "it has no answer"
-    said = (message.get("tool_calls") or (message.get("content") or "").strip() for message in answers)
+    if not record.answers:
+        return "none of its answers is trained on" if record.untrained else "it has no answer"
+    answers = (record.messages[i] for i in record.answers)
+    said = (calls_of(message) or (message.get("content") or "").strip() for message in answers)
     return "" if all(said) else "an answer is empty"
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.tokenizer import read_json
+from shardwise.data.sft.keys import RECORD_KEYS
 from shardwise.errors import ConfigError, first_line
 
 __all__ = [
@@ -121,7 +122,7 @@ class Rows:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The columns of records of each row, as JSON has them: without what is null, which Arrow writes where a row, or a
-        message of it, lacks a field that another has.
+        message of it, lacks a field that another has. A column that is not read has None.
 
         Raises:
             ConfigError: pyarrow is missing or cannot read a file, or there is no column of records.
@@ -129,13 +130,14 @@ class Rows:
         pa = _pyarrow(self.path)
         try:
             for file in self.files:
-                for batch in self._batches(file):
+                for batch, others in self._batches(file):
                     kinds = {field.name: field.type for field in batch.schema}
                     for start in range(0, batch.num_rows, _AT_ONCE):
                         for row in batch.slice(start, _AT_ONCE).to_pylist():
-                            yield {
+                            known = {
                                 key: _plain(value, kinds[key], pa) for key, value in row.items() if value is not None
                             }
+                            yield known | dict.fromkeys(others)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"data file {self.path!r}",
@@ -149,31 +151,33 @@ class Rows:
                 fix=f"write it again: {_SAVE}",
             ) from error
 
-    def _batches(self, file: Path) -> Iterator[Any]:
+    def _batches(self, file: Path) -> Iterator[tuple[Any, list[str]]]:
+        """Rows of a file, with the columns that are read, and the names of the others."""
         import pyarrow as pa
 
         if is_table(file):
             import pyarrow.parquet
 
             with pyarrow.parquet.ParquetFile(file, memory_map=True) as table:
-                columns = self._columns(table.schema_arrow)
+                columns, others = self._columns(table.schema_arrow)
                 # Without threads of its own, as worker processes may be forked later.
-                yield from table.iter_batches(_AT_ONCE, columns=columns, use_threads=False)
+                for batch in table.iter_batches(_AT_ONCE, columns=columns, use_threads=False):
+                    yield batch, others
             return
         with pa.memory_map(str(file)) as mapped, pa.ipc.open_stream(mapped) as stream:
-            columns = self._columns(stream.schema)
+            columns, others = self._columns(stream.schema)
             for batch in stream:
-                yield batch.select(columns)
+                yield batch.select(columns), others
 
-    def _columns(self, schema: Any) -> list[str]:
-        """The columns that are read. Raises ConfigError where they are none of records."""
+    def _columns(self, schema: Any) -> tuple[list[str], list[str]]:
+        """The columns that are read, if only to refuse them, and the others. Raises ConfigError where they are none of records."""
         import pyarrow as pa
 
         shown = [name for name in schema.names if self.shown is None or name in self.shown]
-        columns = [name for name in COLUMNS if name in shown]
+        columns = [name for name in RECORD_KEYS if name in shown]
         if not {"text", "messages", "prompt"} & {*columns}:
             raise self._no_records(shown)
-        for name in columns:
+        for name in [name for name in COLUMNS if name in shown]:
             kind = schema.field(name).type
             if not (pa.types.is_nested(kind) or pa.types.is_null(kind) or _is_text(kind, pa)):
                 raise ConfigError(
@@ -189,7 +193,7 @@ class Rows:
                 fix="give such samples by a function of yours (data.build), or, if the texts are meant: "
                 f"load_from_disk({self.path!r}).remove_columns({media}).save_to_disk(FOLDER)",
             )
-        return columns
+        return columns, [name for name in shown if name not in columns]
 
     def _no_records(self, shown: list[str]) -> ConfigError:
         fix = "make them with datasets, and save it again: load_from_disk(...).map(...) or .rename_column(...), then .save_to_disk(FOLDER)"
