@@ -25,6 +25,7 @@ __all__ = [
     "hooks_of_saved_tensors",
     "in_backward",
     "num_hooks",
+    "on_inputs",
     "share_hooks",
     "unseen",
     "without_subclasses",
@@ -73,6 +74,22 @@ def _is_accumulated(param: Tensor) -> bool:
         if "autograd.grad()" not in str(error):
             raise
         return False
+
+
+def on_inputs(replace: Callable[[Sequence[Any], bool], Sequence[Any]]) -> None:
+    """Calls ``replace(inputs, accumulates)`` before each ``backward(inputs=...)`` and ``torch.autograd.grad``, and differentiates with
+    respect to what it returns. ``accumulates``: into ``.grad``. May be called again with the same function."""
+    run = torch.autograd._engine_run_backward
+    if getattr(run, "shardwise_replaces", None) is replace:
+        return
+
+    def run_backward(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if inputs:
+            inputs = replace(inputs, bool(kwargs.get("accumulate_grad")))
+        return run(outputs, grads, retain, create, inputs, *args, **kwargs)
+
+    run_backward.shardwise_replaces = replace  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_backward
 
 
 def checkpointed(error: BaseException) -> Any:

@@ -27,6 +27,7 @@ from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
+from shardwise.parallel.named_gradients import watch_named_gradients
 from shardwise.parallel.plain_parts import refuse_norms_of_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_recipes
@@ -233,6 +234,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
     watch_steps(runtime)
+    watch_named_gradients()
     attach(module, runtime)
     refuse_states_of_parts(module, recipe)
     refuse_norms_of_parts(runtime)

@@ -27,7 +27,7 @@ from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
 from shardwise.world.axis import Axis
 
-__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "runtime_of"]
+__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "runtime_of", "runtimes_in_use"]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
 _in_use: "weakref.WeakSet[Runtime]" = weakref.WeakSet()  # not of parameters: module.to could not swap them then
@@ -453,6 +453,11 @@ def runtime_of(module: nn.Module) -> Runtime:
 def has_runtime(module: nn.Module) -> bool:
     """Whether ``module`` is the root of a sharded model."""
     return _KEY in module.__dict__
+
+
+def runtimes_in_use() -> list[Runtime]:
+    """The runtimes of the sharded models that are still in use."""
+    return list(_in_use)
 
 
 def is_parallelized(param: Tensor) -> bool:

@@ -126,6 +126,42 @@ class Counting(nn.Module):
         return x + torch.tanh(self.linear(x)) / self.n
 
 
+class Beside(nn.Module):
+    """A buffer that is written, and Python state beside it, deep, that says how often."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__()
+        self.linear, self.state = nn.Linear(dim, dim), {"calls": [0]}
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"][0] += 1
+        self.total += x.detach().mean()
+        return x + torch.tanh(self.linear(x)) / self.state["calls"][0] + self.total
+
+
+class Replacing(Beside):
+    """The same with a buffer that each forward replaces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["calls"][0] += 1
+        self.total = self.total + x.detach().mean()
+        return x + torch.tanh(self.linear(x)) / self.state["calls"][0] + self.total
+
+
+class Registering(Beside):
+    """The same with a buffer that the first forward registers."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__(dim)
+        del self.total
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "total" not in self._buffers:
+            self.register_buffer("total", torch.zeros(()), persistent=False)
+        return super().forward(x)
+
+
 class Spectral(nn.Module):
     def __init__(self, dim: int = 64):
         super().__init__()
@@ -180,6 +216,13 @@ def train(block: type[nn.Module], steps: int = 1, **options) -> dict[str, Tensor
 def test_a_generator_that_a_module_keeps_draws_the_same_again(ranks, block):
     plain, again = (ranks.run(train, 1, block, 2, remat=remat)[0] for remat in (None, "full"))
     assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("block", [Beside, Replacing, Registering])
+def test_a_written_buffer_and_the_state_beside_it_are_as_in_the_first_run(ranks, block):
+    plain, again = (ranks.run(train, 1, block, 3, remat=remat)[0] for remat in (None, "full"))
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+    assert plain["blocks.0.total"] != 0
 
 
 class Overflowing(nn.Linear):

@@ -32,13 +32,6 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
             'sw.init("dp_replicate=-1")',
             name=module_of_error(root, error),
         )
-    if "appears to not have been used in the graph" in str(error):
-        return UnsupportedError(
-            "torch.autograd.grad of the model's parameters",
-            why="forward computes with gathered copies, and the parameters that the model shows are shards outside of it",
-            fix='call backward() and read param.grad; or keep parameters whole on every rank, sw.init("dp_replicate=-1"), and put what it gives '
-            "into param.grad inside the window, which sums it over the ranks",
-        )
     if "donated buffer" in str(error):  # of compiled blocks: torch's message says what to set
         return None
     if "vmap" in str(error) or "functorch" in str(error):

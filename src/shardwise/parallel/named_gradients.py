@@ -1,0 +1,58 @@
+"""Gradients that are asked for by name: ``backward(inputs=...)`` and ``torch.autograd.grad`` of a sharded model's parameters.
+
+Outside of a running forward the model shows shards, and forward has computed with gathered copies: autograd finds no way from a loss
+to a shard, and says nothing. ``backward(inputs=...)`` is given the copies instead, whose gradients are reduced as any others.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise._torch.autograd import on_inputs
+from shardwise.errors import UnsupportedError
+from shardwise.parallel.runtime import Runtime, runtimes_in_use
+
+__all__ = ["watch_named_gradients"]
+
+
+def watch_named_gradients() -> None:
+    """Installs, once, what looks at the inputs of each backward that has some."""
+    on_inputs(_replaced)
+
+
+def _replaced(inputs: Sequence[Any], accumulates: bool) -> Sequence[Any]:
+    """What autograd is to be given for ``inputs``.
+
+    Raises:
+        UnsupportedError: ``torch.autograd.grad`` of what a rank has a part of.
+    """
+    found = {id(x): x for x in inputs}
+    for runtime in runtimes_in_use():
+        own = {id(param): name for name, param in runtime.parameters.items() if id(param) in found}
+        if not own:
+            continue
+        if accumulates:
+            copies = {id(shard): copy for copy, shard in runtime.engine.gathered()}
+            found |= {key: copies.get(key, found[key]) for key in own}
+        else:
+            _refuse_parts(runtime, own)
+    return tuple(found[id(x)] for x in inputs)
+
+
+def _refuse_parts(runtime: Runtime, own: dict[int, str]) -> None:
+    """``own``: id -> name of the model's parameters of which the gradient is to be returned."""
+    name = next(iter(own.values()))
+    is_cut = any(runtime.recipe.params[each].cuts for each in own.values())
+    if runtime.recipe.engine != "fsdp2" and not (is_cut or runtime.partial):
+        return  # replicas: that of this rank's data; a step by it is warned of
+    why = (
+        "forward computes with gathered copies, and the parameters that the model shows are shards outside of it"
+        if runtime.recipe.engine == "fsdp2"
+        else "tp has cut the model, so that a rank computes a part of its gradients"
+    )
+    raise UnsupportedError(
+        "torch.autograd.grad of the model's parameters",
+        why=why,
+        fix="call backward(), with inputs=[...] for some of them, and read param.grad; or keep parameters whole on every rank, "
+        'sw.init("dp_replicate=-1"), and put what it gives into param.grad inside the window, which sums it over the ranks',
+        name=name,
+    )
