@@ -59,7 +59,7 @@ def test_the_description_says_where_values_come_from(ranks):
 OTHERWISE = {
     "output": {"precision": Precision(output="fp64")},
     "compute": {"precision": "bf16"},
-    "buffers": {"sharding": Sharding(buffers="mean")},
+    "notes": {"sharding": Sharding(buffers="mean")},  # of a model without statistics it is a note
     "offload": {"sharding": Sharding(offload=True)},
     "sync_every_microbatch": {"sharding": Sharding(sync_every_microbatch=True)},
     "parameter blocks.0.inner.weight: unit": {"sharding": Sharding(min_unit_bytes=0)},

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.model.calling import call
+from shardwise.recipe import Buffer
 from shardwise.verify import StepRecord, Task, run_oracle, run_sharded
 from shardwise.verify.compare import _buffers, _tensors, compare
 from shardwise.verify.sharded import RankStep
@@ -129,7 +130,12 @@ def test_a_wrong_imaginary_part_is_seen(kind):
     wrong = torch.tensor([1 - 7j, 2 + 9j], dtype=torch.complex128)
     if kind == "buffer":
         step = StepRecord(0.0, 0.0, 1, {}, {}, {"x": wanted})
-        found = _buffers(step, [RankStep(0.0, 0.0, 1, {}, {}, {"x": wrong}, {})], 1)
+        found = _buffers(
+            {"x": Buffer(shape=(2,), dtype="complex128", persistent=True)},
+            step,
+            [RankStep(0.0, 0.0, 1, {}, {}, {"x": wrong}, {})],
+            1,
+        )
     else:
         found = _tensors(kind, {"x": wrong}, {"x": wanted}, 1)
     assert max(difference.err for difference in found) > 1.0

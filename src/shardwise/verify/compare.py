@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import VerifyError
-from shardwise.recipe import Recipe, extents, owners
+from shardwise.recipe import Buffer, Recipe, extents, owners
 from shardwise.recipe.records import STATISTICS
 from shardwise.verify.oracle import StepRecord, Task
 from shardwise.verify.sharded import RankRecord, RankStep
@@ -187,7 +187,8 @@ def _step_differences(task: Task, recipe: Recipe, oracle: Sequence[StepRecord], 
     yield from _tensors("grad", grads, expected.grads, number)
     params = {name: assemble(recipe, name, [step.params[name] for step in steps]) for name in recipe.params}
     yield from _tensors("param", *_comparable(task, params, oracle), number)
-    yield from _buffers(recipe, expected, steps, number)
+    known = {n: b for first, b in recipe.buffers.items() for n in (first, *b.aliases)}
+    yield from _buffers(known, expected, steps, number)
     for rank, step in enumerate(steps):  # after the tensors: the name of a tensor is more useful than a rank
         if not math.isclose(step.num_tokens, expected.num_tokens, rel_tol=1e-12):  # a count may be a sum of weights
             yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
@@ -232,11 +233,10 @@ def _where_gradients_count(params: Mapping[str, Tensor | None], steps: Sequence[
     return found, wanted
 
 
-def _buffers(recipe: Recipe, expected: StepRecord, steps: list[RankStep], number: int):
+def _buffers(known: Mapping[str, Buffer], expected: StepRecord, steps: list[RankStep], number: int):
     """Differences of the buffers: between the ranks, and from the oracle. Running statistics are compared only between
     the ranks: they follow the recipe's option, while the oracle updates them in one micro-batch after another. What is each
     rank's own is not compared."""
-    known = {n: b for first, b in recipe.buffers.items() for n in (first, *b.aliases)}
     for name, reference in expected.buffers.items():
         if name not in known or known[name].policy == "own":
             continue
