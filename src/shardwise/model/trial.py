@@ -304,9 +304,10 @@ class Trial:
             del copied.get_submodule(parent)._modules[key]
         for name in self.norms:
             copied.get_submodule(name).forward = functools.partial(self._norm, f"{name}.")
-        for name, owner, attr in canonical_tensors(copied, "_buffers"):
-            if owner._buffers[attr].is_floating_point() and name not in self._constant:
-                owner._buffers[attr].requires_grad_()
+        constant = {id(copied.get_buffer(name)) for name in self._constant}
+        for buffer in copied.buffers():
+            if buffer.is_floating_point() and id(buffer) not in constant:
+                buffer.requires_grad_()
         return copied
 
     def _norm(self, name: str, x: Tensor) -> Any:
