@@ -17,27 +17,29 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.config.keywords import known_keywords
+from shardwise.config.keywords import answers_keywords
 from shardwise.data.batch import IGNORED, MicroBatch, Place, default_collate
 from shardwise.data.dataset_state import DatasetState, states_in
 from shardwise.data.labels import make_labels, shift_labels
 from shardwise.data.loader_checks import (
+    OF_DATA_LOADER,
     check_flags,
     check_sizes,
     check_stream,
+    check_weights,
     check_workers,
     length_of,
     refuse_data_loader,
     refuse_own_state,
 )
-from shardwise.data.order import sample_order
+from shardwise.data.order import WeightedOrder, sample_order
 from shardwise.data.same_dataset import digest_of_dataset
 from shardwise.data.stream import Stream, is_stream, refuse_empty
 from shardwise.data.token_budget import TokenBudget
@@ -108,6 +110,10 @@ class Loader:
         pin_memory: on cuda: micro-batches are copied from page-locked memory, by a stream of their own: the host does not wait,
             and the device makes the copies while it still runs the last step.
 
+        weights: one number for each sample: an epoch is as many draws as there are samples, each with replacement and with a
+            chance in proportion to the weight (as ``WeightedRandomSampler``). A function of (seed, epoch, position), as the
+            shuffled order: the same under every number of ranks, and resumed exactly.
+
     Random numbers that the dataset, ``collate`` and ``prepare`` draw (augmentation) depend on (seed, epoch, micro-batch)
     alone, from the global generators of torch, Python and numpy as from those in the dataset's attributes: they are the
     same for any number of workers and ranks. Where a thread of your own reads, the global ones go on from their state
@@ -128,7 +134,7 @@ class Loader:
             out = step(window)
     """
 
-    @known_keywords
+    @answers_keywords(OF_DATA_LOADER)
     def __init__(
         self,
         dataset: Any,
@@ -143,6 +149,7 @@ class Loader:
         num_workers: int = 0,
         prefetch: int | None = None,
         pin_memory: bool = True,
+        weights: Sequence[float] | Tensor | None = None,
     ):
         check_flags(shuffle=shuffle, pin_memory=pin_memory)
         check_sizes(global_batch, micro_batch, micro_tokens)
@@ -159,8 +166,10 @@ class Loader:
             check_stream(shuffle, num_workers, micro_tokens)
         self.shuffle = self._stream is None if shuffle is None else shuffle
         self.num_samples = None if self._stream is not None else length_of(dataset)
+        self._weights = None if weights is None else WeightedOrder(check_weights(weights, self.num_samples, shuffle))
         self._budget = None if micro_tokens is None else TokenBudget(micro_tokens, dataset)
         self._digest = digest_of_dataset(dataset) if self._stream is None else 0
+        self._digest ^= 0 if self._weights is None else self._weights.digest
         self.seed = int(world.seed)
         self.epoch = 0
         self._position = 0
@@ -310,6 +319,8 @@ class Loader:
 
     def _ordered(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         """The samples at these positions of the epoch's order."""
+        if self._weights is not None:
+            return self._weights.draws(positions, seed=self.seed, epoch=epoch)
         return sample_order(positions, self._length, seed=self.seed, epoch=epoch) if self.shuffle else positions
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
@@ -384,12 +395,14 @@ class Loader:
         if self.num_samples is not None and position >= self.num_samples:
             epoch, position = epoch + 1, 0
         of_stream = {} if self._stream is None else {"dataset": state}
+        of_weights = {} if self._weights is None else {"weights": self._weights.digest}
         return {
             "epoch": epoch,
             "position": position,
             "seed": self.seed,
             "num_samples": self.num_samples,
             "shuffle": self.shuffle,
+            **of_weights,
             **of_stream,
         }
 
@@ -418,19 +431,23 @@ class Loader:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises what :meth:`load_state_dict` would raise; changes nothing."""
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in self.state_dict() if key not in state and key != "weights"]
         if missing:
             raise ConfigError(
                 f"a loader position without {', '.join(missing)}",
                 why=f"it has {', '.join(map(str, state)) or 'nothing'}",
                 fix="give what Loader.state_dict() returned",
             )
-        for key, mine in (("num_samples", self.num_samples), ("shuffle", self.shuffle)):
-            if state[key] != mine:
+        own_weights = None if self._weights is None else self._weights.digest
+        for key, mine in (("num_samples", self.num_samples), ("shuffle", self.shuffle), ("weights", own_weights)):
+            if state.get(key) != mine:
+                there, here = state.get(key), mine
+                if key == "weights":
+                    there, here = (value and "others" for value in (there, here))
                 raise ConfigError(
-                    f"a loader position with {key}={state[key]} for a loader with {key}={mine}",
+                    f"a loader position with {key}={there} for a loader with {key}={here}",
                     why="the position counts samples of one order; in another, samples would be repeated or missed",
-                    fix=f"use the dataset and options of the interrupted run ({key}={state[key]}), or start from the beginning",
+                    fix=f"use the dataset and options of the interrupted run ({key}={there}), or start from the beginning",
                 )
 
 

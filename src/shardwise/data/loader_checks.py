@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from shardwise.data.dataset_state import DatasetState
@@ -9,14 +11,43 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.world.rng import is_generator
 
 __all__ = [
+    "OF_DATA_LOADER",
     "check_flags",
     "check_sizes",
     "check_stream",
+    "check_weights",
     "check_workers",
     "length_of",
     "refuse_data_loader",
     "refuse_own_state",
 ]
+
+
+_BY_ITSELF = "leave it out: the samples of a window are shared out over the data-parallel ranks by itself"
+_SEEDED = "leave it out: the order, and what a sample draws at random, follow from sw.init(seed=...) and the epoch"
+OF_DATA_LOADER = {
+    "batch_size": "give micro_batch, the samples of one forward of a rank, and global_batch, those of one optimizer step over all ranks",
+    "batch_sampler": "leave it out: Loader makes the batches, by global_batch and micro_batch; micro_tokens= puts samples of about one "
+    "length together",
+    "sampler": "for draws by weight: weights=[...], a number for each sample; for some of the samples: "
+    "torch.utils.data.Subset(dataset, indices); for the dataset's own order: shuffle=False",
+    "collate_fn": "it is called collate here: collate=...",
+    "drop_last": "leave it out: the last window of an epoch has the samples that are left, and its loss is divided by its own tokens; to "
+    "leave them out: torch.utils.data.Subset(dataset, range(len(dataset) // global_batch * global_batch))",
+    "timeout": "leave it out: a rank that waits for another is bounded by sw.init(timeout_s=...)",
+    "worker_init_fn": "leave it out: random numbers in workers belong to the sample's place, and what each worker is to open is opened in the "
+    "dataset's __getitem__, when it is first called",
+    "multiprocessing_context": "leave it out: workers are started as torch starts them by default",
+    "generator": _SEEDED,
+    "seed": _SEEDED,
+    "prefetch_factor": "it is called prefetch here: prefetch=2, with num_workers",
+    "persistent_workers": "leave it out: each epoch starts workers anew, with the dataset as it is then",
+    "pin_memory_device": "leave it out: the device is the world's, sw.init(device=...)",
+    "in_order": "leave it out: micro-batches come in order, or ranks and a resumed run would not share them",
+    "num_replicas": _BY_ITSELF,
+    "rank": _BY_ITSELF,
+}
+"""Arguments of torch's DataLoader and DistributedSampler that a Loader does not have -> what to write in their place."""
 
 
 def check_sizes(global_batch: int, micro_batch: int | None, micro_tokens: int | None = None) -> None:
@@ -64,6 +95,35 @@ def check_workers(num_workers: int, prefetch: int | None) -> None:
             why="nothing is read ahead without workers, so it would have no effect",
             fix="give num_workers too: num_workers=2; or leave prefetch out",
         )
+
+
+def check_weights(weights: Any, num_samples: int | None, shuffle: bool | None) -> np.ndarray:
+    """``weights`` as float64 [num_samples].
+
+    Raises:
+        ConfigError: they are not one number for each sample, or nothing could be drawn by them.
+    """
+    why = ""
+    given = weights.detach().cpu().numpy() if isinstance(weights, torch.Tensor) else weights
+    try:
+        found = np.ascontiguousarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        found, why = np.zeros(0), f"it is no list of numbers, but a {type(weights).__name__}"
+    if num_samples is None:
+        why = "a dataset without len() and [i] is read in its own order"
+    elif shuffle is False:
+        why = "draws have an order of their own, so that shuffle=False would have no effect"
+    elif not why and found.shape != (num_samples,):
+        why = f"they have the shape {list(found.shape)}, and the dataset has {num_samples} samples"
+    elif not why and not (np.isfinite(found).all() and (found >= 0).all() and found.sum() > 0):
+        why = "weights are finite and not negative, and one of them is above 0"
+    if why:
+        raise ConfigError(
+            f"Loader(weights={weights!s:.60})",
+            why=why,
+            fix="give a number for each sample, such as 1 / the number of samples of its class, with shuffle left out",
+        )
+    return found
 
 
 def refuse_own_state(found: DatasetState) -> None:

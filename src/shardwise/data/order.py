@@ -1,10 +1,11 @@
-"""The shuffled order of an epoch's samples, computed for single positions without storing the permutation."""
+"""The order of an epoch's samples, shuffled or drawn by weights, computed for single positions without storing it."""
 
 import hashlib
+import zlib
 
 import numpy as np
 
-__all__ = ["sample_order"]
+__all__ = ["WeightedOrder", "sample_order"]
 
 _ROUNDS = 6
 
@@ -32,6 +33,29 @@ def sample_order(positions: np.ndarray, num_samples: int, *, seed: int, epoch: i
     while (outside := out >= num_samples).any():
         out[outside] = _permute(out[outside], half, keys)
     return out.astype(np.int64)
+
+
+class WeightedOrder:
+    """Draws with replacement: each position of an epoch is a sample with a chance in proportion to its weight.
+
+    Args:
+        weights: float64 [n], not negative, with a sum above 0.
+    """
+
+    def __init__(self, weights: np.ndarray):
+        self._sums = np.cumsum(weights)
+        self.digest = zlib.crc32(weights.tobytes())
+
+    def draws(self, positions: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+        """The samples at ``positions`` (int64 [k]) of an epoch: int64 [k]; a function of the position and the key alone."""
+        key = np.frombuffer(hashlib.blake2b(f"{seed}/{epoch}/weights".encode(), digest_size=8).digest(), "<u8")[0]
+        x = positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key  # splitmix64 (Steele, Lea, Flood 2014)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        uniform = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53  # in [0, 1)
+        # Right of equal sums: a weight of 0 is never drawn. A product may round up to the whole sum.
+        found = np.searchsorted(self._sums, uniform * self._sums[-1], side="right")
+        return np.minimum(found, np.searchsorted(self._sums, self._sums[-1])).astype(np.int64)
 
 
 def _permute(x: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
