@@ -133,6 +133,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     from shardwise.layout import parse_layout
     from shardwise.run.attention import check_attention_args
     from shardwise.run.loggers import check_loggers
+    from shardwise.run.positions_check import check_positions
     from shardwise.run.reference_config import check_reference_args
     from shardwise.run.stored_dtype import check_stored_dtype
     from shardwise.run.token_check import check_tokens
@@ -153,6 +154,7 @@ def check_early(loaded: "Loaded[RunConfig]") -> None:
     check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
     _check_files(config, origins)
     check_tokens(config, origins)
+    check_positions(config, origins)
     check_stored_dtype(config, origins)
     _check_size(config, origins)
 

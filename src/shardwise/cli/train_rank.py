@@ -45,8 +45,11 @@ def _run(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> dict[
 
     from shardwise.cli.train_proof import prove
     from shardwise.run.job import train
+    from shardwise.run.positions_check import check_positions_of_model
     from shardwise.world import init
 
+    if rank_and_size()[0] == 0:  # the others wait for it, or end with it
+        check_positions_of_model(config)
     device = None if config.launch.device == "auto" else config.launch.device
     with init(config.parallel.layout, device=device, timeout_s=config.train.timeout_s, seed=config.train.seed) as world:
         _agree_on_config(config, world)

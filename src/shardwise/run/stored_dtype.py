@@ -14,6 +14,10 @@ __all__ = ["check_stored_dtype", "dtypes_in", "export_dtype"]
 
 _WORDS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _WIDER = {"bfloat16": {"float32", "float64"}, "float16": {"float32", "float64"}, "float32": {"float64"}}
+_DEQUANTISED = {
+    "fp8": "FineGrainedFP8Config",
+    "mxfp4": "Mxfp4Config",
+}  # of transformers, which can write plain weights of these
 _LONGEST = 100 << 20  # bytes of a header, as the format allows
 
 
@@ -25,6 +29,9 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
         ConfigError: with the key that converts.
     """
     model, parallel = config.model, config.parallel
+    for key, folder in (("hf", model.hf), ("weights", model.weights)):
+        if folder is not None:
+            _refuse_quantised(Path(folder), f"model.{key}={folder!r} ({origins[f'model.{key}']})")
     precision = precision_of(parallel.precision)
     if model.hf is None or model.weights not in (None, model.hf) or model.rename or parallel.transforms:
         return
@@ -46,6 +53,30 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
         fix="store them as they are: --parallel.precision=bf16 computes in bfloat16 and stores float32; or round them: --model.cast=true"
         if is_rounded
         else "remove model.cast: what loses nothing is then converted",
+    )
+
+
+def _refuse_quantised(folder: Path, given: str) -> None:
+    """Refuses a directory whose weights are packed numbers beside their scales: a run would take them for plain ones."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return  # what reads it says so
+    if not isinstance(found, dict):
+        return
+    method = str(found.get("quant_method", "an unknown method"))
+    maker = _DEQUANTISED.get(method)
+    raise ConfigError(
+        f"{given}: its weights are quantised",
+        why=f"quantization_config in its config.json names {method}: tensors are small numbers beside their scales, which no cast makes the "
+        "model's weights",
+        fix="train a directory of the model with plain weights, which its publisher may have"
+        + (
+            f"; or make one by transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r}, quantization_config=transformers.{maker}"
+            f"(dequantize=True), dtype=torch.bfloat16).save_pretrained({str(folder) + '-bf16'!r})"
+            if maker
+            else ""
+        ),
     )
 
 

@@ -155,6 +155,14 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
     dtypes = [n for n, s in matched.tensors.items() if not _may_be(s.dtype, wanted[n].dtype, cast=rules.cast)]
     if dtypes:
         name = dtypes[0]
+        if matched.tensors[name].dtype.startswith("float8"):
+            raise CheckpointError(
+                f"{source.place}: dtype {matched.tensors[name].dtype}{_called(matched, name)}",
+                why=f"the model stores {wanted[name].dtype}, and numbers of one byte are those of quantised weights, which are right only "
+                "with the scales beside them (quantization_config in the directory's config.json)",
+                fix="load weights of the model that are not quantised, or multiply them by their scales first",
+                name=name,
+            )
         raise CheckpointError(
             f"{source.place}: dtype {matched.tensors[name].dtype}{_called(matched, name)}",
             why=f"the model stores {wanted[name].dtype}{_and_more(len(dtypes), 'differ')}"

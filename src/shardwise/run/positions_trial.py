@@ -1,0 +1,67 @@
+"""Shows on meta whether a model takes a number of tokens: by shapes, and by indices of positions, which are known without values."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.model.calling import call
+
+__all__ = ["takes"]
+
+
+class _BeyondTableError(Exception):
+    """An index of a position that a table does not have."""
+
+
+class _Positions(TorchFunctionMode):
+    """Within: the largest number in each result of ``torch.arange``, and in what is made of it by views and sums, is known, and looking it up in
+    a table that is too short raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._largest: dict[int, tuple[Tensor, int]] = {}  # by id, with the tensor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func is torch.arange:
+            self._note(output, output.shape[0] - 1 if len(args) < 2 else self._end(args, output))
+        elif func in (F.embedding, torch.embedding, torch.nn.functional.embedding):
+            index, table = (args[0], args[1]) if func is F.embedding else (args[1], args[0])
+            self._look(index, table)
+        elif name in ("__getitem__", "index_select") and args:
+            for index in args[1] if isinstance(args[1], tuple) else args[1:]:
+                self._look(index, args[0])
+        known = [self._largest[id(x)][1] for x in args if isinstance(x, Tensor) and id(x) in self._largest]
+        if known and isinstance(output, Tensor) and not output.is_floating_point() and output.dtype != torch.bool:
+            added = [x for x in args if isinstance(x, int) and not isinstance(x, bool)] if "add" in name else []
+            self._note(output, max(known) + sum(added))
+        return output
+
+    @staticmethod
+    def _end(args: Any, output: Tensor) -> int:
+        start, step = args[0], args[2] if len(args) > 2 else 1
+        return int(start + (output.shape[0] - 1) * step) if isinstance(start, int) and isinstance(step, int) else -1
+
+    def _note(self, tensor: Tensor, largest: int) -> None:
+        self._largest[id(tensor)] = tensor, largest
+
+    def _look(self, index: Any, table: Any) -> None:
+        found = self._largest.get(id(index))
+        if found is not None and isinstance(table, Tensor) and table.dim() and found[1] >= table.shape[0]:
+            raise _BeyondTableError(f"{found[1]} in a table of {table.shape[0]}")
+
+
+def takes(module: nn.Module, num_tokens: int) -> bool:
+    """Whether a model on meta runs on so many tokens, as far as that shows without values."""
+    tokens = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.long, device="meta")}
+    try:
+        with torch.no_grad(), torch.device("meta"), _Positions():
+            call(module, tokens)
+    except Exception:  # of the model's own code: a shape that does not fit, a value that is looked at
+        return False
+    return True
