@@ -19,6 +19,7 @@ from shardwise._torch.modules import BatchNormBase
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules
+from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
 from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy, refuse_pickling
 from shardwise.recipe import RankView, Recipe, Slice, extents
@@ -137,6 +138,8 @@ class Runtime:
         # Parameters, gradients and optimizer state are in host memory.
         self.offloads = recipe.entry("data", DataEntry).offload
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
+        # Runs the modules' own methods that say what they store; None: there are none.
+        self.own_state: OwnState | None = None
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step

@@ -5,6 +5,7 @@
       config.json ...            the other files of a Hugging Face directory
       training/
         optimizer.safetensors    per-element optimizer state: "NAME/KEY"
+        exact.safetensors        tensors that the modules' own methods store otherwise than the model has them
         rest.safetensors         every other tensor, full: step counts, random streams, state of ``extra`` objects
         state.json               everything that is not a tensor
         recipe.json              which bytes each rank of the run had
@@ -46,7 +47,9 @@ from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
+from shardwise.state.naming import shapes_of
 from shardwise.state.optimizer import agreed_kinds, settings_of
+from shardwise.state.own_values import computed_values, not_stored
 from shardwise.state.sidecars import sidecar_files
 from shardwise.state.views import view_of_all
 from shardwise.state.writing import stretches
@@ -54,6 +57,7 @@ from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
 
 __all__ = [
+    "EXACT",
     "EXTRA",
     "OPTIMIZER",
     "REST",
@@ -68,6 +72,7 @@ __all__ = [
 ]
 
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
+EXACT = "training/exact"
 RECIPE = "training/recipe.json"
 ALIGN = 1 << 20  # bytes: large tensors begin at multiples of it, so that parts of them are whole blocks
 PADDED = 64  # the alignment is at most this part (1/64) of a file: its header is padded to it
@@ -109,6 +114,7 @@ class Group:
             tensors={
                 name: take(place + name, self.tensors[name], functools.partial(self._offset_of, name))
                 for name in dict.fromkeys(used)
+                if name in self.tensors  # what is computed is on rank 0
             },
         )
 
@@ -211,7 +217,7 @@ def contents_of(
     models = {"": model, **{f"{EXTRA}/{name}/": other for name, other in extra.items() if is_sharded(other)}}
     for other in models.values():
         runtime_of(other).check_values()
-    groups = [_weights(prefix, other, found, notes) for prefix, other in models.items()]
+    groups = [group for prefix, other in models.items() for group in _weights(prefix, other, found, notes)]
     # The user's code may fail on one rank only: the others would wait for that rank in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
     mine: dict[str, Tensor] = {}
@@ -306,7 +312,8 @@ def held_extra(state: Mapping[str, Any]) -> dict[str, bool]:
     return dict.fromkeys(state["extra"], False) | dict.fromkeys(weights, True)
 
 
-def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list[str]) -> Group:
+def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list[str]) -> list[Group]:
+    """The weights as they are stored, and the tensors of the model that are not stored as they are."""
     runtime = runtime_of(model)
     params = runtime.recipe.params.values()
     align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
@@ -316,7 +323,14 @@ def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list
     texts |= {prefix + name: content for name, content in sidecars.items()}
     texts |= {prefix + INDEX: index} if index is not None else {}
     notes += told
-    return Group(prefix, runtime, file_layout, runtime.local_tensors())
+    local = runtime.local_tensors()
+    groups = [Group(prefix, runtime, file_layout, {**local, **computed_values(runtime, "a checkpoint")})]
+    if exact := not_stored(runtime):
+        views = {name: view_of_all(name, shapes_of(runtime)[name]) for name in exact}
+        facts = {name: (views[name].shape, dtype_name(local[name].dtype)) for name in exact}
+        files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=EXACT)
+        groups.append(Group(prefix, runtime, FileLayout(files, views), {name: local[name] for name in exact}))
+    return groups
 
 
 def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> tuple[Group | None, Any]:

@@ -5,7 +5,7 @@ in host memory a second time.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
+from shardwise.state.checkpoint.contents import EXACT, EXTRA, held_extra, is_sharded
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.extra import set_extra_states
 from shardwise.state.formats import open_folder
@@ -25,6 +25,7 @@ from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.optimizer import install_state, match_state
+from shardwise.state.own_load import give_attributes
 from shardwise.state.stored import FileTensor
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
@@ -109,6 +110,7 @@ class _Reading:
         self.own: dict[str, Any] = {}
         self._models: dict[str, tuple[Runtime, LoadPlan]] = {}
         self._values: dict[str, dict[str, Tensor]] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
         self._made: dict[str, dict[str, Any]] = {}
 
     def match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
@@ -136,7 +138,7 @@ class _Reading:
         models = {"": self.runtime}
         models |= {f"{EXTRA}/{n}/": runtime_of(other) for n, other in self.extra.items() if is_sharded(other)}
         for prefix, runtime in models.items():
-            self._models[prefix] = (runtime, self._plan(prefix, runtime))
+            self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
         if self.optim is not None:
             self._match_optimizer(self.optim, state["optimizer"])
         self._state = state
@@ -148,16 +150,17 @@ class _Reading:
             self._settings = settled.settings(self._settings)
             self.own["step"] = {**self.own["step"], **settled.step}
 
-    def _plan(self, prefix: str, runtime: Runtime) -> LoadPlan:
+    def _plan(self, prefix: str, runtime: Runtime, values: Mapping[str, Any]) -> LoadPlan:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         try:
             return plan_of(
                 runtime,
-                open_folder(folder),
+                replace(open_folder(folder), values=values),
                 rules,
                 self.saved.files,
                 lambda name, tensor: own_boxes(runtime, name, tensor),
+                self.saved.tensors(prefix + EXACT),
             )
         except DamagedError:
             raise
@@ -224,6 +227,7 @@ class _Reading:
                 for piece, part in runtime.parts(name, fresh):
                     stored.read(piece.box, part, files)
                 self._values[prefix][name] = fresh
+            self._attributes[prefix] = plan.own.attributes(files) if plan.own is not None else {}
         if self.optim is None:
             return
         for name, keys in self._told.items():
@@ -248,6 +252,7 @@ class _Reading:
                 for name, value in self._values[prefix].items():
                     local[name].copy_(value)
             runtime.loaded_from = (self.saved.folder / prefix).resolve()
+            give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
             states = self._state["model"].get(prefix) or {}
             if states:
                 set_extra_states(runtime.module, states)
