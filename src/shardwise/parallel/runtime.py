@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,10 +29,12 @@ from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
 from shardwise.world.axis import Axis
 
-__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "runtime_of"]
+__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "runtime_of", "runtimes_in_use"]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
-_in_use: "weakref.WeakSet[Runtime]" = weakref.WeakSet()  # not of parameters: module.to could not swap them then
+# By their number, so that all ranks have them in one order; not of parameters: module.to could not swap them then.
+_in_use: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 ZeroGrad = Callable[[Mapping[int, Any], bool], None]
@@ -399,7 +402,7 @@ def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
 def attach(module: nn.Module, runtime: Runtime) -> None:
     """Stores ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
-    _in_use.add(runtime)
+    _in_use[next(_numbers)] = runtime
     module.__dict__["__deepcopy__"] = refuse_deepcopy
     module.__dict__["__reduce_ex__"] = refuse_pickling
 
@@ -441,4 +444,9 @@ def has_runtime(module: nn.Module) -> bool:
 
 def is_parallelized(param: Tensor) -> bool:
     """Whether ``param`` is a parameter of a sharded model that is still in use."""
-    return any(param is own for runtime in list(_in_use) for own in runtime.parameters.values())
+    return any(param is own for runtime in runtimes_in_use() for own in runtime.parameters.values())
+
+
+def runtimes_in_use() -> list[Runtime]:
+    """Of all sharded models that are still in use, in the order in which they were sharded."""
+    return list(_in_use.values())

@@ -45,6 +45,7 @@ class _State(msgspec.Struct):
     extra: dict[str, Any]
     random: _Random
     optimizer: _Optimizer | None = None
+    optimizers: dict[str, _Optimizer] | None = None
 
 
 class SavedRun:
@@ -145,7 +146,7 @@ class SavedRun:
         return {
             key: tensor
             for name in self.manifest.files
-            if name.startswith(stem)
+            if name.startswith(stem) and name.endswith(".safetensors")
             for key, tensor in tensors_in(self.folder / name).items()
         }
 
