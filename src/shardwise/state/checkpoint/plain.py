@@ -67,7 +67,7 @@ def to_plain(
     if isinstance(value, DTensor):
         raise UnsupportedError(
             f"{place}: a tensor that is cut over the ranks",
-            why="only the model's own, its optimizer's and those of sharded models in extra are written in pieces",
+            why="it is cut as no parameter of a sharded model is, so which piece of it belongs where is not known",
             fix="give sharded models themselves (extra={'ema': model}), and of other tensors the whole: value.full_tensor()",
             name=place,
         )
