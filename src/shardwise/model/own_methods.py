@@ -1,6 +1,7 @@
 """Which modules answer for their state themselves: by ``_save_to_state_dict``, ``_load_from_state_dict``, ``state_dict``, or
 hooks on these."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,9 +34,13 @@ def own_methods(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def is_own(module: nn.Module, method: str) -> bool:
-    if method in vars(module):
-        return True
-    owner = next((kind for kind in type(module).__mro__ if method in vars(kind)), nn.Module)
+    """Whether a method is the user's: of the object or of a class that is not torch's."""
+    return method in vars(module) or _is_of_user(type(module), method)
+
+
+@functools.lru_cache(1024)  # a model has few classes, and many modules
+def _is_of_user(kind: type, method: str) -> bool:
+    owner = next((base for base in kind.__mro__ if method in vars(base)), nn.Module)
     return owner.__module__.partition(".")[0] != "torch"
 
 

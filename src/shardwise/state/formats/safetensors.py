@@ -61,7 +61,7 @@ def _versions_in(path: Path, text: str | None) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _refusal(path, f"{MODULES} in its __metadata__", str(error), None) from error
     if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
         raise _refusal(path, f"{MODULES} in its __metadata__", "it is a mapping from modules to their versions", None)
