@@ -1,5 +1,6 @@
 """Modules that answer for their state themselves: weights go in and out as the plain module's own methods read and write them."""
 
+import functools
 import threading
 import warnings
 
@@ -68,6 +69,10 @@ def every_way(name, layout, engine, state, older, root):
         model = sharded(name, world, 5, engine)
         sw.load_full_state_dict(model, state if world.is_main else {})
         found["full"] = outputs(model)
+        if name != "dropped":  # what is not stored is drawn anew there
+            empty = sw.parallelize(functools.partial(build_storing, name, 5), world, init="load", example={"x": X})
+            sw.load_weights(empty, state)
+            found["memory only"] = outputs(empty)
         sw.save_weights(model, f"{root}/weights")
         again = sharded(name, world, 6, engine)
         sw.load_weights(again, f"{root}/weights", strict=name != "dropped")
