@@ -269,6 +269,36 @@ def test_what_cannot_be_cut_is_refused_when_it_is_loaded_not_at_the_next_step(ra
         assert isinstance(error, sw.CheckpointError) and text in str(error)
 
 
+def test_an_optimizer_inside_of_another_object_is_refused_when_it_is_saved_too(ranks, tmp_path):
+    for error in ranks.run(refused, 2, "around", "dp_shard=2", tmp_path, "save"):
+        assert isinstance(error, sw.CheckpointError) and "inside of another object" in error.given
+        assert "extra={'optim': optim}" in error.fix  # as the runs above have theirs
+
+
+def plain_one(root, layout, loads):
+    with sw.init(layout, device="cpu", seed=1) as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        g, plain = sw.parallelize(seeded(4, 6), world, sharding=EVERY), seeded(4, 6)
+        optim = torch.optim.Adam(plain.parameters(), lr=0.1)
+        run = Run(g, sw.local_optimizer(torch.optim.Adam(g.parameters())))
+        with sw.CheckpointManager(root, run, extra={"plain": plain, "optim": optim}) as checkpoints:
+            if loads:
+                checkpoints.load()
+            for param in plain.parameters():
+                param.grad = torch.ones_like(param)
+            optim.step()
+            if not loads:
+                checkpoints.save()
+        return plain.state_dict(), float(optim.state[next(plain.parameters())]["step"])
+
+
+def test_an_optimizer_of_a_plain_model_is_saved_as_any_object(ranks, tmp_path):
+    first, num = ranks.run(plain_one, 1, tmp_path, "dp_shard=1", False)[0]
+    again, num_again = ranks.run(plain_one, 2, tmp_path, "dp_shard=2", True)[1]
+    assert (num, num_again) == (1, 2)
+    assert all((again[name] - value + 0.1).abs().max() < 1e-6 for name, value in first.items())
+
+
 def test_parts_that_do_not_say_how_they_are_cut_are_refused_when_they_are_saved(ranks, tmp_path):
     for error in ranks.run(refused, 2, "listed", "tp=2", tmp_path, "save"):
         assert isinstance(error, sw.UsageError) and "extra/held" in error.given

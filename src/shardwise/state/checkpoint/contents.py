@@ -32,7 +32,7 @@ from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.checkpoint.extras import CutTensors, is_sharded, owner_of
+from shardwise.state.checkpoint.extras import CutTensors, is_sharded, owner_of, refuse_numbered
 from shardwise.state.checkpoint.plain import to_plain, to_text
 from shardwise.state.extra import extra_states
 from shardwise.state.file_layout import (
@@ -265,11 +265,18 @@ def _plain_states(
         for prefix, other in models.items()
     }
     plain["extra"] = {
-        name: to_plain(value.state_dict(), f"{EXTRA}/{name}", tensors, cut.note)
+        name: to_plain(_state_of(name, value), f"{EXTRA}/{name}", tensors, cut.note)
         for name, value in extra.items()
         if saved_of(name, value) == STATE_OF_ITS_OWN
     }
     return plain
+
+
+def _state_of(name: str, value: Any) -> Any:
+    state = value.state_dict()
+    if not isinstance(value, torch.optim.Optimizer):  # else it is one of plain parameters
+        refuse_numbered(f"{EXTRA}/{name}", state)
+    return state
 
 
 def check_texts(texts: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from shardwise.state.checkpoint.plain import CutTensor
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, PlannedFile, planned_files
 from shardwise.state.views import View, view_of_all
 
-__all__ = ["CutTensors", "is_sharded", "owner_of", "refit", "wrapped"]
+__all__ = ["CutTensors", "is_sharded", "owner_of", "refit", "refuse_numbered", "wrapped"]
 
 
 def is_sharded(value: Any) -> bool:
@@ -132,8 +132,6 @@ def refit(stored: Any, own: Any, place: str, take: Take) -> Any:
         CheckpointError: a tensor does not fit the object's own.
     """
     if isinstance(stored, dict):
-        if {"state", "param_groups"} <= stored.keys() and stored["state"]:
-            _refuse_numbered(place, stored["state"])
         return type(stored)(
             {
                 k: refit(v, own.get(k) if isinstance(own, Mapping) else None, f"{place}/{k}", take)
@@ -159,11 +157,21 @@ def refit(stored: Any, own: Any, place: str, take: Take) -> Any:
     return take(stored, own, None, "")
 
 
-def _refuse_numbered(place: str, state: Any) -> None:
-    """Refuses the state of a torch optimizer, by number, in an object around it, where tensors of it would be cut."""
+def refuse_numbered(place: str, state: Any) -> None:
+    """Refuses the state of a torch optimizer of a sharded model in the state of another object: it is keyed by number.
+
+    Raises:
+        CheckpointError: there is one with tensors that are cut, or would be.
+    """
+    if not isinstance(state, Mapping):
+        return
+    for key, inner in state.items():
+        refuse_numbered(f"{place}/{key}", inner)
+    if not {"state", "param_groups"} <= state.keys() or not isinstance(state["state"], Mapping):
+        return
     cut = {p.shape for runtime in runtimes_in_use() for p in runtime.recipe.params.values() if p.cuts}
-    inner = [x for values in state.values() if isinstance(values, Mapping) for x in values.values()]
-    if any(isinstance(x, Tensor | CutTensor) and tuple(x.shape) in cut for x in inner):
+    kept = [x for values in state["state"].values() if isinstance(values, Mapping) for x in values.values()]
+    if any(isinstance(x, DTensor | CutTensor) or (isinstance(x, Tensor) and tuple(x.shape) in cut) for x in kept):
         raise CheckpointError(
             f"{place}: the state of an optimizer of a sharded model, inside of another object",
             why="torch keys it by number and has the whole tensors, and each rank steps a part",

@@ -17,7 +17,7 @@ from shardwise.model import dtype_of
 from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.contents import CUT, EXACT, EXTRA, held_extra, saved_of
-from shardwise.state.checkpoint.extras import is_sharded, owner_of, refit, wrapped
+from shardwise.state.checkpoint.extras import is_sharded, owner_of, refit, refuse_numbered, wrapped
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.checkpoint.plain import CutTensor
 from shardwise.state.extra import set_extra_states
@@ -151,7 +151,8 @@ class _Reading:
             if (owner := owner_of(name, value)) is not None:
                 told = state["optimizers"][name]
                 self._optimizers[name] = _SavedOptimizer(self.saved, owner, value, told, self._cut, f"{EXTRA}/{name}/")
-            elif not is_sharded(value):
+            elif not is_sharded(value) and not isinstance(value, torch.optim.Optimizer):
+                refuse_numbered(f"{EXTRA}/{name}", state["extra"][name])
                 refit(state["extra"][name], value.state_dict(), f"{EXTRA}/{name}", _only_checked)
         self._state = state
         self.own = {
@@ -215,10 +216,11 @@ class _Reading:
         for saved in self._optimizers.values():
             saved.read()
         for name, value in self.extra.items():
-            if name in self._state["extra"]:
-                self._extra[name] = refit(
-                    self._state["extra"][name], value.state_dict(), f"{EXTRA}/{name}", self._cut_as_own
-                )
+            told = self._state["extra"].get(name)
+            if isinstance(value, torch.optim.Optimizer) and name not in self._optimizers:
+                self._extra[name] = told  # of plain parameters
+            elif name in self._state["extra"]:
+                self._extra[name] = refit(told, value.state_dict(), f"{EXTRA}/{name}", self._cut_as_own)
 
     def _cut_as_own(self, stored: Any, own: Tensor, runtime: Runtime | None, name: str) -> Tensor:
         """A tensor of an extra object's state, cut as the object's own is."""
