@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["functions_with_parameters", "rebind_functions"]
+__all__ = ["functions_with_parameters", "rebind_functions", "rebound"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -21,7 +21,7 @@ def rebind_functions(copied: nn.Module, memo: Mapping[int, Any]) -> None:
     """
     for module in copied.modules():
         for kept, key, function in _kept(module):
-            kept[key] = _rebound(function, memo)
+            kept[key] = rebound(function, memo)
 
 
 def functions_with_parameters(module: nn.Module) -> dict[int, str]:
@@ -44,7 +44,7 @@ def _kept(module: nn.Module) -> Iterator[tuple[dict[Any, Any], Any, types.Functi
                 yield kept, key, value
 
 
-def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> Callable[..., Any]:
+def rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> Callable[..., Any]:
     cells, defaults = function.__closure__ or (), function.__defaults__ or ()
     before = [*map(_content, cells), *defaults]
     after = [memo.get(id(value), value) if isinstance(value, nn.Module | Tensor) else value for value in before]

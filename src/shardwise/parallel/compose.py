@@ -35,6 +35,7 @@ from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
 from shardwise.parallel.unfit_modules import (
+    own_state_of,
     part_of_another,
     refuse_loose_partial,
     refuse_numbers_of_parts,
@@ -217,6 +218,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     for act in acts():
         act.check(module, recipe, world)
     refuse_unfit_parts(module, recipe, world)
+    own_state = own_state_of(module, recipe)
     for act in acts():
         act.inside(module, recipe, world)
     before = tensors_of(module, "_parameters")
@@ -242,6 +244,9 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     for act in acts():
         act.begin(runtime)
     refuse_loose_partial(runtime)
+    if own_state is not None:
+        own_state.begin(module)
+        runtime.own_state = own_state
     return runtime
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
+from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
 from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy, refuse_pickling
 from shardwise.recipe import RankView, Recipe, Slice, extents
@@ -30,7 +32,9 @@ from shardwise.world.axis import Axis
 __all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "runtime_of", "runtimes_in_use"]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
-_in_use: "weakref.WeakSet[Runtime]" = weakref.WeakSet()  # not of parameters: module.to could not swap them then
+# By their number, so that all ranks have them in one order; not of parameters: module.to could not swap them then.
+_in_use: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 ZeroGrad = Callable[[Mapping[int, Any], bool], None]
@@ -137,6 +141,8 @@ class Runtime:
         # Parameters, gradients and optimizer state are in host memory.
         self.offloads = recipe.entry("data", DataEntry).offload
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
+        # Runs the modules' own methods that say what they store; None: there are none.
+        self.own_state: OwnState | None = None
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
@@ -415,7 +421,7 @@ def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
 def attach(module: nn.Module, runtime: Runtime) -> None:
     """Stores ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
-    _in_use.add(runtime)
+    _in_use[next(_numbers)] = runtime
     module.__dict__["__deepcopy__"] = refuse_deepcopy
     module.__dict__["__reduce_ex__"] = refuse_pickling
 
@@ -455,11 +461,11 @@ def has_runtime(module: nn.Module) -> bool:
     return _KEY in module.__dict__
 
 
-def runtimes_in_use() -> list[Runtime]:
-    """The runtimes of the sharded models that are still in use."""
-    return list(_in_use)
-
-
 def is_parallelized(param: Tensor) -> bool:
     """Whether ``param`` is a parameter of a sharded model that is still in use."""
-    return any(param is own for runtime in list(_in_use) for own in runtime.parameters.values())
+    return any(param is own for runtime in runtimes_in_use() for own in runtime.parameters.values())
+
+
+def runtimes_in_use() -> list[Runtime]:
+    """Of all sharded models that are still in use, in the order in which they were sharded."""
+    return list(_in_use.values())

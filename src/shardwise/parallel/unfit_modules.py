@@ -1,5 +1,6 @@
 """Refuses, before anything is moved, what a module may hold that would train wrongly once it is sharded."""
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -10,14 +11,17 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch.autograd import num_hooks
 from shardwise._torch.dtensor import on_scalar_read
 from shardwise.errors import UnsupportedError, UsageError
-from shardwise.model import canonical_modules
+from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.closures import functions_with_parameters
+from shardwise.model.own_methods import has_only_extra_states, own_methods
+from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import tensors_of
 from shardwise.parallel.runtime import Runtime, is_parallelized
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
 __all__ = [
+    "own_state_of",
     "part_of_another",
     "refuse_loose_partial",
     "refuse_numbers_of_parts",
@@ -75,6 +79,42 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="leave max_norm out, and scale the rows it returns, or the weight after optim.step()",
                 name=name or None,
             )
+
+
+def own_state_of(module: nn.Module, recipe: Recipe) -> OwnState | None:
+    """What runs the modules' own methods that say what they store; None: there are no such methods. ``module``: not sharded
+    yet.
+
+    Raises:
+        UnsupportedError: one cannot be run on tensors in full.
+    """
+    methods = own_methods(module)
+    if not methods:
+        return None
+    found, only_extra = None, has_only_extra_states(methods)
+    with contextlib.suppress(*((UnsupportedError,) if only_extra else ())):
+        found = OwnState(module, {name: dtype_of(param.storage) for name, param in recipe.params.items()})
+    if found is None:
+        return None
+    for name, made_of in found.extra_states_of().items():
+        cut = sorted(other for other in made_of if other in recipe.params and recipe.params[other].cuts)
+        if cut:
+            raise UnsupportedError(
+                f"get_extra_state that gives something of {cut[0]}",
+                why="it is called on the sharded module, where each rank has a part of that parameter",
+                fix="give plain values there, and store tensors by _save_to_state_dict, which is run on full ones",
+                name=name,
+            )
+    if only_extra:
+        return None
+    for name, made_of in found.encode().values_of.items():
+        raise UnsupportedError(
+            f"an entry of the state dict that is no tensor, with something of {min(made_of)} in it",
+            why="tensors are stored each under a name of its own",
+            fix="store each tensor under a name",
+            name=name,
+        )
+    return found
 
 
 def part_of_another(name: str) -> UsageError:

@@ -137,15 +137,25 @@ def _planned(job: Conversion, source: Source) -> _ConversionJob:
 def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], ties: Mapping[str, str]) -> ConversionPlan:
     facts = {item.name: item.fact for item in items}
     max_bytes = job.max_shard_bytes or SHARD_BYTES
+    modules = _versions(source)
     if job.to == "hf":
-        return plan_folder(facts, max_bytes)
+        return plan_folder(facts, max_bytes, modules)
     if job.to == "safetensors":
-        return plan_safetensors(facts, job.dest.name)
+        return plan_safetensors(facts, job.dest.name, modules)
     if job.to == "torch":
         return plan_torch_file(facts, job.dest.name, ties)
     if job.to == "shardwise":
-        return plan_checkpoint(facts, max_bytes, _step(job, source))
+        return plan_checkpoint(facts, max_bytes, _step(job, source), modules)
     return plan_dcp(facts, max_bytes)
+
+
+def _versions(source: Source) -> str | None:
+    """The versions of modules that a loader may ask for, as JSON: those above the first, which most modules have."""
+    told = {name: own for name, own in (source.metadata or {}).items() if own != {"version": 1}}
+    try:
+        return json.dumps(told) if told else None
+    except (TypeError, ValueError):  # of a torch file: what is no plain value was not read
+        return None
 
 
 def _step(job: Conversion, source: Source) -> int:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.model import canonical_modules
+from shardwise.model.own_state import EXTRA_STATE, ExtraState
+from shardwise.parallel import runtime_of
 
 __all__ = ["EXTRA_STATE", "extra_names", "extra_states", "set_extra_states"]
-
-EXTRA_STATE = "_extra_state"  # its key in a state dict, after the module's name
 
 
 def extra_names(model: nn.Module) -> dict[str, nn.Module]:
@@ -23,8 +23,11 @@ def extra_names(model: nn.Module) -> dict[str, nn.Module]:
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """Key in the state dict -> what the module's ``get_extra_state`` returns. Must run on every rank: it may
-    communicate."""
-    return {name: module.get_extra_state() for name, module in extra_names(model).items()}
+    communicate. And what modules put into the state dict themselves that is no tensor."""
+    found = {name: module.get_extra_state() for name, module in extra_names(model).items()}
+    own = runtime_of(model).own_state
+    state = {} if own is None else own.encode(model).state
+    return found | {n: value for n, value in state.items() if not isinstance(value, Tensor | ExtraState)}
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:

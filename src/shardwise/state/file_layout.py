@@ -5,15 +5,16 @@ Every rank makes it from the recipe, and the shapes that buffers have on rank 0,
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardwise.errors import UnsupportedError
 from shardwise.parallel import Runtime
 from shardwise.recipe import DTYPE_BYTES, extents, owners
-from shardwise.recipe.boxes import Box, blocks, common
+from shardwise.recipe.boxes import Box, blocks, common, whole
 from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
 from shardwise.state.naming import naming_of
+from shardwise.state.own_values import Stored, stored_tensors
 from shardwise.state.stored import is_rounded
 from shardwise.state.views import View
 
@@ -48,6 +49,7 @@ class FileLayout:
 
     files: tuple[PlannedFile, ...]
     views: Mapping[str, View]
+    computed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of what modules' own methods compute
 
     @property
     def num_bytes(self) -> int:
@@ -80,26 +82,21 @@ class Part:
         return self.view.to_stored(self.box)
 
 
-def stored_dtypes(
-    runtime: Runtime, buffers: Mapping[str, tuple[tuple[int, ...], str]], dtype: str | None = None
-) -> dict[str, str]:
-    """Name -> dtype in the file of every parameter and persistent buffer, in the recipe's order.
+def stored_dtypes(stored: Mapping[str, Stored], dtype: str | None = None) -> dict[str, str]:
+    """Name -> dtype in the file of all that is stored of a model.
 
     Args:
-        runtime: of the model.
-        buffers: its ``saved_buffers()``.
+        stored: from :func:`~shardwise.state.own_values.stored_tensors`.
         dtype: what floating parameters are written in; None: what they are stored in. Buffers keep theirs: a rounded
             position or running variance makes another model. So do numbers of one byte, which have a separate scale.
 
     Raises:
         UnsupportedError: safetensors does not have the dtype of a tensor; with its name.
     """
-    recipe = runtime.recipe
     found = {
-        name: dtype if dtype is not None and is_rounded(param.storage) else param.storage
-        for name, param in recipe.params.items()
+        name: dtype if dtype is not None and entry.is_weight and is_rounded(entry.dtype) else entry.dtype
+        for name, entry in stored.items()
     }
-    found |= {name: kind for name, (_, kind) in buffers.items()}
     for name, kind in found.items():
         if kind not in CODES:
             raise UnsupportedError(
@@ -124,37 +121,45 @@ def file_layout_of(
         align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
         of_main: with the buffers of rank 0: all ranks must call it. Else those of this rank.
     """
-    buffers = runtime.saved_buffers(of_main=of_main)
-    dtypes = stored_dtypes(runtime, buffers, dtype)
-    shapes = {name: param.shape for name, param in runtime.recipe.params.items()}
-    views = naming_of(runtime.module, shapes | {name: shape for name, (shape, _) in buffers.items()}).views
+    stored = stored_tensors(runtime, of_main=of_main)
+    dtypes = stored_dtypes(stored, dtype)
+    views = naming_of(runtime.module, {name: entry.shape for name, entry in stored.items()}).views
     facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}
-    return FileLayout(planned_files(facts, max_shard_bytes=max_shard_bytes, align=align), views)
+    views = {name: replace(view, name=stored[view.name].key) for name, view in views.items()}
+    computed = {entry.key: entry.shape for entry in stored.values() if entry.made_of is not None}
+    modules = None if runtime.own_state is None else runtime.own_state.versions
+    files = planned_files(facts, max_shard_bytes=max_shard_bytes, align=align, modules=modules)
+    return FileLayout(files, views, computed)
 
 
 def planned_files(
-    facts: Mapping[str, tuple[tuple[int, ...], str]], *, max_shard_bytes: int, align: int = 8, stem: str = "model"
+    facts: Mapping[str, tuple[tuple[int, ...], str]],
+    *,
+    max_shard_bytes: int,
+    align: int = 8,
+    stem: str = "model",
+    modules: str | None = None,
 ) -> tuple[PlannedFile, ...]:
     """Plans the files for tensors (name -> shape, dtype), divided as :func:`file_layout_of` says; file names begin with
-    ``stem``."""
+    ``stem``; ``modules``: as for :func:`~shardwise.state.formats.safetensors.place_tensors`."""
     sizes = {name: math.prod(shape) * DTYPE_BYTES[kind] for name, (shape, kind) in facts.items()}
     files = []
     for file, names in lay_out(sizes, max_shard_bytes, stem).items():
-        head, placed, size = place_tensors({name: facts[name] for name in names}, align)
+        head, placed, size = place_tensors({name: facts[name] for name in names}, align, modules)
         files.append(PlannedFile(file, head, tuple(placed), size))
     return tuple(files)
 
 
 def parts_of(runtime: Runtime, file_layout: FileLayout, rank: int) -> Iterator[Part]:
     """The parts that ``rank`` writes, file by file. Over all ranks every element is written once: ranks with the same
-    piece take turns, and rank 0 writes the buffers."""
+    piece take turns, and rank 0 writes the buffers, and what is computed."""
     number = 0
     for file in file_layout.files:
         for tensor in file.tensors:
             number += 1
             view = file_layout.views[tensor.name]
             step = max(1, BLOCK // DTYPE_BYTES[tensor.dtype])
-            for piece, local, holders in _pieces(runtime, view, rank):
+            for piece, local, holders in _pieces(runtime, file_layout, view, rank):
                 part = common(piece, view.box)
                 # The turn follows from the tensor's number and the block: all holders of a piece count in the same way.
                 for turn, box in enumerate(blocks(part, step) if part is not None else (), start=number):
@@ -166,11 +171,15 @@ def parts_of(runtime: Runtime, file_layout: FileLayout, rank: int) -> Iterator[P
                         yield Part(file, tensor, view, box, index)
 
 
-def _pieces(runtime: Runtime, view: View, rank: int) -> list[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
+def _pieces(
+    runtime: Runtime, file_layout: FileLayout, view: View, rank: int
+) -> list[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
     """``(box of the model's tensor, where it begins in the rank's local tensor, ranks that hold it)`` of each piece."""
     param = runtime.recipe.params.get(view.name)
     if param is None:
-        return [(view.box, view.box.starts, (0,))]
+        found = file_layout.computed.get(view.name)
+        box = view.box if found is None else whole(found)
+        return [(box, box.starts, (0,))]
     coord = runtime.recipe.grid.coord(rank)
     pieces = zip(extents(param, coord), owners(param, coord), strict=True)
     return [(piece.box, piece.local_starts, holders) for piece, holders in pieces]

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import StateDictType as TorchStateDictType
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra import extra_names, extra_states, set_extra_states
 from shardwise.state.full import full_state_dict, load_full_state_dict
@@ -54,6 +54,9 @@ def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARD
     Args:
         model: from ``parallelize``.
         kind: a :class:`StateDictType`, or its name.
+
+    Raises:
+        UnsupportedError: SHARDED, of a model with modules that store something else than they hold.
     """
     kind, runtime = StateDictType(kind), runtime_of(model)
     if kind is StateDictType.FULL_STATE_DICT:
@@ -61,6 +64,14 @@ def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARD
     runtime.check_values()
     found: dict[str, Any] = {}
     sharded = kind is StateDictType.SHARDED_STATE_DICT
+    if sharded and runtime.own_state is not None and not runtime.own_state.stores_itself:
+        name, methods = next(iter(runtime.own_state.methods.items()))
+        raise UnsupportedError(
+            f"{kind.value} of a model with {', '.join(methods)}",
+            why="it has the shards of what the model holds, and files of it are read as what the module stores",
+            fix="use FULL_STATE_DICT, or sw.save_weights(model, folder): both run the method; for a run, sw.CheckpointManager",
+            name=name or None,
+        )
     for name, tensor in _tensors(runtime).items():
         value = tensor.detach() if sharded else local_tensor(tensor).detach()
         found.update(dict.fromkeys((name, *_aliases(runtime, name)), value))

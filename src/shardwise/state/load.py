@@ -24,6 +24,7 @@ from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
 from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
+from shardwise.state.own_load import give_attributes
 from shardwise.state.report import LoadReport
 from shardwise.world.collectively import collectively
 
@@ -111,13 +112,14 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
             with errors_about(name):
                 for piece, part in runtime.parts(name, local[name]):
                     stored.read(piece.box, part, files)
+        attributes.update(plan.own.attributes(files) if plan.own is not None else {})
         plan.refuse_changed_files()  # all ranks made their plan before this: all have read one version
         return sums_of_copies(runtime, {name: local[name] for name in plan.tensors})
 
-    before = files.num_bytes
+    before, attributes = files.num_bytes, dict[str, Any]()
     with LoadTransaction(runtime, local, plan.tensors):
         _refuse_other_values(runtime, collectively(world, "load_weights, reading", read))
-    _after(runtime, plan.extra, plan.folder)
+    _after(runtime, plan.extra, plan.folder, attributes)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
 
@@ -148,16 +150,20 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
                 problems.append(error)
         return values
 
-    def check() -> None:
+    def check() -> Mapping[str, Any]:
         if problems:
             raise problems[0]
+        found = plan.own.attributes(files) if plan is not None and plan.own is not None else {}
         if plan is not None:
             plan.refuse_changed_files()
+        return found
 
     with LoadTransaction(runtime, local, names):
         scatter_values(runtime, part_of, {name: local[name] for name in names})
-        collectively(world, "load_weights, after rank 0 has sent", check, on_main=True)
-    _after(runtime, extra, folder)
+        attributes = collectively(world, "load_weights, after rank 0 has sent", check, on_main=True)
+    if runtime.own_state is not None:
+        attributes = world.broadcast(attributes)
+    _after(runtime, extra, folder, attributes or {})
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
 
 
@@ -176,8 +182,10 @@ def _refuse_other_values(runtime: Runtime, sums: Sums) -> None:
         )
 
 
-def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None) -> None:
-    """Restores what comes with the weights and is not a tensor: their directory's path, and extra state."""
+def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None, attributes: Mapping[str, Any]) -> None:
+    """Restores what comes with the weights and is not a tensor: their directory's path, extra state, and what the modules' own
+    methods keep beside tensors."""
+    give_attributes(runtime.module, attributes, runtime.world.device)
     if folder is not None:  # values from no directory are still of the model that was loaded from one
         runtime.loaded_from = folder.resolve()
     if extra:

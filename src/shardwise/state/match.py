@@ -18,6 +18,8 @@ from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.grown import GrownTable, grown
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
+from shardwise.state.match_own import match_own
+from shardwise.state.own_load import OwnLoad
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
@@ -49,6 +51,7 @@ class LoadPlan:
     extra: Mapping[str, Any]
     folder: Path | None
     verified: bool  # checksums are compared when values are read
+    own: OwnLoad | None  # what the modules' own methods make of what is stored; None: they have none
 
     def refuse_changed_files(self) -> None:
         """Refuses files that changed while they were read.
@@ -80,7 +83,14 @@ def all_of(_: str, stored: TensorSource) -> list[Box]:
     return [whole(stored.shape)]
 
 
-def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, boxes: Boxes) -> LoadPlan:
+def plan_of(
+    runtime: Runtime,
+    source: Any,
+    rules: Rules,
+    files: VerifiedFiles,
+    boxes: Boxes,
+    exact: Mapping[str, TensorSource] | None = None,
+) -> LoadPlan:
     """Opens the source, and finds the stored tensor for each tensor of the model.
 
     Args:
@@ -89,6 +99,7 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
         rules: which names and dtypes may differ.
         files: reads values where two tensors must be compared.
         boxes: which parts of a tensor this rank compares.
+        exact: canonical name -> its values, of tensors that are not stored as they are.
 
     Raises:
         CheckpointError: something is missing, does not fit, or cannot be read.
@@ -102,13 +113,23 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
         for name, (shape, dtype) in runtime.saved_buffers().items()
     }
     computed = [n for name, b in recipe.buffers.items() if not b.persistent for n in (name, *b.aliases)]
-    matched = match_names(runtime.module, wanted, computed, opened, rules.rename)
+    own: OwnLoad | None = None
+    if runtime.own_state is None:
+        matched = match_names(runtime.module, wanted, computed, opened, rules.rename)
+    else:
+        matched, own = match_own(runtime, wanted, computed, opened, rules.rename, files)
+    given = opened.extra if own is None else own.found.extra
+    if exact:
+        matched.tensors |= exact
+        matched.names |= dict.fromkeys(exact, "a tensor of its own")
+        matched.missing = tuple(name for name in matched.missing if name not in exact)
     for name in recipe.buffers.keys() & matched.tensors.keys() if rules.buffers_as_stored else ():
         wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
     if isinstance(source, Mapping):
         states = extra_names(runtime.module)
-        matched.missing += tuple(name for name in states if name not in opened.extra)
-        matched.unexpected += tuple(name for name in opened.extra if name not in states)
+        strange = [name for name in opened.extra if name not in states] if own is None else own.found.unexpected
+        matched.missing += tuple(name for name in states if name not in given)
+        matched.unexpected += tuple(name for name in opened.extra if name in strange)
     for name, stored in matched.tensors.items():
         matched.tensors[name] = grown(stored, wanted[name].shape, rules.rows)
         doubles = matched.doubles.get(name, {})
@@ -130,8 +151,8 @@ def plan_of(runtime: Runtime, source: Any, rules: Rules, files: VerifiedFiles, b
         grown=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, GrownTable)),
     )
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
-    extra = {name: value for name, value in opened.extra.items() if name not in matched.unexpected}
-    return LoadPlan(report, ordered, extra, opened.folder, opened.verified is not None)
+    extra = {name: value for name, value in given.items() if name not in matched.unexpected}
+    return LoadPlan(report, ordered, extra, opened.folder, opened.verified is not None, own)
 
 
 def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules) -> None:

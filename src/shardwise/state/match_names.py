@@ -42,12 +42,14 @@ class Matched:
     Attributes:
         tensors: canonical name -> stored tensor.
         names: canonical name -> its name in the source.
+        current: name in the source -> the name that it was given.
         doubles: canonical name of a tied tensor -> its further stored tensors, by name in the source.
         missing, unexpected, ignored, renamed: as in :class:`~shardwise.state.report.LoadReport`.
     """
 
     tensors: dict[str, TensorSource] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    current: dict[str, str] = field(default_factory=dict)
     doubles: dict[str, dict[str, TensorSource]] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -83,6 +85,7 @@ def match_names(
     current = _updated(current, known, older_name(naming.module), found)
     prefixes = [*_prefixes(naming.module), *_shared(current.values()), *_shared(known)]
     current = _prefixed(current, known, prefixes, found)
+    found.current = current
     found.unexpected = tuple(name for name, now in current.items() if now not in known)
     parts = _sort_out(current, homes, known, views, source, found)
     for home, stored in parts.items():

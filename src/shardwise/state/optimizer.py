@@ -18,8 +18,8 @@ from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.init.values import scatter_values
-from shardwise.state.full import gather_tensors
 from shardwise.state.report import shortened
+from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world import described
 from shardwise.world.collectively import collectively
 

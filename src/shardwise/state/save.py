@@ -5,14 +5,16 @@ follows from the recipe. The directory is written next to its place and moved th
 (:mod:`shardwise.state.staging`).
 """
 
+import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.config.conversion import ENDINGS
 from shardwise.config.dtype_words import DTYPE_WORDS
@@ -24,6 +26,7 @@ from shardwise.state.extra import extra_states
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, file_layout_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
+from shardwise.state.own_values import computed_values, stored_tensors
 from shardwise.state.rounding import refuse_overflow
 from shardwise.state.sidecars import sidecar_files
 from shardwise.state.staging import Staged, check_place
@@ -99,7 +102,7 @@ def save_weights(
         ),
     )
     states = extra_states(model)  # on every rank: it may communicate
-    saving = _Saving(runtime, file_layout, Path(dest), kind)
+    saving = _Saving(runtime, file_layout, Path(dest), kind, computed_values(runtime, "save_weights"))
     try:
         collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
         saving.meet()
@@ -110,6 +113,7 @@ def save_weights(
         saving.close()
     if world.is_main:  # last: where warnings are errors, other ranks must not wait for this one
         _tell_extra_states(states)
+        _tell_versions(runtime)
         for note in saving.notes:
             warnings.warn(note, stacklevel=2)
     return saving.dest / file_layout.entry
@@ -125,8 +129,7 @@ def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None) -> i
 def check_dtypes(model: nn.Module) -> None:
     """Raises UnsupportedError, with the tensor's name, if :func:`save_weights` could not write ``model``; no
     communication, the same on every rank."""
-    runtime = runtime_of(model)
-    stored_dtypes(runtime, runtime.saved_buffers())
+    stored_dtypes(stored_tensors(runtime_of(model)))
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
@@ -160,12 +163,25 @@ def _tell_extra_states(states: dict[str, Any]) -> None:
         )
 
 
+def _tell_versions(runtime: Runtime) -> None:
+    own = runtime.own_state
+    if own is not None and own.versions is not None:
+        warnings.warn(
+            f"{', '.join(json.loads(own.versions)) or 'a module'}: loads by its version, which is in the files' headers for "
+            "sw.load_weights; safetensors.torch.load_file passes over it, as over that of any model, and the module would take them for "
+            "its oldest version. torch.save(sw.full_state_dict(model), path) on rank 0 keeps it for torch",
+            stacklevel=3,
+        )
+
+
 class _Saving:
     """One save on one rank, with a method per stage, in the order in which they are called."""
 
-    def __init__(self, runtime: Runtime, file_layout: FileLayout, dest: Path, dtype: str | None):
+    def __init__(
+        self, runtime: Runtime, file_layout: FileLayout, dest: Path, dtype: str | None, computed: Mapping[str, Tensor]
+    ):
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
-        self.dest = dest
+        self.dest, self.computed = dest, computed
         self.staged: Staged | None = None  # on rank 0
         self.folder = dest  # where files are written: rank 0's path
         self.absent: frozenset[int] = frozenset()  # ranks that do not see it
@@ -204,7 +220,7 @@ class _Saving:
         """Writes this rank's pieces directly from its shards, and syncs each file when it is done."""
         if self.world.rank in self.absent:
             return
-        local = self.runtime.local_tensors()
+        local = {**self.runtime.local_tensors(), **self.computed}
         try:
             for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, self.world.rank)):
                 with opened(path) as descriptor:

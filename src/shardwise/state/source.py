@@ -24,7 +24,7 @@ from shardwise.state.formats import (
     open_safetensors,
     open_torch_file,
 )
-from shardwise.state.formats.trees import flatten, root_of, weights_in
+from shardwise.state.formats.trees import MODELS, flatten, root_of, weights_in
 from shardwise.state.stored import InMemoryTensor, Source
 
 __all__ = ["open_source"]
@@ -115,6 +115,10 @@ def _open_file(path: Path) -> Source:
 
 
 def _open_mapping(state: Mapping[str, Any]) -> Source:
+    metadata = getattr(state, "_metadata", None)
+    if metadata is None:
+        inner = (getattr(state.get(name), "_metadata", None) for name in MODELS)
+        metadata = next((found for found in inner if found is not None), None)
     state, beside = _model_in(state)
     extra = {name: value for name, value in state.items() if _is_extra(name)}
     rest = {name: value for name, value in state.items() if name not in extra}
@@ -143,6 +147,8 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
         left_out={n: f"a {type(value).__name__}" for n, value in rest.items() if not isinstance(value, Tensor)}
         | beside,
         extra=extra,
+        values={name: value for name, value in rest.items() if not isinstance(value, Tensor)},
+        metadata=metadata,
     )
 
 

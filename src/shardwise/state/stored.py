@@ -134,6 +134,8 @@ class Source:
         tensors: name in the source -> tensor.
         left_out: name -> why it is left out, for entries that are not weights.
         extra: name -> what a module's ``get_extra_state`` returned; in state dicts.
+        values: name -> any other entry that is no tensor; in state dicts.
+        metadata: name of a module -> its version, as torch puts it on a state dict; None: there is none.
         verified: the checkpoint that it is in; its checksums are compared if it is read by
             :class:`~shardwise.state.integrity.reading.VerifiedFiles`.
         folder: the directory of a model, with its config and tokenizer files; None if there is none.
@@ -144,6 +146,8 @@ class Source:
     tensors: Mapping[str, TensorSource]
     left_out: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] | None = None
     folder: Path | None = None
     verified: VerifiedCheckpoint | None = None
 

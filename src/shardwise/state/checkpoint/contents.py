@@ -5,6 +5,8 @@
       config.json ...            the other files of a Hugging Face directory
       training/
         optimizer.safetensors    per-element optimizer state: "NAME/KEY"
+        extra.safetensors        tensors of ``extra`` objects that are cut over the ranks
+        exact.safetensors        tensors that the modules' own methods store otherwise than the model has them
         rest.safetensors         every other tensor, full: step counts, random streams, state of ``extra`` objects
         state.json               everything that is not a tensor
         recipe.json              which bytes each rank of the run had
@@ -29,8 +31,8 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.runtime import has_runtime
 from shardwise.recipe import DTYPE_BYTES
+from shardwise.state.checkpoint.extras import CutTensors, is_sharded, owner_of, refuse_numbered
 from shardwise.state.checkpoint.plain import to_plain, to_text
 from shardwise.state.extra import extra_states
 from shardwise.state.file_layout import (
@@ -46,7 +48,9 @@ from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
+from shardwise.state.naming import shapes_of
 from shardwise.state.optimizer import agreed_kinds, settings_of
+from shardwise.state.own_values import computed_values, not_stored
 from shardwise.state.sidecars import sidecar_files
 from shardwise.state.views import view_of_all
 from shardwise.state.writing import stretches
@@ -54,6 +58,7 @@ from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
 
 __all__ = [
+    "EXACT",
     "EXTRA",
     "OPTIMIZER",
     "REST",
@@ -64,13 +69,15 @@ __all__ = [
     "check_texts",
     "contents_of",
     "held_extra",
-    "is_sharded",
 ]
 
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
+EXACT, CUT = "training/exact", "training/extra"
 RECIPE = "training/recipe.json"
 ALIGN = 1 << 20  # bytes: large tensors begin at multiples of it, so that parts of them are whole blocks
 PADDED = 64  # the alignment is at most this part (1/64) of a file: its header is padded to it
+STATE_OF_ITS_OWN, WEIGHTS_OF_A_MODEL = "its own state", "the weights of a sharded model"
+STATE_OF_AN_OPTIMIZER = "the state of a sharded model's optimizer, by the names of its parameters"
 Take = Callable[[str, Tensor, Callable[[], int]], Tensor]
 """``(name, tensor, offset) -> copy``: ``offset()`` is where the tensor begins in its file."""
 
@@ -101,7 +108,7 @@ class Group:
     def staged(self, take: "Take") -> "Group":
         """The same group with the copies that ``take`` makes of each tensor that is written; it is called with a unique
         name for each."""
-        place = self.prefix + ("optimizer/" if self.by_stored else "")
+        place = self.prefix + (f"{self.file_layout.files[0].name}/" if self.by_stored else "")
         stored = [tensor.name for file in self.file_layout.files for tensor in file.tensors]
         used = stored if self.by_stored else [self.file_layout.views[name].name for name in stored]
         return replace(
@@ -109,6 +116,7 @@ class Group:
             tensors={
                 name: take(place + name, self.tensors[name], functools.partial(self._offset_of, name))
                 for name in dict.fromkeys(used)
+                if name in self.tensors  # what is computed is on rank 0
             },
         )
 
@@ -211,18 +219,25 @@ def contents_of(
     models = {"": model, **{f"{EXTRA}/{name}/": other for name, other in extra.items() if is_sharded(other)}}
     for other in models.values():
         runtime_of(other).check_values()
-    groups = [_weights(prefix, other, found, notes) for prefix, other in models.items()]
+    groups = [group for prefix, other in models.items() for group in _weights(prefix, other, found, notes)]
     # The user's code may fail on one rank only: the others would wait for that rank in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
+    cut = CutTensors()
     mine: dict[str, Tensor] = {}
     plain, data = collectively(
         world,
         place,
-        lambda: (_plain_states(own(), models, extra, tensors), to_plain(of_rank(), f"data/{world.rank}", mine)),
+        lambda: (_plain_states(own(), models, extra, tensors, cut), to_plain(of_rank(), f"data/{world.rank}", mine)),
     )
     if optim is not None:
         group, plain["optimizer"] = _optimizer(runtime, optim, tensors)
         groups += [group] if group is not None else []
+    plain["optimizers"] = {
+        name: _extra_optimizer(owner, name, value, tensors, cut)
+        for name, value in extra.items()
+        if (owner := owner_of(name, value)) is not None
+    }
+    groups += [Group("", *each, by_stored=True) for each in cut.layouts(CUT, lambda sizes: _align(sum(sizes)))]
     digests = _digests(plain, tensors)
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
@@ -238,7 +253,11 @@ def contents_of(
 
 
 def _plain_states(
-    own: Mapping[str, Any], models: Mapping[str, nn.Module], extra: Mapping[str, Any], tensors: dict[str, Tensor]
+    own: Mapping[str, Any],
+    models: Mapping[str, nn.Module],
+    extra: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    cut: CutTensors,
 ) -> dict[str, Any]:
     plain = {name: to_plain(value, name, tensors) for name, value in own.items()}
     plain["model"] = {
@@ -246,11 +265,18 @@ def _plain_states(
         for prefix, other in models.items()
     }
     plain["extra"] = {
-        name: to_plain(value.state_dict(), f"{EXTRA}/{name}", tensors)
+        name: to_plain(_state_of(name, value), f"{EXTRA}/{name}", tensors, cut.note)
         for name, value in extra.items()
-        if not is_sharded(value)
+        if saved_of(name, value) == STATE_OF_ITS_OWN
     }
     return plain
+
+
+def _state_of(name: str, value: Any) -> Any:
+    state = value.state_dict()
+    if not isinstance(value, torch.optim.Optimizer):  # else it is one of plain parameters
+        refuse_numbered(f"{EXTRA}/{name}", state)
+    return state
 
 
 def check_texts(texts: Mapping[str, str]) -> None:
@@ -289,24 +315,32 @@ def check_extra(extra: Mapping[str, Any]) -> None:
                 why="it has no state_dict() and load_state_dict(), by which it is saved and restored",
                 fix="give it both methods, or leave it out",
             )
+        owner_of(name, value)  # raises for an optimizer that cannot be saved
         if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
             raise ConfigError(
                 f"extra[{name!r}]", why="the name becomes that of a file", fix="use letters, digits, - and _"
             )
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether an ``extra`` object is a sharded model, whose weights are saved like the model's."""
-    return isinstance(value, nn.Module) and has_runtime(value)
-
-
-def held_extra(state: Mapping[str, Any]) -> dict[str, bool]:
-    """Name -> whether it is a sharded model, for the ``extra`` objects in a checkpoint with this state."""
+def held_extra(state: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> what is saved of it, for the ``extra`` objects in a checkpoint with this state; see :func:`saved_of`."""
     weights = [prefix.removeprefix(f"{EXTRA}/").removesuffix("/") for prefix in state["model"] if prefix]
-    return dict.fromkeys(state["extra"], False) | dict.fromkeys(weights, True)
+    return (
+        dict.fromkeys(state["extra"], STATE_OF_ITS_OWN)
+        | dict.fromkeys(weights, WEIGHTS_OF_A_MODEL)
+        | dict.fromkeys(state.get("optimizers") or {}, STATE_OF_AN_OPTIMIZER)
+    )
 
 
-def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list[str]) -> Group:
+def saved_of(name: str, value: Any) -> str:
+    """What is saved of an ``extra`` object."""
+    if is_sharded(value):
+        return WEIGHTS_OF_A_MODEL
+    return STATE_OF_ITS_OWN if owner_of(name, value) is None else STATE_OF_AN_OPTIMIZER
+
+
+def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list[str]) -> list[Group]:
+    """The weights as they are stored, and the tensors of the model that are not stored as they are."""
     runtime = runtime_of(model)
     params = runtime.recipe.params.values()
     align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
@@ -316,39 +350,63 @@ def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list
     texts |= {prefix + name: content for name, content in sidecars.items()}
     texts |= {prefix + INDEX: index} if index is not None else {}
     notes += told
-    return Group(prefix, runtime, file_layout, runtime.local_tensors())
+    local = runtime.local_tensors()
+    groups = [Group(prefix, runtime, file_layout, {**local, **computed_values(runtime, "a checkpoint")})]
+    if exact := not_stored(runtime):
+        views = {name: view_of_all(name, shapes_of(runtime)[name]) for name in exact}
+        facts = {name: (views[name].shape, dtype_name(local[name].dtype)) for name in exact}
+        files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=EXACT)
+        groups.append(Group(prefix, runtime, FileLayout(files, views), {name: local[name] for name in exact}))
+    return groups
 
 
 def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> tuple[Group | None, Any]:
-    kinds = agreed_kinds(runtime, optim, "a checkpoint, taking down the optimizer's state")
-    kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
-    cut: dict[str, Tensor] = {}
-    views, facts = {}, {}
-    keys: dict[str, dict[str, str | None]] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for name, values in kept.items():
-        shape = runtime.recipe.params[name].shape
-        for key, value in values.items():
-            stored = f"{name}/{key}"
-            if kinds[name][key]:
-                cut[stored] = local_tensor(value).detach()
-                views[stored] = view_of_all(name, shape)
-                facts[stored] = (shape, dtype_name(cut[stored].dtype))
-            else:
-                plain.setdefault(name, {})[key] = local_tensor(value) if isinstance(value, Tensor) else value
-            keys.setdefault(name, {})[key] = facts[stored][1] if kinds[name][key] else None
-    told = {
-        "class": type(optim).__name__,
-        "keys": keys,
-        "state": plain,
-        "param_groups": [settings_of(runtime, group, kinds) for group in optim.param_groups],
-    }
+    parts: dict[str, tuple[str, Tensor]] = {}
+    told = _optimizer_state(runtime, optim, "", parts)
+    cut = {stored: tensor for stored, (_, tensor) in parts.items()}
+    views = {stored: view_of_all(name, runtime.recipe.params[name].shape) for stored, (name, _) in parts.items()}
+    facts = {stored: (views[stored].shape, dtype_name(tensor.dtype)) for stored, tensor in cut.items()}
     group = None
     if cut:
         align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in facts.values()))
         files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=OPTIMIZER)
         group = Group("", runtime, FileLayout(files, views), cut, by_stored=True)
     return group, to_plain(told, "optimizer", tensors)
+
+
+def _extra_optimizer(
+    owner: Runtime, name: str, optim: torch.optim.Optimizer, tensors: dict[str, Tensor], cut: CutTensors
+) -> Any:
+    """What is saved of the optimizer of a sharded model in ``extra``; its sharded tensors are added to ``cut``."""
+    parts: dict[str, tuple[str, Tensor]] = {}
+    told = _optimizer_state(owner, optim, f"{EXTRA}/{name}/", parts)
+    for stored, (param, tensor) in parts.items():
+        cut.add(owner, stored, param, tensor)
+    return to_plain(told, f"optimizers/{name}", tensors)
+
+
+def _optimizer_state(
+    runtime: Runtime, optim: torch.optim.Optimizer, prefix: str, parts: dict[str, tuple[str, Tensor]]
+) -> dict[str, Any]:
+    """The state of an optimizer by the names of parameters; what is sharded is added to ``parts``, by ``prefix`` and its name:
+    the parameter that it is sharded as, and this rank's part."""
+    kinds = agreed_kinds(runtime, optim, "a checkpoint, taking down the optimizer's state")
+    kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
+    keys: dict[str, dict[str, str | None]] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, values in kept.items():
+        for key, value in values.items():
+            if kinds[name][key]:
+                parts[f"{prefix}{name}/{key}"] = name, local_tensor(value).detach()
+            else:
+                plain.setdefault(name, {})[key] = local_tensor(value) if isinstance(value, Tensor) else value
+            keys.setdefault(name, {})[key] = dtype_name(value.dtype) if kinds[name][key] else None
+    return {
+        "class": type(optim).__name__,
+        "keys": keys,
+        "state": plain,
+        "param_groups": [settings_of(runtime, group, kinds) for group in optim.param_groups],
+    }
 
 
 def _align(num_bytes: int) -> int:

@@ -45,6 +45,7 @@ class _State(msgspec.Struct):
     extra: dict[str, Any]
     random: _Random
     optimizer: _Optimizer | None = None
+    optimizers: dict[str, _Optimizer] | None = None
 
 
 class SavedRun:
@@ -138,13 +139,16 @@ class SavedRun:
             raise
         except Exception as error:
             raise self._unlike(error) from error
-        optimizer = {
+        return found, self.tensors(OPTIMIZER)
+
+    def tensors(self, stem: str) -> dict[str, FileTensor]:
+        """Name -> tensor of all files whose path begins with ``stem``."""
+        return {
             key: tensor
             for name in self.manifest.files
-            if name.startswith(OPTIMIZER)
+            if name.startswith(stem) and name.endswith(".safetensors")
             for key, tensor in tensors_in(self.folder / name).items()
         }
-        return found, optimizer
 
     def _decoded(self, value: Any, rest: Mapping[str, FileTensor]) -> Any:
         def load(name: str) -> Tensor:

@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,33 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.world import described
 
-__all__ = ["from_plain", "parse", "to_plain", "to_text"]
+__all__ = ["CutTensor", "from_plain", "parse", "to_plain", "to_text"]
 
 _TAG = "$"  # first character of the keys that encode types JSON does not have
 _MAPPINGS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", defaultdict: "default"}
 
 
-def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+@dataclass(frozen=True)
+class CutTensor:
+    """Stands for a tensor of an ``extra`` object that is written in pieces, since it is cut over the ranks.
+
+    Attributes:
+        stored: its name in the files.
+        dtype, shape: of the full tensor.
+    """
+
+    stored: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _whole(_place: str, _tensor: Tensor) -> CutTensor | None:
+    return None
+
+
+def to_plain(
+    value: Any, place: str, tensors: dict[str, Tensor], note: Callable[[str, Tensor], "CutTensor | None"] = _whole
+) -> Any:
     """Converts ``value`` to JSON types; its tensors are added to ``tensors``, detached and on the CPU, by their places.
 
     Args:
@@ -32,6 +53,7 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
             devices.
         place: its name, for the tensors' names and messages ("scheduler").
         tensors: those of the whole checkpoint.
+        note: takes a tensor that is written in pieces; None: it is whole.
 
     Raises:
         UnsupportedError: a value of another type; with its place.
@@ -40,10 +62,12 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor) and (cut := note(place, value)) is not None:
+        return {"$cut": cut.stored, "dtype": cut.dtype, "shape": list(cut.shape)}
     if isinstance(value, DTensor):
         raise UnsupportedError(
             f"{place}: a tensor that is cut over the ranks",
-            why="only the model's own, its optimizer's and those of sharded models in extra are written in pieces",
+            why="it is cut as no parameter of a sharded model is, so which piece of it belongs where is not known",
             fix="give sharded models themselves (extra={'ema': model}), and of other tensors the whole: value.full_tensor()",
             name=place,
         )
@@ -52,20 +76,20 @@ def to_plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value).copy()), place, tensors)}
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return {"$scalar": value.dtype.name, "value": to_plain(value.item(), place, tensors)}
+        return {"$scalar": value.dtype.name, "value": to_plain(value.item(), place, tensors, note)}
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
     if isinstance(value, torch.dtype | torch.device):
         return {f"${type(value).__name__}": str(value)}
     if type(value) in (list, tuple, set, frozenset):
         ordered = sorted(value, key=described) if type(value) in (set, frozenset) else value  # same order on every rank
-        items = [to_plain(item, f"{place}/{number}", tensors) for number, item in enumerate(ordered)]
+        items = [to_plain(item, f"{place}/{number}", tensors, note) for number, item in enumerate(ordered)]
         return items if type(value) is list else {f"${type(value).__name__}": items}
     if type(value) is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
-        return {key: to_plain(item, f"{place}/{key}", tensors) for key, item in value.items()}
+        return {key: to_plain(item, f"{place}/{key}", tensors, note) for key, item in value.items()}
     if type(value) is dict or type(value) in _MAPPINGS:
         pairs = [
-            [to_plain(key, f"{place}/key {n}", tensors), to_plain(item, f"{place}/{key}", tensors)]
+            [to_plain(key, f"{place}/key {n}", tensors, note), to_plain(item, f"{place}/{key}", tensors, note)]
             for n, (key, item) in enumerate(value.items())
         ]
         return {f"${_MAPPINGS.get(type(value), 'dict')}": pairs}
@@ -100,6 +124,8 @@ def _from_tag(kind: str, content: Any, whole: Mapping[str, Any], tensors: Callab
     match kind:
         case "float":
             return float(content)
+        case "cut":
+            return CutTensor(str(content), str(whole["dtype"]), tuple(int(size) for size in whole["shape"]))
         case "tensor":
             return tensors(content)
         case "array":

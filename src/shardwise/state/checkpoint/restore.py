@@ -5,7 +5,7 @@ in host memory a second time.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.model import dtype_of
 from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.checkpoint.contents import EXTRA, held_extra, is_sharded
+from shardwise.state.checkpoint.contents import CUT, EXACT, EXTRA, held_extra, saved_of
+from shardwise.state.checkpoint.extras import is_sharded, owner_of, refit, refuse_numbered, wrapped
 from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.checkpoint.plain import CutTensor
 from shardwise.state.extra import set_extra_states
 from shardwise.state.formats import open_folder
 from shardwise.state.given import Settled
@@ -26,7 +28,8 @@ from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.optimizer import install_state, match_state
-from shardwise.state.stored import FileTensor
+from shardwise.state.own_load import give_attributes
+from shardwise.state.stored import FileTensor, InMemoryTensor, TensorSource
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
 
@@ -110,7 +113,9 @@ class _Reading:
         self.own: dict[str, Any] = {}
         self._models: dict[str, tuple[Runtime, LoadPlan]] = {}
         self._values: dict[str, dict[str, Tensor]] = {}
-        self._made: dict[str, dict[str, Any]] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
+        self._optimizers: dict[str, _SavedOptimizer] = {}  # by the names of extra; "": the run's own
+        self._extra: dict[str, Any] = {}
 
     def match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
         """Checks everything that can be checked without reading a large tensor."""
@@ -124,7 +129,8 @@ class _Reading:
             ) from error
 
     def _match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
-        state, self._moments = self.saved.state()
+        state, moments = self.saved.state()
+        self._cut = self.saved.tensors(CUT)
         needed = ("optimizer", "model", "extra", "random") if self.optim is not None else ("model", "extra", "random")
         missing = [name for name in needed if name not in state]
         if missing:
@@ -137,28 +143,39 @@ class _Reading:
         models = {"": self.runtime}
         models |= {f"{EXTRA}/{n}/": runtime_of(other) for n, other in self.extra.items() if is_sharded(other)}
         for prefix, runtime in models.items():
-            self._models[prefix] = (runtime, self._plan(prefix, runtime))
+            self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
         if self.optim is not None:
-            self._match_optimizer(self.optim, state["optimizer"])
+            told = state["optimizer"]
+            self._optimizers[""] = _SavedOptimizer(self.saved, self.runtime, self.optim, told, moments, "")
+        for name, value in self.extra.items():
+            if (owner := owner_of(name, value)) is not None:
+                told = state["optimizers"][name]
+                self._optimizers[name] = _SavedOptimizer(self.saved, owner, value, told, self._cut, f"{EXTRA}/{name}/")
+            elif not is_sharded(value) and not isinstance(value, torch.optim.Optimizer):
+                refuse_numbered(f"{EXTRA}/{name}", state["extra"][name])
+                refit(state["extra"][name], value.state_dict(), f"{EXTRA}/{name}", _only_checked)
         self._state = state
         self.own = {
-            name: value for name, value in state.items() if name not in ("optimizer", "model", "extra", "random")
+            name: value
+            for name, value in state.items()
+            if name not in ("optimizer", "optimizers", "model", "extra", "random")
         }
         settled = check(self.own)
         if settled is not None and self.optim is not None:
-            self._settings = settled.settings(self._settings)
+            self._optimizers[""].settings = settled.settings(self._optimizers[""].settings)
             self.own["step"] = {**self.own["step"], **settled.step}
 
-    def _plan(self, prefix: str, runtime: Runtime) -> LoadPlan:
+    def _plan(self, prefix: str, runtime: Runtime, values: Mapping[str, Any]) -> LoadPlan:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False, buffers_as_stored=True)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         try:
             return plan_of(
                 runtime,
-                open_folder(folder),
+                replace(open_folder(folder), values=values),
                 rules,
                 self.saved.files,
                 lambda name, tensor: own_boxes(runtime, name, tensor),
+                self.saved.tensors(prefix + EXACT),
             )
         except DamagedError:
             raise
@@ -172,11 +189,10 @@ class _Reading:
     def _match_extra(self, state: Mapping[str, Any]) -> None:
         held = held_extra(state)
         for name, value in self.extra.items():
-            if held.get(name) != is_sharded(value):
-                other = "its own state" if is_sharded(value) else "the weights of a sharded model"
+            if held.get(name) != saved_of(name, value):
                 raise CheckpointError(
                     f"{self.saved.folder}: a checkpoint without extra[{name!r}]",
-                    why=f"under that name it has {other}"
+                    why=f"under that name it has {held[name]}, and the object would take {saved_of(name, value)}"
                     if name in held
                     else f"it was saved with {', '.join(held) or 'no extra objects'}",
                     fix="load it with a manager that is not given the object, then save with one that is",
@@ -184,35 +200,6 @@ class _Reading:
         self.notes += [
             f"extra[{name!r}] is in the checkpoint, and nothing takes it" for name in held if name not in self.extra
         ]
-
-    def _match_optimizer(self, optim: torch.optim.Optimizer, told: Mapping[str, Any]) -> None:
-        shapes = {name: param.shape for name, param in self.runtime.recipe.params.items()}
-        state: dict[str, dict[str, Any]] = {}
-        for name, keys in told["keys"].items():
-            for key, dtype in keys.items():
-                value = told["state"].get(name, {}).get(key)
-                if dtype is not None:
-                    stored = self._moments.get(f"{name}/{key}")
-                    if stored is None or stored.dtype != dtype or name not in shapes:
-                        raise damaged(self.saved.folder, f"the optimizer's files have no {name}/{key} of {dtype}")
-                    if stored.shape != shapes[name]:
-                        raise CheckpointError(
-                            f"{self.saved.folder}: {key} of shape {list(stored.shape)}",
-                            why=f"the parameter has {list(shapes[name])}",
-                            fix="build the model that the checkpoint was saved from",
-                            name=name,
-                        )
-                    value = torch.empty(stored.shape, dtype=getattr(torch, dtype), device="meta")
-                state.setdefault(name, {})[key] = value
-        if told["class"] != type(optim).__name__:
-            raise CheckpointError(
-                f"{self.saved.folder}: the state of {told['class']}",
-                why=f"this run's optimizer is {type(optim).__name__}, and its state means something else",
-                fix=f"build {told['class']}, or load the weights only: sw.load_weights(model, {str(self.saved.folder)!r})",
-            )
-        self._told, self._settings = match_state(
-            self.runtime, optim, {"state": state, "param_groups": told["param_groups"]}
-        )
 
     def read(self) -> None:
         """Reads all of this rank's shards into new memory."""
@@ -229,21 +216,22 @@ class _Reading:
                 for piece, part in runtime.parts(name, fresh):
                     stored.read(piece.box, part, files)
                 self._values[prefix][name] = fresh
-        if self.optim is None:
-            return
-        for name, keys in self._told.items():
-            self._made[name] = {
-                key: self._moment(name, key, value, files) if isinstance(value, torch.dtype) else value
-                for key, value in keys.items()
-            }
+            self._attributes[prefix] = plan.own.attributes(files) if plan.own is not None else {}
+        for saved in self._optimizers.values():
+            saved.read()
+        for name, value in self.extra.items():
+            told = self._state["extra"].get(name)
+            if isinstance(value, torch.optim.Optimizer) and name not in self._optimizers:
+                self._extra[name] = told  # of plain parameters
+            elif name in self._state["extra"]:
+                self._extra[name] = refit(told, value.state_dict(), f"{EXTRA}/{name}", self._cut_as_own)
 
-    def _moment(self, name: str, key: str, dtype: torch.dtype, files: VerifiedFiles) -> Tensor:
-        local = self.runtime.local_tensor_of(name)
-        stored: FileTensor = self._moments[f"{name}/{key}"]
-        fresh = empty_in_large_pages(local.shape, dtype)
-        for piece, part in self.runtime.parts(name, fresh):
-            stored.read(piece.box, part, files)
-        return fresh
+    def _cut_as_own(self, stored: Any, own: Tensor, runtime: Runtime | None, name: str) -> Tensor:
+        """A tensor of an extra object's state, cut as the object's own is."""
+        source = self._cut[stored.stored] if isinstance(stored, CutTensor) else InMemoryTensor.of(stored)
+        if runtime is None:
+            return source.load(self.saved.files)
+        return wrapped(_pieces_of(source, runtime, name, self.saved.files), own)
 
     def place(self) -> None:
         """Copies into the run what was read; from here on the checkpoint cannot cause an error."""
@@ -257,18 +245,19 @@ class _Reading:
                     else:
                         buffers[name].data = value.to(local[name].device)
             runtime.loaded_from = (self.saved.folder / prefix).resolve()
+            give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
             states = self._state["model"].get(prefix) or {}
             if states:
                 set_extra_states(runtime.module, states)
-        if self.optim is not None:
-            install_state(self.runtime, self.optim, self._made, self._settings)
+        for saved in self._optimizers.values():
+            install_state(saved.runtime, saved.optim, saved.made, saved.settings)
         self._place_random(self._state["random"])
 
     def place_extra(self) -> None:
         """Loads the state of the user's ``extra`` objects, whose code may fail on one rank only."""
         for name, value in self.extra.items():
-            if not is_sharded(value):
-                value.load_state_dict(self._state["extra"][name])
+            if name in self._extra:
+                value.load_state_dict(self._extra[name])
 
     def _place_random(self, random: Mapping[str, Any]) -> None:
         world = self.runtime.world
@@ -282,3 +271,89 @@ class _Reading:
                 f"random streams outside of steps start from their seed: the checkpoint has those of {len(random['ranks'])} ranks, and "
                 f"there are {world.size}"
             )
+
+
+class _SavedOptimizer:
+    """The state of one optimizer in a checkpoint, and the optimizer of this run that will get it.
+
+    Args:
+        saved: the checkpoint.
+        runtime: of the model whose parameters it has.
+        optim: may be new.
+        told: what is saved of it.
+        moments: the tensors in its files.
+        prefix: of their names.
+
+    Attributes:
+        made: after :meth:`read`: name -> key -> this rank's value.
+        settings: of each parameter group.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer.
+    """
+
+    def __init__(
+        self,
+        saved: SavedRun,
+        runtime: Runtime,
+        optim: torch.optim.Optimizer,
+        told: Mapping[str, Any],
+        moments: Mapping[str, FileTensor],
+        prefix: str,
+    ):
+        self.saved, self.runtime, self.optim = saved, runtime, optim
+        self._moments, self._prefix = moments, prefix
+        self.made: dict[str, dict[str, Any]] = {}
+        state = self._state(told)
+        if told["class"] != type(optim).__name__:
+            raise CheckpointError(
+                f"{saved.folder}: the state of {told['class']}",
+                why=f"this run's optimizer is {type(optim).__name__}, and its state means something else",
+                fix=f"build {told['class']}, or load the weights only: sw.load_weights(model, {str(saved.folder)!r})",
+            )
+        self._told, self.settings = match_state(runtime, optim, {"state": state, "param_groups": told["param_groups"]})
+        if prefix:  # those of the run's own are settled with it
+            self.settings = Settled([{} for _ in self.settings]).settings(self.settings)
+
+    def _state(self, told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        shapes = {name: param.shape for name, param in self.runtime.recipe.params.items()}
+        state: dict[str, dict[str, Any]] = {}
+        for name, keys in told["keys"].items():
+            for key, dtype in keys.items():
+                value = told["state"].get(name, {}).get(key)
+                if dtype is not None:
+                    stored = self._moments.get(f"{self._prefix}{name}/{key}")
+                    if stored is None or stored.dtype != dtype or name not in shapes:
+                        raise damaged(self.saved.folder, f"the optimizer's files have no {name}/{key} of {dtype}")
+                    if stored.shape != shapes[name]:
+                        raise CheckpointError(
+                            f"{self.saved.folder}: {key} of shape {list(stored.shape)}",
+                            why=f"the parameter has {list(shapes[name])}",
+                            fix="build the model that the checkpoint was saved from",
+                            name=name,
+                        )
+                    value = torch.empty(stored.shape, dtype=getattr(torch, dtype), device="meta")
+                state.setdefault(name, {})[key] = value
+        return state
+
+    def read(self) -> None:
+        """Reads this rank's shards into new memory."""
+        for name, keys in self._told.items():
+            self.made[name] = {
+                key: _pieces_of(self._moments[f"{self._prefix}{name}/{key}"], self.runtime, name, self.saved.files)
+                if isinstance(value, torch.dtype)
+                else value
+                for key, value in keys.items()
+            }
+
+
+def _pieces_of(stored: TensorSource, runtime: Runtime, name: str, files: VerifiedFiles) -> Tensor:
+    """This rank's part of a stored tensor that is cut as parameter ``name``, in new memory."""
+    fresh = empty_in_large_pages(runtime.local_tensor_of(name).shape, dtype_of(stored.dtype))
+    for piece, part in runtime.parts(name, fresh):
+        stored.read(piece.box, part, files)
+    return fresh
+
+
+def _only_checked(stored: Any, _own: Tensor, _runtime: Runtime | None, _name: str) -> Any:
+    return stored

@@ -11,8 +11,8 @@ from shardwise.config.tokenizer import TOKENIZER_FILES
 from shardwise.errors import CheckpointError
 from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
-from shardwise.state.formats.safetensors import tensors_in
-from shardwise.state.formats.torch_file import tensors_of_file
+from shardwise.state.formats.safetensors import open_safetensors
+from shardwise.state.formats.torch_file import open_torch_file
 from shardwise.state.stored import Source, TensorSource
 
 __all__ = ["INDEX", "SIDECARS", "WEIGHTS", "index_of", "is_of_weights", "lay_out", "open_folder", "sidecars_of"]
@@ -29,7 +29,7 @@ class _Naming(NamedTuple):
     index: str
     suffix: str
     part: re.Pattern[str]
-    read: Callable[[Path], tuple[Mapping[str, TensorSource], Mapping[str, str]]]
+    read: Callable[[Path], Source]
 
 
 _SAFETENSORS = _Naming(
@@ -37,14 +37,14 @@ _SAFETENSORS = _Naming(
     INDEX,
     ".safetensors",
     re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"),
-    lambda path: (tensors_in(path), {}),
+    open_safetensors,
 )
 _TORCH = _Naming(  # as transformers wrote them before safetensors
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     ".bin",
     re.compile(r"(.+)-(\d{5})-of-(\d{5})\.bin"),
-    tensors_of_file,
+    open_torch_file,
 )
 
 SIDECARS = (
@@ -80,10 +80,12 @@ def open_folder(folder: Path) -> Source:
     tensors: dict[str, TensorSource] = {}
     homes: dict[str, str] = {}
     left_out: dict[str, str] = {}
+    metadata: dict[str, Any] = {}
     for file in files:
-        found, others = naming.read(inside(folder, file, index))
-        left_out |= others
-        for name, tensor in found.items():
+        found = naming.read(inside(folder, file, index))
+        left_out |= found.left_out
+        metadata |= found.metadata or {}
+        for name, tensor in found.tensors.items():
             if name in homes:
                 raise CheckpointError(
                     f"{folder / file}",
@@ -95,7 +97,14 @@ def open_folder(folder: Path) -> Source:
     if names is not None:
         _check_index(index, names, homes)
         _check_strays(folder, files, naming)
-    return Source(place=str(folder), kind="a Hugging Face directory", tensors=tensors, left_out=left_out, folder=folder)
+    return Source(
+        place=str(folder),
+        kind="a Hugging Face directory",
+        tensors=tensors,
+        left_out=left_out,
+        folder=folder,
+        metadata=metadata or None,
+    )
 
 
 def _naming(folder: Path) -> _Naming:

@@ -14,10 +14,16 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Global", "Made", "Persistent", "read_pickle", "shown"]
+__all__ = ["Global", "Made", "Ordered", "Persistent", "read_pickle", "shown"]
 
 MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of this
 MAX_INT_BYTES = 16
+
+
+class Ordered(dict[Any, Any]):
+    """An OrderedDict; ``attributes``: what it has beside its entries, as torch's state dicts have ``_metadata``."""
+
+    attributes: Any = None
 
 
 @dataclass(frozen=True)
@@ -183,11 +189,13 @@ class _Machine:
         plain = str(function) in ("collections.OrderedDict", "collections.defaultdict")
         if plain and any(not isinstance(value, Global) for value in args):
             raise ValueError(f"{function} with arguments")
-        self.push({} if plain else Made(function, args))
+        self.push(Ordered() if plain else Made(function, args))
 
     def build(self) -> None:
         state, target = self.pop(), self.top()
-        if isinstance(target, dict):  # an OrderedDict with attributes: a state dict's _metadata
+        if isinstance(target, Ordered):
+            target.attributes = state
+        if isinstance(target, dict):
             return
         if not isinstance(target, Made) or target.state is not None:
             raise ValueError(f"it fills a {type(target).__name__}")

@@ -29,6 +29,7 @@ DTYPES = {
 }  # fmt: skip
 CODES = {name: code for code, name in DTYPES.items()}
 
+MODULES = "modules"  # the key in __metadata__ of the versions of modules
 MAX_HEADER = 100_000_000  # bytes, the library's own limit
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -48,7 +49,23 @@ def open_safetensors(path: Path) -> Source:
     Raises:
         CheckpointError: it is not a complete, well-formed file; with its name and the tensor's.
     """
-    return Source(place=str(path), kind="a safetensors file", tensors=tensors_in(path))
+    tensors, metadata = _opened(path, 0)
+    return Source(
+        place=str(path), kind="a safetensors file", tensors=tensors, metadata=_versions_in(path, metadata.get(MODULES))
+    )
+
+
+def _versions_in(path: Path, text: str | None) -> dict[str, Any] | None:
+    """The versions of modules in a file that :func:`place_tensors` has planned; None: they are not there."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _refusal(path, f"{MODULES} in its __metadata__", str(error), None) from error
+    if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
+        raise _refusal(path, f"{MODULES} in its __metadata__", "it is a mapping from modules to their versions", None)
+    return found
 
 
 def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
@@ -58,10 +75,16 @@ def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
     Raises:
         CheckpointError: as for :func:`open_safetensors`.
     """
+    return _opened(path, at)[0]
+
+
+def _opened(path: Path, at: int) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """As :func:`tensors_in`, and what the header says beside."""
     stamp = stamp_of(path)
     size, header, begin = _read_header(path, at)
     found = {name: _entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
-    _check_metadata(path, header.get("__metadata__", {}))
+    metadata = header.get("__metadata__", {})
+    _check_metadata(path, metadata)
     position = 0
     for name, (dtype, shape, start, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if start != position:
@@ -85,10 +108,11 @@ def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
     if position != size - begin:
         raise _refusal(path, f"{size - begin} bytes of tensors", f"its header names {position}", None)
     ordered = sorted(found.items(), key=lambda item: item[1][2:])
-    return {
+    tensors = {
         name: FileTensor(shape, dtype, (Chunk(whole(shape), path, stamp, at + begin + start),))
         for name, (dtype, shape, start, _) in ordered
     }
+    return tensors, metadata
 
 
 def _read_header(path: Path, at: int) -> tuple[int, dict[str, Any], int]:
@@ -185,7 +209,7 @@ class Placed:
 
 
 def place_tensors(
-    tensors: Mapping[str, tuple[tuple[int, ...], str]], align: int = 8
+    tensors: Mapping[str, tuple[tuple[int, ...], str]], align: int = 8, modules: str | None = None
 ) -> tuple[bytes, list[Placed], int]:
     """Plans a file with ``tensors`` (name -> shape, dtype): returns its header, the place of each tensor, and its size.
 
@@ -196,6 +220,7 @@ def place_tensors(
     Args:
         tensors: in the model's order, which is kept among sizes of the same power of two.
         align: a power of two, 8 or more, in bytes: the largest alignment to use.
+        modules: the versions of modules, as JSON; None: none are written.
     """
     sizes = {name: math.prod(shape) * DTYPE_BYTES[dtype] for name, (shape, dtype) in tensors.items()}
     # With align=8 only the element size counts, so that a file of one dtype keeps the model's order.
@@ -204,7 +229,7 @@ def place_tensors(
         for name, size in sizes.items()
     }
     order = sorted(tensors, key=lambda name: -powers[name])
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **({} if modules is None else {MODULES: modules})}}
     position, starts = 0, {}
     for name in order:
         shape, dtype = tensors[name]

@@ -17,11 +17,11 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import row_strides, whole
 from shardwise.state.files import unreadable
 from shardwise.state.formats.archives import Archive, open_archive, refusal
-from shardwise.state.formats.pickles import Global, Made, Persistent, read_pickle, shown
-from shardwise.state.formats.trees import flatten, weights_in
+from shardwise.state.formats.pickles import Global, Made, Ordered, Persistent, read_pickle, shown
+from shardwise.state.formats.trees import MODELS, flatten, weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
 
-__all__ = ["STORAGES", "looks_like_torch", "open_torch_file", "tensor_in", "tensors_of_file"]
+__all__ = ["STORAGES", "looks_like_torch", "open_torch_file", "tensor_in"]
 
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -67,16 +67,6 @@ def open_torch_file(path: Path) -> Source:
     Raises:
         CheckpointError: it is not a complete file of ``torch.save``, would run code, or has tensors that are not plain.
     """
-    tensors, left_out = tensors_of_file(path)
-    return Source(place=str(path), kind="a torch file", tensors=tensors, left_out=left_out)
-
-
-def tensors_of_file(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Name -> tensor of a file; and for its other entries, name -> why they are left out.
-
-    Raises:
-        CheckpointError: as for :func:`open_torch_file`.
-    """
     archive, value, num_bytes = _content(path)
     if not isinstance(value, Mapping):
         what = "a single tensor" if _is_tensor(value) else "no mapping"
@@ -88,7 +78,20 @@ def tensors_of_file(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     # An entry takes more than a byte of the pickle, unless mappings are shared many times.
     leaves = flatten(value, str(path), max_entries=num_bytes)
     found, left_out = weights_in(leaves, str(path), _is_tensor)
-    return {name: _tensor(archive, value, name) for name, value in found.items()}, left_out
+    tensors = {name: _tensor(archive, value, name) for name, value in found.items()}
+    return Source(
+        place=str(path), kind="a torch file", tensors=tensors, left_out=left_out, metadata=_metadata_in(value)
+    )
+
+
+def _metadata_in(value: Mapping[Any, Any]) -> dict[str, Any] | None:
+    """The versions of modules that torch puts on a state dict: of the file's, or of one under a name in it."""
+    for state in (value, *(value.get(name) for name in MODELS)):
+        told = state.attributes if isinstance(state, Ordered) else None
+        found = told.get("_metadata") if isinstance(told, dict) else None
+        if isinstance(found, dict) and all(isinstance(name, str) for name in found):
+            return {name: dict(own) for name, own in found.items() if isinstance(own, dict)}
+    return None
 
 
 def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[bytes, Any]) -> FileTensor:

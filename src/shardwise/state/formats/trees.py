@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Path", "flatten", "weights_in"]
+__all__ = ["MODELS", "Path", "flatten", "weights_in"]
 
 Path = tuple[str, ...]
 

@@ -13,13 +13,16 @@ from shardwise.world import package_versions
 __all__ = ["plan_checkpoint"]
 
 
-def plan_checkpoint(facts: Mapping[str, Fact], max_shard_bytes: int, step: int) -> ConversionPlan:
+def plan_checkpoint(
+    facts: Mapping[str, Fact], max_shard_bytes: int, step: int, modules: str | None = None
+) -> ConversionPlan:
     """Plans the files of a checkpoint with weights only.
 
     Args:
         facts: name -> shape and dtype.
         max_shard_bytes: largest size of a file of weights.
         step: number of windows that they were trained for.
+        modules: the versions of modules, as JSON.
 
     Raises:
         UnsupportedError: safetensors does not have the dtype of a tensor; with its name.
@@ -37,4 +40,4 @@ def plan_checkpoint(facts: Mapping[str, Fact], max_shard_bytes: int, step: int) 
         )
         return Fixed(MANIFEST, 0, content.to_bytes())
 
-    return replace(plan_folder(facts, max_shard_bytes), summed=True, manifest=manifest)
+    return replace(plan_folder(facts, max_shard_bytes, modules), summed=True, manifest=manifest)

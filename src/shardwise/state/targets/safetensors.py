@@ -11,18 +11,18 @@ from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 __all__ = ["plan_folder", "plan_safetensors"]
 
 
-def plan_safetensors(facts: Mapping[str, Fact], file: str) -> ConversionPlan:
-    """Plans one safetensors file with all tensors.
+def plan_safetensors(facts: Mapping[str, Fact], file: str, modules: str | None = None) -> ConversionPlan:
+    """Plans one safetensors file with all tensors. ``modules``: the versions of modules, as JSON.
 
     Raises:
         UnsupportedError: the format does not have the dtype of a tensor; with its name.
     """
-    return _plan({file: facts}, [])
+    return _plan({file: facts}, [], modules)
 
 
-def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> ConversionPlan:
+def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int, modules: str | None = None) -> ConversionPlan:
     """Plans a directory as ``transformers`` writes it: one file, or several of at most ``max_shard_bytes`` and an
-    index.
+    index. ``modules``: the versions of modules, as JSON.
 
     Raises:
         UnsupportedError: as for :func:`plan_safetensors`.
@@ -30,16 +30,16 @@ def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int) -> ConversionPl
     layout = lay_out({name: fact.num_bytes for name, fact in facts.items()}, max_shard_bytes)
     index = index_of(layout, sum(fact.num_bytes for fact in facts.values()))
     files = {file: {name: facts[name] for name in names} for file, names in layout.items()}
-    return _plan(files, [Fixed(INDEX, 0, index)] if index is not None else [])
+    return _plan(files, [Fixed(INDEX, 0, index)] if index is not None else [], modules)
 
 
-def _plan(files: Mapping[str, Mapping[str, Fact]], sidecars: list[Fixed]) -> ConversionPlan:
+def _plan(files: Mapping[str, Mapping[str, Fact]], sidecars: list[Fixed], modules: str | None) -> ConversionPlan:
     sizes = {fixed.file: len(fixed.data) for fixed in sidecars}
     heads: list[Fixed] = []
     pieces: list[Piece] = []
     for file, facts in files.items():
         _check_dtypes(facts)
-        head, placed, sizes[file] = place_tensors(facts)
+        head, placed, sizes[file] = place_tensors(facts, modules=modules)
         heads.append(Fixed(file, 0, head))
         pieces += [Piece(tensor.name, whole(tensor.shape), tensor.dtype, file, tensor.offset) for tensor in placed]
 

@@ -1,0 +1,168 @@
+"""What is stored of a model; its modules may answer for their state themselves (:mod:`shardwise.model.own_state`).
+
+Most entries of a state dict are tensors of the model, written piece by piece. What a method computes needs its tensors in
+full: it is computed on rank 0, a group of tensors at a time.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.model import dtype_name, dtype_of
+from shardwise.model.own_state import OwnState
+from shardwise.parallel import Runtime
+from shardwise.state.to_rank0 import gather_tensors
+from shardwise.world.collectively import collectively
+
+__all__ = ["Stored", "computed_values", "groups_of", "not_stored", "own_of", "stored_tensors"]
+
+_TOGETHER = 64 << 20  # bytes of tensors that are in memory in full at a time, where they do not depend on one another
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An entry of a model's state dict that is a tensor.
+
+    Attributes:
+        key: the model's tensor that it is, by canonical name; or a name for what is computed.
+        made_of: canonical names of the tensors that it is computed from; None: it is one of the model's.
+        is_weight: it is a parameter, or computed from one.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_weight: bool
+    made_of: frozenset[str] | None = None
+
+
+def stored_tensors(runtime: Runtime, *, of_main: bool = False) -> dict[str, Stored]:
+    """Name -> entry, of all that is stored of a model: a tied tensor once, under its first name. ``of_main``: as for
+    ``Runtime.saved_buffers``."""
+    recipe = runtime.recipe
+    if runtime.own_state is None:
+        found = {name: Stored(name, p.shape, p.storage, True) for name, p in recipe.params.items()}
+        buffers = runtime.saved_buffers(of_main=of_main)
+        return found | {name: Stored(name, shape, dtype, False) for name, (shape, dtype) in buffers.items()}
+    entries = runtime.own_state.encode(runtime.module).entries
+    homes: dict[str, str] = {}  # canonical name -> the name that it is stored under
+    for name, entry in entries.items():
+        if entry.home is not None and (name == entry.home or entry.home not in homes):
+            homes[entry.home] = name
+    found = {}
+    for name, entry in entries.items():
+        is_weight = any(made in recipe.params for made in entry.made_of)
+        if entry.home is None:
+            found[name] = Stored(f"{name} (computed)", entry.shape, dtype_name(entry.dtype), is_weight, entry.made_of)
+        elif homes[entry.home] == name:
+            found[name] = Stored(entry.home, entry.shape, dtype_name(entry.dtype), is_weight)
+    return found
+
+
+def not_stored(runtime: Runtime) -> list[str]:
+    """Canonical names of parameters and persistent buffers that are not stored as they are, in the model's order: a run that
+    goes on exactly needs their own values too."""
+    if runtime.own_state is None or runtime.own_state.stores_itself:
+        return []
+    kept = {entry.key for entry in stored_tensors(runtime).values()}
+    names = [*runtime.recipe.params, *(n for n, b in runtime.recipe.buffers.items() if b.persistent)]
+    return [name for name in names if name not in kept]
+
+
+def computed_values(runtime: Runtime, place: str) -> dict[str, Tensor]:
+    """Key -> full tensor of each computed entry, on rank 0; ``{}`` elsewhere. All ranks must call it."""
+    if runtime.own_state is None:
+        return {}
+    stored = collectively(
+        runtime.world,
+        f"{place}, running the modules' own methods",
+        lambda: stored_tensors(runtime),
+        same=lambda told: repr([(n, e.key, e.shape, e.dtype, sorted(e.made_of or ())) for n, e in told.items()]),
+        differ=CheckpointError(
+            f"{place} of a model whose modules store other tensors on other ranks",
+            why="what they store depends on something that is not equal on all ranks",
+            fix="let the modules' own methods depend on what all ranks have",
+        ),
+    )
+    made_of = {name: entry.made_of for name, entry in stored.items() if entry.made_of is not None}
+    found: dict[str, Tensor] = {}
+    for names, needed in groups_of(made_of, lambda name: _num_bytes(runtime, name)):
+        values = _gathered(runtime, sorted(needed))
+        state = collectively(
+            runtime.world,
+            f"{place}, running the modules' own methods with values",
+            functools.partial(_encoded, runtime, values, names, stored),
+            on_main=True,
+        )
+        found |= {stored[name].key: state[name].detach() for name in names} if state is not None else {}
+    return found
+
+
+def _encoded(
+    runtime: Runtime, values: Mapping[str, Tensor], names: Iterable[str], stored: Mapping[str, Stored]
+) -> Mapping[str, Any]:
+    state = own_of(runtime).encode(runtime.module, values).state
+    for name in names:
+        made = state.get(name)
+        there = (tuple(made.shape), dtype_name(made.dtype)) if isinstance(made, Tensor) and not made.is_meta else None
+        if there != (stored[name].shape, stored[name].dtype):
+            raise UnsupportedError(
+                "what a module stores by its own method, of another shape or dtype than on tensors without values",
+                why="all ranks plan the files before there are values",
+                fix="let shape and dtype follow from shapes and dtypes",
+                name=name,
+            )
+    return state
+
+
+def own_of(runtime: Runtime) -> OwnState:
+    assert runtime.own_state is not None
+    return runtime.own_state
+
+
+def _num_bytes(runtime: Runtime, name: str) -> int:
+    param = runtime.recipe.params.get(name)
+    shape, dtype = (param.shape, param.storage) if param is not None else _fact(runtime, name)
+    return torch.Size(shape).numel() * dtype_of(dtype).itemsize
+
+
+def _fact(runtime: Runtime, name: str) -> tuple[tuple[int, ...], str]:
+    buffer = runtime.recipe.buffers[name]
+    return buffer.shape, buffer.dtype
+
+
+def _gathered(runtime: Runtime, names: Iterable[str]) -> dict[str, Tensor]:
+    """Name -> full tensor on rank 0, with values on the CPU; ``{}`` elsewhere. All ranks must call it."""
+    names = list(names)
+    params = [name for name in names if name in runtime.recipe.params]
+    whole = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in params))
+    found = {name: tensor for name, tensor in zip(params, whole, strict=True) if tensor is not None}
+    if not runtime.world.is_main:
+        return {}
+    local = runtime.local_tensors()
+    return found | {name: local[name].detach().cpu().clone() for name in names if name not in found}
+
+
+def groups_of(made_of: Mapping[str, frozenset[str]], num_bytes: Any) -> Iterator[tuple[list[str], frozenset[str]]]:
+    """Divides results into groups that share no tensor they are made of, small ones together: ``(results, tensors)``."""
+    alone: list[tuple[list[str], frozenset[str]]] = []
+    for name, needed in made_of.items():
+        joined = [group for group in alone if group[1] & needed]
+        alone = [group for group in alone if not group[1] & needed]
+        alone.append(
+            ([n for names, _ in joined for n in names] + [name], needed.union(*(others for _, others in joined)))
+        )
+    names: list[str] = []
+    needed = frozenset[str]()
+    for more, others in alone:
+        if names and sum(map(num_bytes, needed | others)) > _TOGETHER:
+            yield names, needed
+            names, needed = [], frozenset()
+        names, needed = [*names, *more], needed | others
+    if names:
+        yield names, needed

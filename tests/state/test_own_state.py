@@ -1,0 +1,320 @@
+"""Modules that answer for their state themselves: weights go in and out as the plain module's own methods read and write them."""
+
+import functools
+import threading
+import warnings
+
+import pytest
+import torch
+from layouts import LAYOUTS, RankLayout
+from models.storing import STORING, Net, build_storing, older_state
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import shardwise as sw
+from shardwise.parallel import runtime_of
+from shardwise.state.convert import Conversion, convert
+from shardwise.state.to_rank0 import gather_tensors
+
+EVERY = sw.Sharding(min_unit_bytes=0)
+X = torch.arange(12.0, dtype=torch.float64).view(2, 6) / 12
+
+
+def outputs(model):
+    with torch.no_grad():
+        return model(X)
+
+
+def held(model):
+    """What the model holds, on rank 0."""
+    runtime = runtime_of(model)
+    names = list(runtime.recipe.params)
+    whole = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in names))
+    found = dict(zip(names, whole, strict=True))
+    return found | {name: buffer.clone() for name, buffer in runtime.buffers().items()}
+
+
+def sharded(name, world, seed, engine="auto"):
+    return sw.parallelize(
+        build_storing(name, seed), world, example={"x": X}, sharding=sw.Sharding(min_unit_bytes=0, engine=engine)
+    )
+
+
+class Run:
+    """What a checkpoint needs of a step."""
+
+    def __init__(self, model):
+        self.model, self.optim, self.num_steps = model, torch.optim.Adam(model.parameters()), 0
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+    def check_state_dict(self, state):
+        pass
+
+
+def every_way(name, layout, engine, state, older, root):
+    """Loads what a plain model gave, in every way, and saves what was loaded, in every way."""
+    warnings.simplefilter("ignore")
+    with sw.init(layout, device="cpu") as world:
+        found = {}
+        for way, given in (("state dict", state), ("older", older), ("file", f"{root}/plain.pt")):
+            model = sharded(name, world, 5, engine)
+            report = sw.load_weights(model, given)
+            assert (report.missing, report.unexpected) == ((), ()), report
+            found[way] = outputs(model)
+        model = sharded(name, world, 5, engine)
+        sw.load_full_state_dict(model, state if world.is_main else {})
+        found["full"] = outputs(model)
+        if name != "dropped":  # what is not stored is drawn anew there
+            empty = sw.parallelize(functools.partial(build_storing, name, 5), world, init="load", example={"x": X})
+            sw.load_weights(empty, state)
+            found["memory only"] = outputs(empty)
+        sw.save_weights(model, f"{root}/weights")
+        again = sharded(name, world, 6, engine)
+        sw.load_weights(again, f"{root}/weights", strict=name != "dropped")
+        if name != "counted":  # its extra state is no tensor
+            found["weights"] = outputs(again)
+        full = sw.full_state_dict(model)
+        with torch.no_grad():
+            for param in model.parameters() if name != "derived" else ():  # its table is not stored
+                param.mul_(1.1)  # numbers that no method has rounded yet
+        with sw.CheckpointManager(f"{root}/run", Run(model), async_save=world.size > 1) as checkpoints:
+            checkpoints.save()
+        again = sharded(name, world, 6, engine)
+        sw.load_weights(again, f"{root}/run", strict=name != "dropped", shared_files=False)
+        if name not in ("counted", "dropped"):  # what is not stored as a tensor is not weights
+            assert (outputs(again) - outputs(model)).abs().max() < 1e-12
+        return found, full, held(model), outputs(model)
+
+
+def resumed(name, layout, root):
+    warnings.simplefilter("ignore")
+    with sw.init(layout, device="cpu") as world:
+        model = sharded(name, world, 7)
+        with sw.CheckpointManager(f"{root}/run", Run(model)) as checkpoints:
+            assert checkpoints.load() == 0
+        return held(model), outputs(model)
+
+
+TP = RankLayout("tp=2", 2)
+NEXT = {  # what is saved under a layout is resumed under the other
+    "one-fsdp2": (LAYOUTS["one-fsdp2"], LAYOUTS["fsdp-2"]),
+    "fsdp-2": (LAYOUTS["fsdp-2"], LAYOUTS["one"]),
+    "ddp-2": (LAYOUTS["ddp-2"], TP),
+    "tp-2": (TP, LAYOUTS["fsdp-2"]),
+}
+
+
+@pytest.mark.combinations("values")
+@pytest.mark.parametrize("layout", NEXT)
+@pytest.mark.parametrize("name", STORING)
+def test_weights_go_in_and_out_as_the_modules_own_methods_have_them(ranks, tmp_path, name, layout):
+    plain = build_storing(name, 3)
+    state, older = plain.state_dict(), older_state(name, build_storing(name, 3))
+    torch.save(state, tmp_path / "plain.pt")
+    expected = outputs(plain)
+    given, other = NEXT[layout]
+    told = ranks.run(every_way, given.num_ranks, name, given.text, given.engine, state, older, str(tmp_path))
+    for found, *_ in told:
+        for way, out in found.items():
+            if name == "counted" and way == "file":  # a file's extra state is no tensor
+                continue
+            assert (out - expected).abs().max() < 1e-12, way
+    _, full, kept, last = told[0]
+    assert list(full) == list(state)
+    for key, value in state.items():
+        same = (
+            torch.allclose(full[key], value, rtol=0, atol=1e-12)
+            if isinstance(value, torch.Tensor)
+            else full[key] == value
+        )
+        assert same, key
+    twin = build_storing(name, 8)
+    twin.load_state_dict(full)
+    assert (outputs(twin) - expected).abs().max() < 1e-12
+    twin = build_storing(name, 8)
+    if name not in ("turned", "counted"):  # plain safetensors have no versions, and no extra state
+        twin.load_state_dict(load_file(tmp_path / "weights" / "model.safetensors"))
+        assert (outputs(twin) - expected).abs().max() < 1e-12
+    exact, out = ranks.run(resumed, other.num_ranks, name, other.text, str(tmp_path))[0]
+    assert exact.keys() == kept.keys() and all(torch.equal(exact[n], kept[n]) for n in kept)
+    assert (out - last).abs().max() < 1e-12
+
+
+# ---- versions ---------------------------------------------------------------------------------------------------
+
+
+def converted(root, layout):
+    with sw.init(layout, device="cpu") as world:
+        found = {}
+        for file in ("hf", "back.safetensors"):
+            model = sharded("turned", world, 5)
+            sw.load_weights(model, f"{root}/{file}")
+            found[file] = outputs(model)
+        return found
+
+
+def test_versions_of_modules_stay_with_weights_that_are_converted(ranks, tmp_path):
+    plain = build_storing("turned", 3)
+    torch.save(plain.state_dict(), tmp_path / "plain.pt")
+    convert(Conversion(source=tmp_path / "plain.pt", dest=tmp_path / "hf", to="hf", max_shard_bytes=600))
+    convert(Conversion(source=tmp_path / "hf", dest=tmp_path / "back.safetensors", to="safetensors"))
+    for out in ranks.run(converted, 2, str(tmp_path), "dp_shard=2")[0].values():
+        assert (out - outputs(plain)).abs().max() < 1e-12
+
+
+def test_a_file_that_says_no_versions_is_upgraded_as_by_the_plain_module(ranks, tmp_path):
+    older = build_storing("turned", 3).state_dict()
+    older["middle.weight"] = older["middle.weight"].t().contiguous()
+    save_file(older, tmp_path / "back.safetensors")
+    (tmp_path / "hf").mkdir()
+    save_file(older, tmp_path / "hf" / "model.safetensors")
+    for out in ranks.run(converted, 2, str(tmp_path), "dp_shard=2")[0].values():
+        assert (out - outputs(build_storing("turned", 3))).abs().max() < 1e-12
+
+
+def told_of_versions(root):
+    with sw.init("dp_shard=2", device="cpu") as world, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = sharded("turned", world, 3)
+        sw.save_weights(model, root)
+        full = sw.full_state_dict(model)
+        if world.is_main:
+            torch.save(full, f"{root}/full.pt")  # as the warning says
+        return [str(warning.message) for warning in seen]
+
+
+def test_files_whose_readers_must_know_versions_are_told_of(ranks, tmp_path):
+    first, others = ranks.run(told_of_versions, 2, str(tmp_path))
+    assert len(first) == 1 and first[0].startswith("middle: loads by its version") and not others
+    twin = build_storing("turned", 8)
+    twin.load_state_dict(torch.load(tmp_path / "full.pt", weights_only=True))
+    assert torch.equal(outputs(twin), outputs(build_storing("turned", 3)))
+
+
+# ---- what is refused, when the model is sharded ------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    """Stores what is not zero: what that is, values say."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x * self.weight
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "kept"] = self.weight.detach()[self.weight.detach() != 0]
+
+
+class Looking(Sparse):
+    """Stores another name where the weight is large."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + ("large" if self.weight.detach().max() > 1 else "small")] = self.weight.detach()
+
+
+class Tuple(Sparse):
+    """Stores tensors in a tuple."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "both"] = (self.weight.detach(), 2)
+
+
+class Largest(Sparse):
+    """Its extra state is computed from its weight."""
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+
+    def get_extra_state(self):
+        return {"largest": self.weight.detach().max()}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class Locked(Sparse):
+    """Cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+REFUSED = {
+    "sparse": (Sparse, "_save_to_state_dict", "depends on the values of middle.weight"),
+    "looking": (Looking, "_save_to_state_dict", "depends on the values of middle.weight"),
+    "tuple": (Tuple, "no tensor", "under a name of its own"),
+    "largest": (Largest, "get_extra_state", "a part of that parameter"),
+    "locked": (Locked, "_save_to_state_dict", "copy.deepcopy fails"),
+}
+
+
+def refuse(name):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        try:
+            sw.parallelize(Net(REFUSED[name][0]()), world, sharding=EVERY)
+        except sw.UnsupportedError as error:
+            return error
+        return None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_method_that_cannot_be_run_is_refused_when_the_model_is_sharded(ranks, name):
+    _, method, why = REFUSED[name]
+    for error in ranks.run(refuse, 2, name):
+        assert error is not None and error.name.startswith("middle")
+        assert method in error.given and why in error.why
+
+
+def shards_of_what_is_held():
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sharded("logarithm", world, 3)
+        try:
+            sw.state_dict(model, "SHARDED_STATE_DICT")
+        except sw.UnsupportedError as error:
+            return error.name, sw.state_dict(model, "FULL_STATE_DICT")  # the fix
+        return None
+
+
+def test_shards_of_what_a_module_holds_are_refused_as_its_state_dict(ranks):
+    (name, full), *_ = ranks.run(shards_of_what_is_held, 2)
+    assert name == "middle"
+    assert torch.allclose(full["middle.scale"], build_storing("logarithm", 3).state_dict()["middle.scale"], rtol=1e-12)
+
+
+# ---- what a load does not do -------------------------------------------------------------------------------------
+
+
+def load_in_part(state, strict):
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sharded("packed", world, 3)
+        before = outputs(model)
+        try:
+            report = sw.load_weights(model, state, strict=strict)
+        except sw.CheckpointError as error:
+            return error, torch.equal(before, outputs(model))
+        return report, torch.equal(before, outputs(model))
+
+
+def test_what_is_missing_is_told_and_nothing_has_changed(ranks):
+    state = build_storing("packed", 5).state_dict()
+    del state["middle.qk"]
+    state["other"] = torch.ones(2)
+    for error, is_same in ranks.run(load_in_part, 2, state, True):
+        assert "middle.qk" in error.why and "other" in error.why and is_same
+    for report, is_same in ranks.run(load_in_part, 2, state, False):
+        assert report.missing == ("middle.qk",) and report.unexpected == ("other",) and not is_same
+
+
+def test_a_dtype_that_a_computed_tensor_is_made_of_is_compared_too(ranks):
+    state = {name: value.float() for name, value in build_storing("packed", 5).state_dict().items()}
+    state |= {name: value.double() for name, value in state.items() if name != "middle.qk"}
+    for error, is_same in ranks.run(load_in_part, 2, state, True):
+        assert error.misfit == "dtype" and error.name == "middle.q" and is_same
