@@ -65,12 +65,15 @@ def most_positions(module: "nn.Module", seq_len: int) -> int | None:
     """How many tokens a model on meta takes, where it takes some and not ``seq_len``; None: it takes as many, or that does not show."""
     from shardwise.run.positions_trial import takes
 
-    if takes(module, seq_len) or not takes(module, 1):
+    if takes(module, seq_len) is not False or not takes(module, 1):
         return None
     most, too_many = 1, seq_len
     while too_many - most > 1:
         middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if takes(module, middle) else (most, middle)
+        fits = takes(module, middle)
+        if fits is None:
+            return None
+        most, too_many = (middle, too_many) if fits else (most, middle)
     return most
 
 

@@ -12,6 +12,10 @@ from shardwise.model.calling import call
 __all__ = ["takes"]
 
 
+_OF_SIZES = ("must match the size of tensor", "broadcast", "exceeds dimension size", "out of range", "block size", "sequence length")
+"""What errors say of a sequence that is too long, of torch and of models that look for themselves."""
+
+
 class _BeyondTableError(Exception):
     """An index of a position that a table does not have."""
 
@@ -56,12 +60,14 @@ class _Positions(TorchFunctionMode):
             raise _BeyondTableError(f"{found[1]} in a table of {table.shape[0]}")
 
 
-def takes(module: nn.Module, num_tokens: int) -> bool:
-    """Whether a model on meta runs on so many tokens, as far as that shows without values."""
+def takes(module: nn.Module, num_tokens: int) -> bool | None:
+    """Whether a model on meta runs on so many tokens; None: that does not show without values."""
     tokens = {"input_ids": torch.zeros(1, num_tokens, dtype=torch.long, device="meta")}
     try:
         with torch.no_grad(), torch.device("meta"), _Positions():
             call(module, tokens)
-    except Exception:  # of the model's own code: a shape that does not fit, a value that is looked at
+    except (_BeyondTableError, AssertionError, IndexError):
         return False
+    except Exception as error:  # of the model's own code: a shape that does not fit, or a value that is looked at
+        return False if any(words in str(error) for words in _OF_SIZES) else None
     return True
