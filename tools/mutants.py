@@ -2062,7 +2062,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-kept-functions-not-copied",
-        "            kept[key] = _rebound(function, memo)",
+        "            kept[key] = rebound(function, memo)",
         "            pass",
         "tests/model/test_cut_search.py -k keep",
         "a function that a module keeps runs the modules of the original",
