@@ -1,0 +1,144 @@
+"""What a forward writes into modules goes back whole: buffers as the objects they were, and the Python state beside them, deep."""
+
+import types
+from collections import Counter, OrderedDict, deque
+from functools import cached_property
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.module_state import ModuleState, plain_numbers
+
+
+class Length:
+    """A plain object of the user's own."""
+
+    def __init__(self) -> None:
+        self.rows, self.inner = 0, {"parts": [1, 2]}
+
+
+class Keeper(nn.Module):
+    """State of many kinds beside a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("absent", None, persistent=False)
+        self.rows, self.name = 0, "a"
+        self.nested = {"by": [{"deep": (1, [2])}], "set": {1}}
+        self.queue, self.counter, self.ordered = deque([1], maxlen=3), Counter("ab"), OrderedDict(x=[1])
+        self.array, self.length, self.space = np.zeros(3), Length(), types.SimpleNamespace(step=[0])
+        self.loose, self.listed = torch.ones(2), [torch.ones(2)]
+
+    @cached_property
+    def angles(self) -> Tensor:
+        return torch.ones(3)
+
+    def write(self) -> None:
+        self.table += 1
+        self.absent = torch.ones(2)
+        self.rows, self.name, self.new = 5, "b", [3]
+        self.nested["by"][0]["deep"][1].append(7)
+        self.nested["by"].append("x")
+        self.nested["set"].add(9)
+        self.queue.append(4)
+        self.counter["c"] += 2
+        self.ordered["x"] += [2]
+        self.array += 1
+        self.length.rows = 8
+        self.length.inner["parts"] = [3]
+        self.space.step[0] += 1
+        self.loose += 1
+        self.listed[0] += 1
+        _ = self.angles
+        del self.nested["set"]
+
+
+def seen(module: Keeper):
+    told = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    told |= {"length": vars(module.length), "space": vars(module.space)}
+    return repr({key: told[key] for key in sorted(told)}), repr(dict(module._buffers))
+
+
+def test_all_of_it_goes_back_and_objects_stay_the_same():
+    module = Keeper()
+    before, objects = seen(module), (module.table, module.nested, module.nested["by"][0], module.length, module.loose)
+    state = ModuleState([module])
+    for _ in range(2):  # may be restored again
+        module.write()
+        assert seen(module) != before
+        state.restore()
+        assert seen(module) == before
+    now = (module.table, module.nested, module.nested["by"][0], module.length, module.loose)
+    assert all(a is b for a, b in zip(objects, now, strict=True))
+
+
+@pytest.mark.parametrize(
+    "how", ["in place", "data", "replaced", "registered", "removed", "resized", "persistence", "kernel"]
+)
+def test_however_a_buffer_is_written_the_state_beside_it_goes_back(how):
+    module = Keeper()
+    module.norm = nn.BatchNorm1d(2)
+    before = module.table.clone()
+    state = ModuleState(module.modules())
+    module.rows = 9
+    if how == "in place":
+        module.table[0] = 3
+    elif how == "data":
+        module.table.data.add_(1)  # changes no version
+    elif how == "replaced":
+        module.table = torch.ones(7)
+    elif how == "registered":
+        module.register_buffer("later", torch.ones(1))
+    elif how == "removed":
+        del module.table
+    elif how == "resized":
+        module.table.resize_(9).fill_(2)
+    elif how == "persistence":
+        module.register_buffer("absent", torch.ones(1))
+    else:
+        module.norm(torch.randn(4, 2))  # torch's kernel; the norm keeps no Python state, its parent's stays
+    state.restore()
+    assert module.rows == (9 if how == "kernel" else 0)
+    assert torch.equal(module.table, before) and not hasattr(module, "later") and module.absent is None
+    assert "absent" in module._non_persistent_buffers_set
+    assert torch.equal(module.norm.running_mean, torch.zeros(2)) and module.norm.num_batches_tracked == 0
+
+
+def test_modules_of_which_no_buffer_was_written_are_left_alone():
+    writer, other = Keeper(), Keeper()
+    state = ModuleState([writer, other])
+    writer.write()
+    other.rows = 4
+    state.restore()
+    assert (writer.rows, other.rows) == (0, 4)
+
+
+def test_a_buffer_with_two_names_stays_one():
+    first, second = Keeper(), Keeper()
+    second.table = first.table
+    state = ModuleState([first, second])
+    first.table += 1
+    state.restore()
+    assert first.table is second.table and not first.table.any()
+
+
+def test_what_a_running_backward_has_saved_is_not_written():
+    """A buffer that no one has written keeps its version."""
+    module = Keeper()
+    x = torch.ones(4, requires_grad=True)
+    loss = (x * module.table).sum()
+    ModuleState([module]).restore()
+    loss.backward()
+    assert torch.equal(x.grad, module.table)
+
+
+def test_numbers_are_named_by_their_path():
+    module = Keeper()
+    before = plain_numbers(module)
+    module.length.rows, module.nested["by"][0]["n"] = 3, 1.5
+    changed = {name for name, value in plain_numbers(module).items() if before.get(name) != value}
+    assert changed == {"length.rows", "nested.by.0.n"}
+    assert "training" not in before
