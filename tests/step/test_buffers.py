@@ -294,6 +294,8 @@ class Table(nn.Module):
         rank = int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
         if self.write == "rounding":
             self.table.mul_(1 + rank * 2e-16)
+        elif self.write == "digits":
+            self.table.mul_(1 + rank * 1e-13)  # the same in twelve digits
         elif self.write == "data":
             self.table.data.add_(rank * 1e-9)
         elif self.write == "shape" and rank:
@@ -329,6 +331,7 @@ def test_a_difference_within_rounding_is_made_equal(ranks: RankPool, layout):
     ("write", "name", "words"),
     [
         ("data", "table", ("values differ", "rank 1 has")),
+        ("digits", "table", ("values differ", "rank 1 has")),
         (
             "shape",
             "table",

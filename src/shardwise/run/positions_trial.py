@@ -12,7 +12,14 @@ from shardwise.model.calling import call
 __all__ = ["takes"]
 
 
-_OF_SIZES = ("must match the size of tensor", "broadcast", "exceeds dimension size", "out of range", "block size", "sequence length")
+_OF_SIZES = (
+    "must match the size of tensor",
+    "broadcast",
+    "exceeds dimension size",
+    "out of range",
+    "block size",
+    "sequence length",
+)
 """What errors say of a sequence that is too long, of torch and of models that look for themselves."""
 
 

@@ -17,7 +17,8 @@ from shardwise.model.read import dtype_name
 from shardwise.model.tensors import change_marks, checksums, combined
 from shardwise.parallel import Runtime
 from shardwise.step.added_only import AddedOnly
-from shardwise.world.agreement import Entry, digest_of_text, minority
+from shardwise.step.buffer_errors import Fact, described, not_only_added_to, other_begin, other_buffers, other_values
+from shardwise.world.agreement import Entry, digest_of_text
 
 __all__ = ["BufferExchange", "make_equal"]
 
@@ -26,11 +27,6 @@ _ROUNDING_OF_HALF = 2
 _SLOT = (1 << 50) - 1  # the bits of a digest that a float64 holds
 _SYNCED = frozenset({"rank0", "mean", "min", "max"})  # policies by which values are reduced where they differ
 _UNKNOWN = "unknown"  # of a persistent buffer that the recipe does not have
-
-_WORDS = (
-    '"sum" for counts and running sums that are used after the step, "mean" for averages, "min" and "max" for the ranges of observers, '
-    '"rank0" where those of one rank will do, "own" for what each rank keeps for itself, of any shape'
-)
 
 
 class BufferExchange:
@@ -95,13 +91,13 @@ class BufferExchange:
         """
         all_same = self._runtime.world.agreement.all_same
         if not all_same(summed["buffers"]):
-            raise _other_buffers(self._runtime, _facts(self._held), place)
+            raise other_buffers(self._runtime, _facts(self._held), place)
         self._refuse_unsaved()
         if self._has_sums:
             if not all_same(summed["buffers to add to"]):
-                raise self._other_begin(place)
+                raise other_begin(self._runtime, self._begin, place)
             if bool(summed["buffers not only added to"]):
-                raise self._not_only_added_to(place)
+                raise not_only_added_to(self._runtime, self._wrong_use(), place)
             if bool(summed["buffers added to"]):
                 self._add_up(summed.get("added buffers"), place)
         if self._has_synced and not all_same(summed["values of buffers with a policy"]):
@@ -115,32 +111,6 @@ class BufferExchange:
 
     def _wrong_use(self) -> tuple[str, str] | None:
         return None if self._added_only is None else self._added_only.wrong_use(self._held.get("sum", {}))
-
-    def _not_only_added_to(self, place: str) -> UsageError:
-        """The error for a sum that is set anew or read. All ranks must call it."""
-        found = self._runtime.world.agreement.gather(self._wrong_use(), f"{place}, naming a buffer")
-        name, what = next(use for use in found if use is not None)
-        return UsageError(
-            'a buffer of the policy "sum" that is not only added to',
-            why=f"a forward {what}: it has what this rank's micro-batches make of it, and its sum over the ranks is not what one process has",
-            fix="add to it in place (self.tokens += counts), and read and clear it after the step (post_optimizer_step); or give it another policy: "
-            '"rank0", "mean", "own"',
-            name=name,
-        )
-
-    def _other_begin(self, place: str) -> RankError:
-        """The error for a sum that ranks began with other values of. All ranks must call it."""
-        marks = checksums(list(self._begin.values())).tolist()
-        by_rank = self._runtime.world.agreement.gather(marks, f"{place}, naming a buffer")
-        at = next((i for i in range(len(marks)) if len({of_rank[i] for of_rank in by_rank}) > 1), 0)
-        _, ranks = minority([of_rank[at] for of_rank in by_rank])
-        return RankError(
-            f'a buffer of the policy "sum" that ranks began {place} with other values of',
-            why="what all ranks add in a window is added to one value: code between windows, or after the step, has written another on some",
-            fix="write it on all ranks alike there, such as self.tokens.zero_() in post_optimizer_step",
-            name=list(self._begin)[at],
-            ranks=ranks,
-        )
 
     @property
     def _shares_data(self) -> bool:
@@ -172,9 +142,9 @@ class BufferExchange:
         for name, tensor in now.items():
             before = self._begin.get(name)
             if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
-                was = "there was none" if before is None else _described(before)
+                was = "there was none" if before is None else described(before)
                 raise UsageError(
-                    f'a buffer of the policy "sum" that is {_described(tensor)} at the end of {place}',
+                    f'a buffer of the policy "sum" that is {described(tensor)} at the end of {place}',
                     why=f"at its begin {was if before is None else f'it was {was}'}, so that there is nothing to add to",
                     fix="keep its shape and dtype, and write it in place",
                     name=name,
@@ -217,7 +187,8 @@ class BufferExchange:
         summed = agreement.sum({"off": off}, f"{place}, comparing buffers")["off"].tolist()
         wrong = [name for name, num in zip(differ, summed, strict=True) if num]
         if wrong:
-            raise _other_values(runtime, wrong, held[wrong[0]], main[differ.index(wrong[0])], place)
+            beside = _by_policy(runtime).get("own", {})
+            raise other_values(runtime, wrong, held[wrong[0]], main[differ.index(wrong[0])], beside, place)
         _take(own, main)
 
 
@@ -255,9 +226,6 @@ def _by_policy(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-Fact = tuple[str, tuple[int, ...], str]
-
-
 def _facts(held: Mapping[str, Mapping[str, Tensor]]) -> list[Fact]:
     """Name, shape and dtype of each buffer that must be there on all ranks alike."""
     return [
@@ -289,82 +257,3 @@ def _is_rounding(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     limit = (_ROUNDING if finfo.bits >= 32 else _ROUNDING_OF_HALF) * finfo.eps
     return bool((a - b).abs().max() <= limit * torch.maximum(a.abs(), b.abs()).max())
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
-
-
-def _other_buffers(runtime: Runtime, own: list[Fact], place: str) -> RankError:
-    """The error for buffers that only some ranks have, or of other shapes or dtypes. All ranks must call it."""
-    told = runtime.world.agreement.gather(own, f"{place}, naming a buffer")
-    by_rank = [{name: f"{dtype} of shape {list(shape)}" for name, shape, dtype in facts} for facts in told]
-    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
-    name = next(n for n in names if any(of_rank.get(n) != by_rank[0].get(n) for of_rank in by_rank))
-    held = [of_rank.get(name, "none") for of_rank in by_rank]
-    usual, ranks = minority(held)
-    other = next(rank for rank in range(len(held)) if rank not in ranks)
-    can_be_own = name in runtime.buffer_policies
-    return RankError(
-        f"a persistent buffer that is not the same on all ranks at the end of {place}",
-        why=f"rank {ranks[0]} has {held[ranks[0]]}, rank {other} has {usual}",
-        fix="give it one shape and dtype in the constructor; or, where a forward computes it from its input, "
-        "register_buffer(..., persistent=False)"
-        + (f'; or, where each rank is to keep its own, Sharding(buffers={{{name!r}: "own"}})' if can_be_own else ""),
-        name=name,
-        ranks=ranks,
-    )
-
-
-def _other_values(runtime: Runtime, names: Sequence[str], buffer: Tensor, main: Tensor, place: str) -> RankError:
-    """The error for buffers that ranks have written differently; ``main``: rank 0's value of the first. All ranks must call it."""
-    name, agreement, grid = names[0], runtime.world.agreement, runtime.recipe.grid
-    beside = {
-        n: b for n, b in _by_policy(runtime).get("own", {}).items() if n.rpartition(".")[0] == name.rpartition(".")[0]
-    }
-    marks = zip(beside.items(), checksums(list(beside.values())).tolist(), strict=True)
-    at = min(agreement.gather(_first_difference(buffer, main), f"{place}, naming a buffer"))
-    told = agreement.gather(
-        (_shown(buffer, at), {n: (b.shape, mark) for (n, b), mark in marks}), f"{place}, naming a buffer"
-    )
-    shown, others = [text for text, _ in told], [own for _, own in told]
-    _, ranks = minority(shown)
-    rank, other = ranks[0], next(rank for rank in range(len(shown)) if rank not in ranks)
-    written = [n for n in dict.fromkeys(n for own in others for n in own) if len({own.get(n) for own in others}) > 1]
-    more = f"; so do {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''}" if len(names) > 1 else ""
-    same_data = grid.coord(rank).index("loss") == grid.coord(other).index("loss")
-    because = (
-        "they run the same data (tp), and a layer that is cut shows each another part"
-        if same_data
-        else "each runs other data"
-    )
-    beside_it = (
-        f". Its module has also written {', '.join(map(repr, written))}, not persistent and therefore each rank's own: where this buffer "
-        "follows from it, name that one"
-        if written
-        else ""
-    )
-    return RankError(
-        f"a persistent buffer whose values differ between ranks at the end of {place}",
-        why=f"rank {rank} has {shown[rank]}, rank {other} has {shown[other]}{more}: {because}, and nothing says what their values make together{beside_it}",
-        fix=f"say it: Sharding(buffers={{{(written or [name])[0]!r}: WORD}}), where WORD is {_WORDS}; or, where a forward computes it from its "
-        "input, register_buffer(..., persistent=False)",
-        name=name,
-        ranks=ranks,
-    )
-
-
-def _first_difference(a: Tensor, b: Tensor) -> int:
-    """The index of the first number in which two tensors differ; their number where they are equal."""
-    places = a.detach().flatten().ne(b.flatten()).nonzero()
-    return int(places[0]) if len(places) else a.numel()
-
-
-def _shown(tensor: Tensor, start: int) -> str:
-    """Four numbers of a tensor, from one on."""
-    values = tensor.detach().flatten()[start : start + 4].tolist()
-    before, after = "..., " if start else "", ", ..." if tensor.numel() > start + 4 else ""
-    return f"[{before}{', '.join(f'{x:.6g}' if isinstance(x, float) else str(x) for x in values)}{after}]"
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)} of shape {list(tensor.shape)}"
