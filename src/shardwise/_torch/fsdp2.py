@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch.fully_shard import groups_of, take_reductions
 from shardwise._torch.modules import PausableHooks
+from shardwise._torch.stand_ins import StandIn
 
 __all__ = ["Unit", "take_over", "when_interrupted"]
 
@@ -76,6 +77,8 @@ class Unit:
         self._state = _state(self.modules[0])
         self.groups: list[Any] = groups_of(self._state)
         self._params = [param for group in self.groups for param in group.fsdp_params]
+        self._stand_ins: list[StandIn] | None = None  # None: not made yet; empty: nothing is computed in another dtype
+        self._runs = False  # a forward of the model runs
         self._guards = PausableHooks([])
         self._hooked: set[int] = set()
         self._hooked_before: set[int] = set()
@@ -200,9 +203,21 @@ class Unit:
         self._guards.pause()
 
     def show_shards(self) -> None:
-        """Sets the sharded parameters, which the user knows, on the modules; gathered memory is kept."""
-        _show(self._params, map(_SHARDED, self._params))
+        """Sets the sharded parameters, which the user knows, on the modules, or what stands for them while a forward runs;
+        gathered memory is kept."""
+        _show(self._params, (self._stand_ins if self._runs else None) or map(_SHARDED, self._params))
         self._guards.resume()
+
+    def run(self, runs: bool) -> None:
+        """Sets whether a forward of the model runs: what is not gathered then has the dtype that it is computed in. Called while
+        the modules hold shards, or when they are to hold them."""
+        if self._stand_ins is None:
+            dtypes = [param.param_dtype or param.orig_dtype for param in self._params]
+            differ = any(param.param_dtype is not None for param in self._params)
+            self._stand_ins = list(map(StandIn, map(_SHARDED, self._params), dtypes)) if differ else []
+        if self._stand_ins and runs != self._runs:
+            self._runs = runs
+            self.show_shards()
 
     def lend(self, module: nn.Module) -> None:
         """Sets the gathered parameters on one module until its forward has run, if they are still gathered."""
@@ -394,8 +409,11 @@ def _show(params: Sequence[Any], tensors: Iterable[Tensor]) -> None:
     """Sets ``tensors`` on the modules that do not hold them yet, as these parameters."""
     for param, tensor in zip(params, tensors, strict=True):
         info = param._module_info
-        if info.module._parameters.get(info.param_name) is not tensor:
-            param._setattr_on_modules(tensor)
+        held = info.module._parameters
+        if held.get(info.param_name) is not tensor:
+            held[info.param_name] = tensor  # as `_setattr_on_modules` does, without its questions: it is done often
+            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                module._parameters[name] = tensor
 
 
 def _whole_gradient(param: Any) -> Tensor | None:

@@ -69,6 +69,7 @@ PROBES = (
     ),
     Probe("torch.nn.utils.clip_grad", ("_get_total_norm",)),
     Probe("torch.storage", words=("_untyped_storage", "_internal=False")),
+    Probe("torch.nn.parameter", words=("_is_param",)),
     Probe("torch:Tensor", ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),
     Probe("torch.autograd:Variable", ("_execution_engine",)),
     Probe("torch.overrides", ("_get_current_function_mode_stack",)),

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from shardwise._torch.autograd import unseen
 from shardwise.model.names import own_attributes
 
-__all__ = ["Attributes", "ModuleState", "keeps_attributes", "plain_numbers"]
+__all__ = ["REPLACES", "Attributes", "ModuleState", "keeps_attributes", "plain_numbers"]
+
+REPLACES = "_shardwise_replaces"
+"""Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 
 _DEPTH = 6  # containers within containers that are looked into
 _OPAQUE = frozenset({"torch", "shardwise", "builtins"})
@@ -194,7 +197,11 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in own_attributes(module).items() if not name.startswith("_shardwise")}
+    return {
+        name: value
+        for name, value in own_attributes(module).items()
+        if not name.startswith("_shardwise") and not (name == "forward" and hasattr(value, REPLACES))
+    }
 
 
 def _is_mutable(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.autograd import unseen
+from shardwise._torch.stand_ins import StandIn
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.pytrees import Replaced, leaves_of, map_leaves, tensors_within
 
@@ -217,4 +218,4 @@ def gather_parts(parts: Iterable[nn.Module]) -> None:
 
 
 def _is_cut(module: nn.Module) -> bool:
-    return any(isinstance(param, DTensor) for param in module._parameters.values())
+    return any(isinstance(param, DTensor | StandIn) for param in module._parameters.values())

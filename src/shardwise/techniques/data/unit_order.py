@@ -57,7 +57,7 @@ class Order:
         self.module, self.units, self.world = module, units, world
         self._listener = listener
         self._orders = Orders(len(units.inner), world)
-        self._is_held = False
+        self._is_held = self._shows_running = False
         self._num_forwards = 0  # forwards with gradients since the last backward
         self._root_version = -1  # version of the root's shards when they were gathered
         self._forget()
@@ -80,7 +80,15 @@ class Order:
         self._nested = 0  # calls of the root inside a forward or a backward of it
         self._caught: BaseException | None = None  # an exception that the caller of the forward is handling
         self._inputs: list[tuple[nn.Module, Inputs]] = []  # of the calls of units' modules that run
+        self._set_running(False)
         self._direct: nn.Module | None = None  # a unit's module that was called by itself
+
+    def _set_running(self, runs: bool) -> None:
+        """Makes the modules of units show the dtypes that a forward computes in, while one runs."""
+        if self._shows_running != runs:
+            self._shows_running = runs
+            for unit in self.units.inner:
+                unit.run(runs)
 
     # ---- for the engine --------------------------------------------------------------------------------------
 
@@ -171,6 +179,7 @@ class Order:
     def _begin_forward(self, walk: Walk, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._caught = sys.exc_info()[1]
         self._forward = Forward(self.units, None if self._is_held else walk)
+        self._set_running(not self._is_held)
         return self.units.root.prepare(module, args, kwargs)
 
     def _after_root(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -204,6 +213,7 @@ class Order:
             self.units.end_forward(with_gradients=forward.has_gradients)
             # Forwards inside ``whole`` do not count: each rank runs as many of them as it likes.
             self._num_forwards += forward.has_gradients
+            self._set_running(False)
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._forward is None and (self._runs_backward() or in_backward()):

@@ -7,8 +7,10 @@ part changes its input in place, the change is written back.
 """
 
 import contextlib
+import functools
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from shardwise._torch.graphs import look_in_graph, mark_in_graph
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.pytrees import Replaced, leaves_of, map_leaves
 from shardwise.recipe import Recipe
+from shardwise.techniques.precision.casts import ForwardCasts
+from shardwise.techniques.precision.dtype_errors import explain_dtypes
 from shardwise.techniques.precision.rule import PrecisionEntry
 from shardwise.techniques.technique import Act
 from shardwise.world import World
@@ -52,6 +56,12 @@ class PrecisionAct(Act):
         if any(edit.args["leaves"] for edit in edits):
             module.register_forward_pre_hook(leaving.begin, prepend=True)
             module.register_forward_hook(leaving.end, prepend=True)  # before FSDP2's hook on the output of the model
+
+    def begin(self, runtime: Any) -> None:
+        module, recipe = runtime.module, runtime.recipe
+        if recipe.entry("precision", PrecisionEntry).compute is not None or recipe.edits_of("precision"):
+            runtime.chosen["dtypes"] = ForwardCasts(module, recipe)
+            runtime.explainers.append(functools.partial(explain_dtypes, weakref.ref(module)))
 
 
 def _cast_root(module: nn.Module, recipe: Recipe) -> None:
