@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
+from shardwise.parallel.part_values import shown_parts
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import replaced_name
@@ -46,6 +47,7 @@ def watch_steps(runtime: Runtime) -> None:
         register_optimizer_step_pre_hook(check_step)
         register_optimizer_step_post_hook(_threads.end)
         register_optimizer_step_post_hook(_refuse_still)
+        register_optimizer_step_post_hook(_show_parts)
         torch.optim.Optimizer.zero_grad = _notifying(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
         nn.Module.zero_grad = _notifying(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
@@ -75,6 +77,15 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         while runtime.before_first_step:
             runtime.before_first_step.pop(0)()
     _threads.begin(stepped)
+    for runtime in stepped:
+        if (shown := shown_parts(runtime)) is not None:
+            shown.begin_step()
+
+
+def _show_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for runtime in stepped_by(optimizer):
+        if (shown := shown_parts(runtime)) is not None:
+            shown.show()
 
 
 def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,359 @@
+"""Values read outside of forward from a parameter of which a rank has a part as a plain tensor: a norm, a mean, a number.
+
+torch would give those of the part, another one on each rank. So outside of the model's forward such a parameter is of a subclass of
+its class, and so are its gradient and what is computed from them element by element. They refuse what mixes the elements along a dim
+that is cut; within the forward of the model, in a backward and in an optimizer's step everything has torch's own classes.
+"""
+
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch.autograd import in_backward, without_subclasses
+from shardwise._torch.modules import APPLIES, CALLS
+from shardwise.errors import UsageError
+from shardwise.model.pytrees import map_leaves
+from shardwise.model.tensors import bytes_of
+from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
+from shardwise.parallel.runtime import Runtime
+from shardwise.recipe import Param, extents, local_shape
+
+__all__ = ["full_tensor", "show_parts", "shown_parts"]
+
+_MARK = "_shardwise_part"
+_shown: "weakref.WeakKeyDictionary[Runtime, ShownParts]" = weakref.WeakKeyDictionary()
+_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of models with parts
+_OWN_FRAMES = ("torch.optim.", "torch.amp.", "torch.distributed.")  # which read no number of a part, or are refused otherwise
+
+
+@dataclass(frozen=True)
+class _PartOf:
+    """What a tensor is a part of.
+
+    Attributes:
+        runtime: of the model.
+        name: of the parameter.
+        axis: over which it is cut.
+        what: ``parameter``, ``gradient``, or ``computed``.
+        cuts: dim, counted from the end -> its size here and in the whole.
+    """
+
+    runtime: "weakref.ref[Runtime]"
+    name: str
+    axis: str
+    what: str
+    cuts: dict[int, tuple[int, int]]
+
+
+class _Part:
+    """Mixed into the class of a tensor that is a part."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_subclasses():
+            if _is_read_by_us(sys._getframe(1)):
+                return func(*args, **(kwargs or {}))
+            return _call(func, args, kwargs or {})
+
+    def __repr__(self, **options: Any) -> str:
+        return _as_torchs(self, lambda plain: plain.__repr__(**options))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_torchs(self, lambda plain: plain.__reduce_ex__(protocol))
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The whole value, as of a DTensor; all ranks must call it."""
+        with without_subclasses():
+            return _gathered(self, **options)  # type: ignore[arg-type]
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's part, as a plain tensor."""
+        with without_subclasses():
+            return super().to_local(**options) if isinstance(self, DTensor) else self.as_subclass(Tensor)  # type: ignore[misc,attr-defined]
+
+
+class ShownParts:
+    """The parameters of one model of which a rank has plain parts, and the classes that they have outside of forward."""
+
+    def __init__(self, runtime: Runtime, axes: dict[str, str]):
+        self._params = []
+        for name, axis in axes.items():
+            param, whole = runtime.parameters[name], runtime.recipe.params[name].shape
+            sizes = zip(param.shape, whole, strict=True)
+            cuts = {i - len(whole): (here, all_) for i, (here, all_) in enumerate(sizes) if here != all_}
+            if cuts:
+                setattr(param, _MARK, _PartOf(weakref.ref(runtime), name, axis, "parameter", cuts))
+                self._params.append((param, type(param), _with_part(type(param))))
+        self._depth = 0
+        self.show()
+
+    def show(self) -> None:
+        for param, _, shown in self._params:
+            param.__class__ = shown
+
+    def hide(self) -> None:
+        for param, own, _ in self._params:
+            param.__class__ = own
+
+    def begin_forward(self, *_: Any) -> None:
+        self._depth += 1
+        self.hide()
+
+    def end_forward(self, *_: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            self.show()
+
+    def begin_step(self) -> None:
+        """An optimizer begins to step: gradients have torch's own class too."""
+        self.hide()
+        for param, _, _ in self._params:
+            if isinstance(param.grad, _Part):
+                param.grad.__class__ = _own_class(type(param.grad))
+
+
+def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
+    """Makes parameters of ``runtime`` refuse, outside of forward, to give numbers of a part. ``axes``: their names, each with the
+    axis over which it is cut."""
+    if axes:
+        shown = _shown[runtime] = ShownParts(runtime, axes)
+        _modules.update(module for _, module in runtime.modules)
+        runtime.module.register_forward_pre_hook(shown.begin_forward, prepend=True)
+        runtime.module.register_forward_hook(shown.end_forward, always_call=True)
+
+
+def shown_parts(runtime: Runtime) -> ShownParts | None:
+    """The parts of a model that :func:`show_parts` was called for; None: it has none."""
+    return _shown.get(runtime)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole value of a parameter, its gradient, or what is computed from them element by element, on every rank, under any
+    layout. All ranks must call it in the same order.
+
+    Each rank has all of this one tensor for as long as it is kept. What is whole already is returned as it is.
+
+    Args:
+        tensor: ``p``, ``p.grad``, ``p.grad * p.abs()``, ...: a shard, a part, or a whole tensor.
+
+    Example:
+        >>> norms = {name: sw.full_tensor(p.grad).norm() for name, p in model.named_parameters()}  # doctest: +SKIP
+    """
+    return tensor.full_tensor() if isinstance(tensor, _Part | DTensor) else tensor
+
+
+# ---- classes --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _with_part(own: type) -> type:
+    return type(own)(own.__name__, (_Part, own), {"__module__": __name__, "_shardwise_own": own})
+
+
+def _own_class(shown: type) -> type:
+    return getattr(shown, "_shardwise_own", shown)
+
+
+def _as_torchs(part: Any, call: Any) -> Any:
+    """``call`` of a part that has torch's own class meanwhile, and does not know what it is a part of."""
+    shown, mark = type(part), part.__dict__.pop(_MARK)
+    part.__class__ = _own_class(shown)
+    try:
+        return call(part)
+    finally:
+        part.__class__ = shown
+        setattr(part, _MARK, mark)
+
+
+def _mark(tensor: Tensor, part: _PartOf) -> None:
+    setattr(tensor, _MARK, part)
+    if not isinstance(tensor, _Part):
+        tensor.__class__ = _with_part(type(tensor))
+
+
+def _part_of(tensor: Any) -> _PartOf | None:
+    return getattr(tensor, _MARK, None) if isinstance(tensor, _Part) else None
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------
+
+
+def _is_read_by_us(frame: FrameType | None) -> bool:
+    """Whether a function of torch was called by Shardwise or torch's own machinery, within a forward of the model or in a
+    backward."""
+    if in_backward():
+        return True
+    is_decided = False
+    while frame is not None:
+        if not is_decided:
+            name = frame.f_globals.get("__name__") or ""
+            if name.startswith("shardwise.") or name.startswith(_OWN_FRAMES) or frame.f_code in APPLIES:
+                return True
+            is_decided = not name.startswith("torch.")
+        if frame.f_code in CALLS and frame.f_locals.get("self") in _modules:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    parts = [part for x in _tensors((args, kwargs)) if (part := _part_of(x)) is not None]
+    kind, name = kind_of(func)
+    if not parts:
+        return func(*args, **kwargs)
+    if kind is Kind.REFUSED:
+        raise _refusal(name, parts[0])
+    if kind is Kind.MIRRORED:
+        return _mirrored(func, name, args, kwargs, parts[0])
+    if kind is Kind.NUMEL:
+        return math.prod(whole_sizes(args[0], parts[0].cuts))
+    result = func(*args, **kwargs)
+    if kind is Kind.GRADIENT and result is not None:
+        _mark(result, replace(parts[0], what="gradient"))
+    elif kind is Kind.GRADIENTS:
+        given = args[1] if len(args) > 1 else kwargs["inputs"]
+        given = [given] if isinstance(given, Tensor) else given
+        for grad, param in zip(result, given, strict=True):
+            if grad is not None and (part := _part_of(param)) is not None:
+                _mark(grad, replace(part, what="gradient"))
+    elif kind is Kind.ELEMENTWISE:
+        _carry(result, parts, args)
+    elif kind is Kind.UNKNOWN and any(True for _ in _tensors(result)):
+        raise _refusal(name, parts[0])
+    return result
+
+
+def _carry(result: Any, parts: list[_PartOf], args: Any) -> None:
+    """Marks what was computed from parts element by element."""
+    if isinstance(result, list | tuple):  # of _foreach operators: from the tensors at the same place
+        columns = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(result)]
+        for i, each in enumerate(result):
+            own = [part for column in columns if (part := _part_of(column[i])) is not None]
+            _carry(each, own, ())
+    elif isinstance(result, Tensor) and parts:
+        sizes = dict(zip(range(-result.dim(), 0), result.shape, strict=True))
+        cuts = {dim: cut for part in parts for dim, cut in part.cuts.items() if sizes.get(dim) == cut[0]}
+        known = _part_of(result)
+        if cuts and (known is None or known.cuts != cuts):
+            _mark(result, replace(parts[0], what="computed", cuts=cuts))
+
+
+def _mirrored(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
+    """Runs a function that is right for a part if all dims that are cut are dims of its results too, which shows where it runs on
+    the whole on meta."""
+    shape = next(tuple(x.shape) for x in _tensors((args, kwargs)) if _part_of(x) is part)
+
+    def of_whole(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        own = _part_of(x)
+        sizes = whole_sizes(x, own.cuts if own else part.cuts if tuple(x.shape) == shape else {})
+        return torch.empty(sizes, dtype=x.dtype, device="meta")
+
+    try:
+        whole = func(*map_leaves(of_whole, args), **map_leaves(of_whole, kwargs))
+    except Exception as error:
+        raise _refusal(name, part) from error
+    result = func(*args, **kwargs)
+    wanted = sorted(part.cuts.values())
+    for each, all_ in zip(_tensors(result), _tensors(whole), strict=False):
+        sizes = enumerate(zip(each.shape, all_.shape, strict=False))
+        cuts = {i - each.dim(): pair for i, pair in sizes if pair[0] != pair[1]}
+        if each.dim() != all_.dim() or sorted(cuts.values()) != wanted:
+            raise _refusal(name, part)
+        if name in ("view", "reshape", "flatten", "unflatten") and not _keeps_order(shape, part.cuts, all_, cuts):
+            raise _refusal(name, part)
+        _mark(each, replace(part, what="computed", cuts=cuts))
+    return result
+
+
+def _keeps_order(shape: tuple[int, ...], before: Any, result: Tensor, after: Any) -> bool:
+    """Whether as many elements of the whole lie before the dim that is cut as did before the view."""
+    given = [before.get(i - len(shape), (0, size))[1] for i, size in enumerate(shape)]
+    return all(
+        math.prod(given[:one]) == math.prod(result.shape[:other])
+        for one, other in zip(sorted(before), sorted(after), strict=True)
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _refusal(function: str, part: _PartOf) -> UsageError:
+    what = {
+        "parameter": "a parameter",
+        "gradient": "the gradient of a parameter",
+        "computed": "what was computed from a parameter, or its gradient,",
+    }
+    return UsageError(
+        f"{function} of {what[part.what]} that is cut over {part.axis}, outside of the model's forward",
+        why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank",
+        fix="take the whole first, on every rank: sw.full_tensor(p.grad).norm(); norms of all: sw.parameter_norms(model, of=\"gradients\"); "
+        "the norm of all gradients together: sw.clip_grad_norm_(model, math.inf); an update of each element by itself needs none of them "
+        "(sw.local_optimizer); this rank's part, meant so: p.detach().as_subclass(torch.Tensor)",
+        name=part.name,
+    )
+
+
+# ---- the whole ------------------------------------------------------------------------------------------------
+
+
+def _gathered(tensor: Tensor, **options: Any) -> Tensor:
+    """The whole of a part."""
+    part = _part_of(tensor)
+    runtime = None if part is None else part.runtime()
+    if part is None or runtime is None:
+        raise UsageError(
+            "full_tensor() of a part of a model that is no longer there",
+            why="which ranks have the other parts is no longer known",
+            fix="keep the model for as long as its tensors are used",
+        )
+    known = runtime.recipe.params[part.name]
+    param = msgspec.structs.replace(known, cuts=tuple(cut for cut in known.cuts if cut.axis == part.axis))
+    if whole_sizes(tensor, part.cuts) != tuple(param.shape):
+        raise UsageError(
+            f"full_tensor() of a tensor of another shape than {part.name}",
+            why="how parts are put together is known for tensors that have the parameter's shape",
+            fix="take the whole of the parameter, or of its gradient, first: sw.full_tensor(p).t()",
+            name=part.name,
+        )
+    local = DTensor.full_tensor(tensor, **options) if isinstance(tensor, DTensor) else tensor.as_subclass(Tensor)
+    local = local.detach().as_subclass(Tensor)
+    return _put_together(runtime, param, part.axis, local)
+
+
+def _put_together(runtime: Runtime, param: Param, axis_name: str, local: Tensor) -> Tensor:
+    axis = runtime.world.axis(axis_name)
+    coords = [runtime.recipe.grid.coord(rank) for rank in axis.ranks]
+    shapes = [local_shape(param, coord) for coord in coords]
+    most = max(map(math.prod, shapes)) * local.element_size()
+    mine = torch.zeros(most, dtype=torch.uint8, device=local.device)
+    mine[: local.nbytes] = bytes_of(local)
+    found = [torch.empty_like(mine) for _ in coords]
+    runtime.world.agreement.carry_out(
+        lambda: [dist.all_gather(found, mine, group=axis.group, async_op=True)], f"full_tensor of {axis_name} parts"
+    )
+    whole = torch.empty(param.shape, dtype=local.dtype, device=local.device)
+    for coord, shape, sent in zip(coords, shapes, found, strict=True):
+        given = sent[: math.prod(shape) * local.element_size()].view(local.dtype).view(shape)
+        for piece in extents(param, coord):
+            whole[piece.full_index] = given[piece.local_index]
+    return whole
