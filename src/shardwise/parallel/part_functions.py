@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Kind", "kind_of", "whole_sizes"]
+__all__ = ["VIEWS_BY_SIZE", "Kind", "kind_of", "whole_sizes", "with_whole_sizes"]
+
+VIEWS_BY_SIZE = ("view", "reshape", "flatten", "unflatten")
 
 
 class Kind(enum.Enum):
@@ -21,24 +23,32 @@ class Kind(enum.Enum):
     GRADIENT = enum.auto()  # param.grad
     GRADIENTS = enum.auto()  # torch.autograd.grad
     PASSED = enum.auto()  # looks at no value, or drops the class
+    WRITE = enum.auto()  # to elements by their places
     UNKNOWN = enum.auto()  # refused if it returns a tensor
 
 
-_NUMBERS = frozenset(
-    "item tolist numpy __array__ equal allclose is_nonzero __bool__ __float__ __int__ __complex__ __index__ __contains__".split()
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NUMBERS = _words(
+    "item tolist numpy __array__ equal allclose is_nonzero __bool__ __float__ __int__ __complex__ __index__ "
+    "__contains__"
 )
-_REDUCTIONS = frozenset(
-    "sum nansum mean nanmean norm std var std_mean var_mean amax amin aminmax max min argmax argmin prod any all logsumexp "
-    "median nanmedian quantile nanquantile count_nonzero linalg_norm linalg_vector_norm".split()
+_REDUCTIONS = _words(
+    "sum nansum mean nanmean norm std var std_mean var_mean amax amin aminmax max min argmax argmin prod any all "
+    "logsumexp median nanmedian quantile nanquantile count_nonzero linalg_norm linalg_vector_norm"
 )
-_VIEWS = frozenset(
-    "t T mT H mH transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze view reshape flatten unflatten view_as "
-    "reshape_as expand expand_as __getitem__ stack cat concat unbind chunk split select narrow".split()
+_VIEWS = _words(
+    "t T mT H mH transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze view reshape flatten "
+    "unflatten view_as reshape_as expand expand_as __getitem__ stack cat concat unbind chunk split select narrow"
 )
-_ALIKE = frozenset(
-    "clone detach data real imag to float double half bfloat16 cpu cuda contiguous type_as copy fill zero masked_fill "
-    "zeros_like ones_like empty_like full_like rand_like randn_like normal uniform bernoulli exponential isclose dropout requires_grad "
-    "long int short char byte bool cfloat cdouble chalf conj resolve_conj resolve_neg pin_memory rtruediv rdiv floordiv floor_divide mod and or xor invert truediv alpha_dropout".split()
+_ALIKE = _words(
+    "clone detach data real imag to float double half bfloat16 cpu cuda contiguous type_as copy fill zero "
+    "masked_fill new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like rand_like "
+    "randn_like normal uniform bernoulli exponential isclose dropout requires_grad long int short char byte bool "
+    "cfloat cdouble chalf conj resolve_conj resolve_neg pin_memory rtruediv rdiv floordiv floor_divide mod and or "
+    "xor invert truediv alpha_dropout"
 )
 _PASSED = frozenset(["as_subclass", "__set__", "__delete__"])
 
@@ -49,6 +59,8 @@ def _by_name(name: str) -> Kind:
         return Kind.PASSED
     if name in ("numel", "nelement"):
         return Kind.NUMEL
+    if name == "__setitem__":
+        return Kind.WRITE
     if name in _NUMBERS:
         return Kind.REFUSED
     if name in _REDUCTIONS or name in _VIEWS:
@@ -79,6 +91,19 @@ def whole_sizes(tensor: Tensor, cuts: Mapping[int, tuple[int, int]]) -> tuple[in
     no part."""
     sizes = enumerate(tensor.shape, -tensor.dim())
     return tuple(cuts[dim][1] if dim in cuts and cuts[dim][0] == size else size for dim, size in sizes)
+
+
+def with_whole_sizes(args: Any, cuts: Mapping[int, tuple[int, int]]) -> Any:
+    """The arguments of a view, with the sizes of the whole in place of those that begin as the tensor's own do:
+    ``x.view(x.shape[0], -1)``."""
+    tensor, *given = args
+    is_one = len(given) == 1 and isinstance(given[0], list | tuple)
+    new = list(given[0] if is_one else given)
+    for i, (size, all_) in enumerate(zip(tensor.shape, whole_sizes(tensor, cuts), strict=True)):
+        if i >= len(new) or new[i] != size:
+            break
+        new[i] = all_
+    return (tensor, tuple(new)) if is_one else (tensor, *new)
 
 
 def _is_pointwise(name: str) -> bool:

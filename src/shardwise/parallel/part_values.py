@@ -25,7 +25,7 @@ from shardwise._torch.modules import APPLIES, CALLS
 from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
 from shardwise.model.tensors import bytes_of
-from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
+from shardwise.parallel.part_functions import VIEWS_BY_SIZE, Kind, kind_of, whole_sizes, with_whole_sizes
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Param, extents, local_shape
 
@@ -34,7 +34,11 @@ __all__ = ["full_tensor", "show_parts", "shown_parts"]
 _MARK = "_shardwise_part"
 _shown: "weakref.WeakKeyDictionary[Runtime, ShownParts]" = weakref.WeakKeyDictionary()
 _modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of models with parts
-_OWN_FRAMES = ("torch.optim.", "torch.amp.", "torch.distributed.")  # which read no number of a part, or are refused otherwise
+_OWN_FRAMES = (
+    "torch.optim.",
+    "torch.amp.",
+    "torch.distributed.",
+)  # read no number of a part, or are refused themselves
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,12 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return _mirrored(func, name, args, kwargs, parts[0])
     if kind is Kind.NUMEL:
         return math.prod(whole_sizes(args[0], parts[0].cuts))
+    if kind is Kind.WRITE:
+        if _part_of(args[1]) is None:  # not a mask
+            _mirrored(Tensor.__getitem__, "a write by place", args[:2], {}, parts[0])
+        return func(*args, **kwargs)
+    if kind is Kind.UNKNOWN:
+        return _unknown(func, name, args, kwargs, parts[0])
     result = func(*args, **kwargs)
     if kind is Kind.GRADIENT and result is not None:
         _mark(result, replace(parts[0], what="gradient"))
@@ -229,8 +239,17 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
                 _mark(grad, replace(part, what="gradient"))
     elif kind is Kind.ELEMENTWISE:
         _carry(result, parts, args)
-    elif kind is Kind.UNKNOWN and any(True for _ in _tensors(result)):
-        raise _refusal(name, parts[0])
+    return result
+
+
+def _unknown(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
+    """Runs a function that is refused if it computes tensors, or cannot be run on a part."""
+    try:
+        result = func(*args, **kwargs)
+    except Exception as error:
+        raise _refusal(name, part) from error
+    if any(True for _ in _tensors(result)):
+        raise _refusal(name, part)
     return result
 
 
@@ -251,29 +270,35 @@ def _carry(result: Any, parts: list[_PartOf], args: Any) -> None:
 
 def _mirrored(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
     """Runs a function that is right for a part if all dims that are cut are dims of its results too, which shows where it runs on
-    the whole on meta."""
+    meta: on tensors of the sizes that are here, and on wholes."""
     shape = next(tuple(x.shape) for x in _tensors((args, kwargs)) if _part_of(x) is part)
 
-    def of_whole(x: Any) -> Any:
+    def as_here(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+    def as_whole(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         own = _part_of(x)
         sizes = whole_sizes(x, own.cuts if own else part.cuts if tuple(x.shape) == shape else {})
         return torch.empty(sizes, dtype=x.dtype, device="meta")
 
+    of_whole = with_whole_sizes(args, part.cuts) if name in VIEWS_BY_SIZE else args
     try:
-        whole = func(*map_leaves(of_whole, args), **map_leaves(of_whole, kwargs))
+        here = list(_tensors(func(*map_leaves(as_here, args), **map_leaves(as_here, kwargs))))
+        whole = list(_tensors(func(*map_leaves(as_whole, of_whole), **map_leaves(as_whole, kwargs))))
     except Exception as error:
         raise _refusal(name, part) from error
-    result = func(*args, **kwargs)
-    wanted = sorted(part.cuts.values())
-    for each, all_ in zip(_tensors(result), _tensors(whole), strict=False):
+    found = []
+    for each, all_ in zip(here, whole, strict=False):
         sizes = enumerate(zip(each.shape, all_.shape, strict=False))
         cuts = {i - each.dim(): pair for i, pair in sizes if pair[0] != pair[1]}
-        if each.dim() != all_.dim() or sorted(cuts.values()) != wanted:
+        is_kept = each.dim() == all_.dim() and sorted(cuts.values()) == sorted(part.cuts.values())
+        if not is_kept or (name in VIEWS_BY_SIZE and not _keeps_order(shape, part.cuts, all_, cuts)):
             raise _refusal(name, part)
-        if name in ("view", "reshape", "flatten", "unflatten") and not _keeps_order(shape, part.cuts, all_, cuts):
-            raise _refusal(name, part)
+        found.append(cuts)
+    result = func(*args, **kwargs)
+    for each, cuts in zip(_tensors(result), found, strict=True):
         _mark(each, replace(part, what="computed", cuts=cuts))
     return result
 
@@ -306,9 +331,9 @@ def _refusal(function: str, part: _PartOf) -> UsageError:
     return UsageError(
         f"{function} of {what[part.what]} that is cut over {part.axis}, outside of the model's forward",
         why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank",
-        fix="take the whole first, on every rank: sw.full_tensor(p.grad).norm(); norms of all: sw.parameter_norms(model, of=\"gradients\"); "
-        "the norm of all gradients together: sw.clip_grad_norm_(model, math.inf); an update of each element by itself needs none of them "
-        "(sw.local_optimizer); this rank's part, meant so: p.detach().as_subclass(torch.Tensor)",
+        fix='take the whole first, on every rank: sw.full_tensor(p.grad).norm(); or the norm of each: sw.parameter_norms(model, of="gradients"), of '
+        "all gradients together: sw.clip_grad_norm_(model, math.inf). A penalty on weights: weight_decay= of the optimizer, or, after the window, "
+        "p.grad.add_(p.detach(), alpha=0.02). This rank's part, if it is meant: p.detach().as_subclass(torch.Tensor)",
         name=part.name,
     )
 
@@ -335,9 +360,29 @@ def _gathered(tensor: Tensor, **options: Any) -> Tensor:
             fix="take the whole of the parameter, or of its gradient, first: sw.full_tensor(p).t()",
             name=part.name,
         )
-    local = DTensor.full_tensor(tensor, **options) if isinstance(tensor, DTensor) else tensor.as_subclass(Tensor)
-    local = local.detach().as_subclass(Tensor)
-    return _put_together(runtime, param, part.axis, local)
+    local = tensor.detach()
+    local = DTensor.full_tensor(local, **options) if isinstance(local, DTensor) else local
+    whole = _put_together(runtime, param, part.axis, local.as_subclass(Tensor))
+    return _Whole.apply(tensor, whole, part) if torch.is_grad_enabled() and tensor.requires_grad else whole
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a part, to be read: a gradient of it would count as often as there are ranks that compute it."""
+
+    @staticmethod
+    def forward(ctx: Any, _tensor: Tensor, whole: Tensor, part: _PartOf) -> Tensor:
+        ctx.part = part
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UsageError(
+            "a backward through sw.full_tensor(p)",
+            why="it is for reading: each rank would add the gradient of a term that counts once",
+            fix="a penalty on weights: weight_decay= of the optimizer, or, after the window, p.grad.add_(p.detach(), alpha=0.02); other code that "
+            "computes with a parameter belongs into the model's forward",
+            name=ctx.part.name,
+        )
 
 
 def _put_together(runtime: Runtime, param: Param, axis_name: str, local: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
