@@ -5,6 +5,7 @@ its class, and so are its gradient and what is computed from them element by ele
 that is cut; within the forward of the model, in a backward and in an optimizer's step everything has torch's own classes.
 """
 
+import contextlib
 import functools
 import math
 import sys
@@ -29,10 +30,9 @@ from shardwise.parallel.part_functions import VIEWS_BY_SIZE, Kind, kind_of, whol
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Param, extents, local_shape
 
-__all__ = ["full_tensor", "show_parts", "shown_parts"]
+__all__ = ["full_tensor", "show_parts"]
 
 _MARK = "_shardwise_part"
-_shown: "weakref.WeakKeyDictionary[Runtime, ShownParts]" = weakref.WeakKeyDictionary()
 _modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of models with parts
 _OWN_FRAMES = (
     "torch.optim.",
@@ -103,12 +103,25 @@ class ShownParts:
         self.show()
 
     def show(self) -> None:
+        self._is_shown = True
         for param, _, shown in self._params:
             param.__class__ = shown
 
     def hide(self) -> None:
+        self._is_shown = False
         for param, own, _ in self._params:
             param.__class__ = own
+
+    @contextlib.contextmanager
+    def torchs(self) -> Iterator[None]:
+        if not self._is_shown:
+            yield
+            return
+        self.hide()
+        try:
+            yield
+        finally:
+            self.show()
 
     def begin_forward(self, *_: Any) -> None:
         self._depth += 1
@@ -131,15 +144,10 @@ def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
     """Makes parameters of ``runtime`` refuse, outside of forward, to give numbers of a part. ``axes``: their names, each with the
     axis over which it is cut."""
     if axes:
-        shown = _shown[runtime] = ShownParts(runtime, axes)
+        shown = runtime.shown = ShownParts(runtime, axes)
         _modules.update(module for _, module in runtime.modules)
         runtime.module.register_forward_pre_hook(shown.begin_forward, prepend=True)
         runtime.module.register_forward_hook(shown.end_forward, always_call=True)
-
-
-def shown_parts(runtime: Runtime) -> ShownParts | None:
-    """The parts of a model that :func:`show_parts` was called for; None: it has none."""
-    return _shown.get(runtime)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

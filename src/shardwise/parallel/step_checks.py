@@ -23,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
-from shardwise.parallel.part_values import shown_parts
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import replaced_name
@@ -78,15 +77,15 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             runtime.before_first_step.pop(0)()
     _threads.begin(stepped)
     for runtime in stepped:
-        if (shown := shown_parts(runtime)) is not None:
-            shown.begin_step()
+        if runtime.shown is not None:
+            runtime.shown.begin_step()
 
 
 def show_parts_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A step has ended: parameters that are parts refuse to give numbers of them again."""
     for runtime in stepped_by(optimizer):
-        if (shown := shown_parts(runtime)) is not None:
-            shown.show()
+        if runtime.shown is not None:
+            runtime.shown.show()
 
 
 def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
