@@ -236,7 +236,12 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if kind is Kind.UNKNOWN:
         return _unknown(func, name, args, kwargs, parts[0])
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if kind is Kind.ELEMENTWISE and "must match" in str(error):
+            raise _beside_whole(name, parts[0]) from error
+        raise
     if kind is Kind.GRADIENT and result is not None:
         _mark(result, replace(parts[0], what="gradient"))
     elif kind is Kind.GRADIENTS:
@@ -246,7 +251,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
             if grad is not None and (part := _part_of(param)) is not None:
                 _mark(grad, replace(part, what="gradient"))
     elif kind is Kind.ELEMENTWISE:
-        _carry(result, parts, args)
+        _carry(name, result, parts, args)
     return result
 
 
@@ -261,15 +266,18 @@ def _unknown(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any
     return result
 
 
-def _carry(result: Any, parts: list[_PartOf], args: Any) -> None:
+def _carry(name: str, result: Any, parts: list[_PartOf], args: Any) -> None:
     """Marks what was computed from parts element by element."""
     if isinstance(result, list | tuple):  # of _foreach operators: from the tensors at the same place
         columns = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(result)]
         for i, each in enumerate(result):
             own = [part for column in columns if (part := _part_of(column[i])) is not None]
-            _carry(each, own, ())
+            _carry(name, each, own, ())
     elif isinstance(result, Tensor) and parts:
         sizes = dict(zip(range(-result.dim(), 0), result.shape, strict=True))
+        for part in parts:
+            if any(here == 1 and sizes.get(dim, 1) != 1 for dim, (here, _) in part.cuts.items()):
+                raise _beside_whole(name, part)
         cuts = {dim: cut for part in parts for dim, cut in part.cuts.items() if sizes.get(dim) == cut[0]}
         known = _part_of(result)
         if cuts and (known is None or known.cuts != cuts):
@@ -328,6 +336,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def _beside_whole(function: str, part: _PartOf) -> UsageError:
+    return UsageError(
+        f"{function} of a part of a parameter that is cut over {part.axis}, and of a tensor that is not cut as it is",
+        why="each rank has a part of the parameter, and a whole tensor has other elements at the same places",
+        fix="in place of the whole tensor take one that is cut alike: start = p.detach().clone(), or the parameter of a second model that was "
+        "parallelized in the same way; or compute with wholes, for reading: sw.full_tensor(p)",
+        name=part.name,
+    )
 
 
 def _refusal(function: str, part: _PartOf) -> UsageError:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import Batch, valid_labels
@@ -182,6 +183,7 @@ def as_sums(result: Any) -> dict[str, Tensor]:
 
     Raises:
         ConfigError: it is neither a 0-dim tensor nor a mapping of them with the key ``"loss"``.
+        UsageError: it is a DTensor: a term of it computes with shards.
     """
     sums = dict(result) if isinstance(result, Mapping) else {"loss": result}
     if "loss" not in sums:
@@ -205,6 +207,13 @@ def as_sums(result: Any) -> dict[str, Tensor]:
                 why="every entry is a 0-dim tensor, the sum over this micro-batch; a Python number has lost its gradient, "
                 "and reading it waits for the device",
                 fix="return a tensor: drop float() / .item()",
+            )
+        if isinstance(value, DTensor):
+            raise UsageError(
+                f"a loss whose {name!r} is cut over the ranks, as a parameter is",
+                why="a term of it computes with a parameter outside of the model's forward, of which each rank has a shard",
+                fix="give a weight penalty a backward of its own, once in each `with sw.window(...)`: penalty.backward(); other code that "
+                'computes with parameters belongs into a forward: sw.TaskModel(model, loss) with Sharding(units="none")',
             )
         if value.dim() != 0:
             raise ConfigError(
