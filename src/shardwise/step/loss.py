@@ -201,6 +201,13 @@ def as_sums(result: Any) -> dict[str, Tensor]:
                 fix="return the sum; to train with the loss that the model computes, pass loss=sw.model_loss, which gives it labels and makes its "
                 "mean a sum",
             )
+        if isinstance(value, tuple | list) or hasattr(value, "loss"):
+            raise ConfigError(
+                f"a loss whose {name!r} is what the model returned, a {type(value).__name__}",
+                why="with loss=None the forward returns the sum itself, and every entry is a 0-dim tensor",
+                fix="for a mean that the model computes: loss=sw.model_loss; a sum is taken out of what it returns: loss=None, "
+                "forward=lambda model, batch: model(...)[1], or model(...).loss",
+            )
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"a loss whose {name!r} is of type {type(value).__name__}",
@@ -219,7 +226,8 @@ def as_sums(result: Any) -> dict[str, Tensor]:
             raise ConfigError(
                 f"a loss whose {name!r} is {tuple(value.shape)}",
                 why="every entry is the sum over this micro-batch: one number",
-                fix='use reduction="sum", or .sum()',
+                fix='use reduction="sum", or .sum(); of what a model returned take the loss alone: output["loss"], or, if it is a mean, '
+                "loss=sw.model_loss",
             )
     return sums
 
