@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from shardwise.layout import Layout
     from shardwise.parallel import describe, parallelize, recipe_of, world_of
+    from shardwise.parallel.part_values import full_tensor
     from shardwise.parallel.start import init
     from shardwise.recipe import Recipe
     from shardwise.state import (
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from shardwise.step.loss import TaskModel, next_token_loss
     from shardwise.step.model_loss import model_loss
     from shardwise.step.parameter_groups import parameter_groups
+    from shardwise.step.parameter_norms import parameter_norms
     from shardwise.step.scale import unscale_gradients_
     from shardwise.step.step import StepOutput, TrainStep
     from shardwise.step.step_state import StepState
@@ -97,6 +99,7 @@ _HOME = {
     ),
     "shardwise.layout": ("Layout",),
     "shardwise.parallel": ("describe", "parallelize", "recipe_of", "world_of"),
+    "shardwise.parallel.part_values": ("full_tensor",),
     "shardwise.parallel.start": ("init",),
     "shardwise.techniques": ("Parallel",),
     "shardwise.techniques.compile.options": ("Compile",),
@@ -121,6 +124,7 @@ _HOME = {
     "shardwise.data.loader": ("Loader",),
     "shardwise.step.evaluate": ("evaluate",),
     "shardwise.step.parameter_groups": ("parameter_groups",),
+    "shardwise.step.parameter_norms": ("parameter_norms",),
     "shardwise.data.labels": ("make_labels", "shift_labels"),
     "shardwise.data.padding": ("pad_collate",),
     "shardwise.data.sft.dataset": ("SFTDataset",),
@@ -184,6 +188,7 @@ __all__ = [
     "from_fsdp1",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "full_tensor",
     "gathered",
     "init",
     "linear_cross_entropy",
@@ -199,6 +204,7 @@ __all__ = [
     "parallel_embedding",
     "parallelize",
     "parameter_groups",
+    "parameter_norms",
     "recipe_of",
     "register_tp_plan",
     "row_parallel_linear",

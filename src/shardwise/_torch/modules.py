@@ -14,7 +14,22 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch.dtensor import cut_like, local_tensor
 
-__all__ = ["BatchNormBase", "DDPModule", "PausableHooks", "cast_floating", "is_spectral_norm", "materialise"]
+__all__ = [
+    "APPLIES",
+    "CALLS",
+    "BatchNormBase",
+    "DDPModule",
+    "PausableHooks",
+    "cast_floating",
+    "is_spectral_norm",
+    "materialise",
+]
+
+CALLS = frozenset([nn.Module._call_impl.__code__])
+"""The code, as frames have it, in which a module, its ``self``, is called."""
+
+APPLIES = frozenset([nn.Module._apply.__code__])
+"""The code that moves and casts the tensors of a module."""
 
 
 class PausableHooks:

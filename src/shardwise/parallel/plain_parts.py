@@ -21,6 +21,7 @@ from shardwise.recipe import Recipe
 __all__ = [
     "ELEMENTWISE",
     "is_elementwise",
+    "plain_parts",
     "refuse_gathering",
     "refuse_mixing_optimizer",
     "refuse_norms_of_parts",
@@ -40,7 +41,7 @@ def is_elementwise(optim: torch.optim.Optimizer) -> bool:
     return type(optim) in ELEMENTWISE
 
 
-def _plain_parts(recipe: Recipe) -> dict[str, str]:
+def plain_parts(recipe: Recipe) -> dict[str, str]:
     """The parameters that are cut over an axis along which torch takes a part for a whole, each with the axis."""
     over = ((name, cut.axis) for name, param in recipe.params.items() for cut in param.cuts if cut.axis != "fsdp")
     return dict(over)
@@ -52,7 +53,7 @@ def refuse_mixing_optimizer(runtime: Runtime, optim: torch.optim.Optimizer) -> N
     if is_elementwise(optim):
         return
     held = {id(param) for group in optim.param_groups for param in group["params"]}
-    for name, axis in _plain_parts(runtime.recipe).items():
+    for name, axis in plain_parts(runtime.recipe).items():
         if id(runtime.parameters[name]) in held:
             raise UnsupportedError(
                 f"{type(optim).__name__} on a parameter that is cut over {axis}",
@@ -66,7 +67,7 @@ def refuse_mixing_optimizer(runtime: Runtime, optim: torch.optim.Optimizer) -> N
 def refuse_norms_of_parts(runtime: Runtime) -> None:
     """Makes ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` raise UsageError for gradients, or values, of parameters of
     ``runtime``, if there are plain parts among those: each rank would take another norm, and clip by another factor."""
-    if _plain_parts(runtime.recipe):
+    if plain_parts(runtime.recipe):
         _cut.add(runtime)
         watch_total_norm(_refuse_norm)
 
@@ -74,7 +75,7 @@ def refuse_norms_of_parts(runtime: Runtime) -> None:
 def _refuse_norm(tensors: list[Tensor]) -> None:
     given = {id(tensor) for tensor in tensors}
     for runtime in _cut:
-        for name, axis in _plain_parts(runtime.recipe).items():
+        for name, axis in plain_parts(runtime.recipe).items():
             param = runtime.parameters[name]
             if id(param) in given or (param.grad is not None and id(param.grad) in given):
                 raise UsageError(
@@ -88,7 +89,7 @@ def _refuse_norm(tensors: list[Tensor]) -> None:
 
 def refuse_gathering(runtime: Runtime) -> None:
     """Raises UnsupportedError for ``sw.gathered`` of a model of which a parameter is a plain part: its modules work on parts."""
-    for name, axis in _plain_parts(runtime.recipe).items():
+    for name, axis in plain_parts(runtime.recipe).items():
         raise UnsupportedError(
             f"sw.gathered(model) of a model that is cut over {axis}",
             why="its layers compute with this rank's part, and their code is set to its sizes: they cannot hold whole parameters",
@@ -100,7 +101,7 @@ def refuse_gathering(runtime: Runtime) -> None:
 def refuse_states_of_parts(module: nn.Module, recipe: Recipe) -> None:
     """Makes ``state_dict()`` and ``load_state_dict`` raise UsageError, of a module and of all modules in it that have a plain
     part: torch would save one rank's part under the name of the parameter."""
-    parts = _plain_parts(recipe)
+    parts = plain_parts(recipe)
     owners: dict[int, tuple[nn.Module, str, str]] = {}
     for name, owner, attr in canonical_tensors(module, "_parameters"):
         if name in parts:

@@ -29,7 +29,16 @@ from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
 from shardwise.world.axis import Axis
 
-__all__ = ["Engine", "Runtime", "attach", "has_runtime", "is_parallelized", "runtime_of", "runtimes_in_use"]
+__all__ = [
+    "Engine",
+    "Runtime",
+    "ShownClasses",
+    "attach",
+    "has_runtime",
+    "is_parallelized",
+    "runtime_of",
+    "runtimes_in_use",
+]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
 # By their number, so that all ranks have them in one order; not of parameters: module.to could not swap them then.
@@ -129,6 +138,19 @@ class Pending(Protocol):
         """Writes these tensors: canonical name -> this rank's part of it."""
 
 
+class ShownClasses(Protocol):
+    """The parameters of which a rank has plain parts: outside of forward their classes refuse to give numbers of a part."""
+
+    def torchs(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: parameters have torch's own classes, of which attributes are read in less time."""
+
+    def begin_step(self) -> None:
+        """Called when an optimizer begins to step."""
+
+    def show(self) -> None:
+        """Called when it has stepped."""
+
+
 class Runtime:
     """What Shardwise knows about one sharded module on this rank."""
 
@@ -143,6 +165,7 @@ class Runtime:
         self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
         # Runs the modules' own methods that say what they store; None: there are none.
         self.own_state: OwnState | None = None
+        self.shown: ShownClasses | None = None  # None: there are none
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
@@ -274,11 +297,16 @@ class Runtime:
 
     def gradients(self) -> dict[str, Tensor]:
         """Name -> local gradient of every parameter that has one."""
-        return {
-            name: grad if type(grad) is Tensor else local_tensor(grad)
-            for name, param in self.parameters.items()
-            if (grad := param.grad) is not None
-        }
+        with self.torchs_classes():
+            return {
+                name: grad if type(grad) is Tensor else local_tensor(grad)
+                for name, param in self.parameters.items()
+                if (grad := param.grad) is not None
+            }
+
+    def torchs_classes(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: parameters have torch's own classes, also those of which this rank has a plain part."""
+        return contextlib.nullcontext() if self.shown is None else self.shown.torchs()
 
     def sum_partial(self, place: str) -> None:
         """Sums the gradients of :attr:`partial` over their axes, once; ``.grad`` must hold only this window's
@@ -363,7 +391,8 @@ class Runtime:
 
     def check_unchanged(self) -> None:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`ModuleSnapshot`."""
-        self._structure.check()
+        with self.torchs_classes():
+            self._structure.check()
         self.is_checked = True
 
 

@@ -21,6 +21,12 @@ _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _installed = False
+_IN_A_RUN = (
+    "set requires_grad before parallelize. In the middle of a run: `with sw.CheckpointManager(directory, step) as saved: saved.save()`; build the "
+    "model anew with the other requires_grad, parallelize it, and build the optimizer of the same parameters as before (model.parameters(), the "
+    "frozen among them, if it was built so) and a new TrainStep; `with sw.CheckpointManager(directory, step) as saved: saved.load()`; then "
+    "optim.add_param_group({...}) for what the optimizer did not have"
+)
 
 
 def mark_stale(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
@@ -109,7 +115,9 @@ class ModuleSnapshot:
             raise UsageError(
                 f"the module changed after it was sharded: {what}",
                 why="what is added, replaced, frozen or unfrozen later is not reduced over the ranks as the recipe says",
-                fix="change the module first, then call parallelize on it, then build the optimizer",
+                fix=_IN_A_RUN
+                if what.endswith(("frozen", "unfrozen"))
+                else "change the module first, then call parallelize on it, then build the optimizer",
                 name=name,
             )
 

@@ -28,7 +28,7 @@ from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import replaced_name
 from shardwise.parallel.step_threads import HookedThreads
 
-__all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "stepped_by", "watch_steps"]
+__all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "show_parts_after", "stepped_by", "watch_steps"]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -46,6 +46,7 @@ def watch_steps(runtime: Runtime) -> None:
         register_optimizer_step_pre_hook(check_step)
         register_optimizer_step_post_hook(_threads.end)
         register_optimizer_step_post_hook(_refuse_still)
+        register_optimizer_step_post_hook(show_parts_after)
         torch.optim.Optimizer.zero_grad = _notifying(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
         nn.Module.zero_grad = _notifying(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
@@ -75,6 +76,16 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         while runtime.before_first_step:
             runtime.before_first_step.pop(0)()
     _threads.begin(stepped)
+    for runtime in stepped:
+        if runtime.shown is not None:
+            runtime.shown.begin_step()
+
+
+def show_parts_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step has ended: parameters that are parts refuse to give numbers of them again."""
+    for runtime in stepped_by(optimizer):
+        if runtime.shown is not None:
+            runtime.shown.show()
 
 
 def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
 from shardwise.step.norm import GradientNorm
 
-__all__ = ["Clipping", "NormType", "clip_grad_norm_", "clip_grad_value_", "scale_gradients"]
+__all__ = ["Clipping", "NormType", "clip_grad_norm_", "clip_grad_value_", "p_of", "scale_gradients"]
 
 NormType = float | Literal["inf"]
 
@@ -50,12 +50,12 @@ class Clipping:
                 why="it is a number above 0: each element is clamped to [-value, value]",
                 fix="use 1.0, or None for no clipping by value",
             )
-        _as_p(self.norm_type)
+        p_of(self.norm_type)
 
     @property
     def p(self) -> float:
         """``norm_type`` as a number."""
-        return _as_p(self.norm_type)
+        return p_of(self.norm_type)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
         max_norm: above 0; ``inf`` only measures.
         norm_type: p of the norm, above 0; ``inf`` or ``"inf"`` for the largest element.
     """
-    p = _as_p(norm_type)
+    p = p_of(norm_type)
     if not _is_limit(max_norm):
         raise ConfigError(
             f"clip_grad_norm_(max_norm={max_norm!r})", why="it is a number above 0", fix="use max_norm=1.0"
@@ -151,7 +151,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _as_p(norm_type: Any) -> float:
+def p_of(norm_type: Any) -> float:
     """The p of a norm as a float; given as torch accepts it: a number, or the string "inf"."""
     p = _number(norm_type)
     if not p > 0:

@@ -16,9 +16,10 @@ class GradStash:
         self.runtime = runtime
         self._zeroed: set[str] = set()
         self._aside = SetAsideGradients[str](runtime.parameters)
-        for name, param in runtime.parameters.items():
-            if param.grad is not None:
-                self._aside.put(name, without_history=True)
+        with runtime.torchs_classes():
+            for name, param in runtime.parameters.items():
+                if param.grad is not None:
+                    self._aside.put(name, without_history=True)
 
     def add_back(self) -> None:
         """Adds the put-aside gradients to those of the window, as one process would have accumulated them."""

@@ -20,7 +20,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise
 from shardwise.parallel.stale import refuse_stale
-from shardwise.parallel.step_checks import check_step, stepped_by
+from shardwise.parallel.step_checks import check_step, show_parts_after, stepped_by
 from shardwise.parallel.step_threads import threads_of_step
 
 __all__ = ["local_optimizer"]
@@ -79,7 +79,10 @@ class _LocalStep:
             refuse_stale(optim)
             with threads_of_step(stepped_by(optim)):
                 check_step(optim)
-                return self._run(inner)
+                try:
+                    return self._run(inner)
+                finally:
+                    show_parts_after(optim)
 
         step._shardwise_local = True  # type: ignore[attr-defined]
         if hasattr(inner, "_wrapped_by_lr_sched"):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import Batch, valid_labels
@@ -182,6 +183,7 @@ def as_sums(result: Any) -> dict[str, Tensor]:
 
     Raises:
         ConfigError: it is neither a 0-dim tensor nor a mapping of them with the key ``"loss"``.
+        UsageError: it is a DTensor: a term of it computes with shards.
     """
     sums = dict(result) if isinstance(result, Mapping) else {"loss": result}
     if "loss" not in sums:
@@ -199,6 +201,13 @@ def as_sums(result: Any) -> dict[str, Tensor]:
                 fix="return the sum; to train with the loss that the model computes, pass loss=sw.model_loss, which gives it labels and makes its "
                 "mean a sum",
             )
+        if isinstance(value, tuple | list) or hasattr(value, "loss"):
+            raise ConfigError(
+                f"a loss whose {name!r} is what the model returned, a {type(value).__name__}",
+                why="with loss=None the forward returns the sum itself, and every entry is a 0-dim tensor",
+                fix="for a mean that the model computes: loss=sw.model_loss; a sum is taken out of what it returns: loss=None, "
+                "forward=lambda model, batch: model(...)[1], or model(...).loss",
+            )
         if not isinstance(value, Tensor):
             raise ConfigError(
                 f"a loss whose {name!r} is of type {type(value).__name__}",
@@ -206,11 +215,19 @@ def as_sums(result: Any) -> dict[str, Tensor]:
                 "and reading it waits for the device",
                 fix="return a tensor: drop float() / .item()",
             )
+        if isinstance(value, DTensor):
+            raise UsageError(
+                f"a loss whose {name!r} is cut over the ranks, as a parameter is",
+                why="a term of it computes with a parameter outside of the model's forward, of which each rank has a shard",
+                fix="give a weight penalty a backward of its own, once in each `with sw.window(...)`: penalty.backward(); other code that "
+                'computes with parameters belongs into a forward: sw.TaskModel(model, loss) with Sharding(units="none")',
+            )
         if value.dim() != 0:
             raise ConfigError(
                 f"a loss whose {name!r} is {tuple(value.shape)}",
                 why="every entry is the sum over this micro-batch: one number",
-                fix='use reduction="sum", or .sum()',
+                fix='use reduction="sum", or .sum(); of what a model returned take the loss alone: output["loss"], or, if it is a mean, '
+                "loss=sw.model_loss",
             )
     return sums
 

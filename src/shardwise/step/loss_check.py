@@ -247,7 +247,7 @@ def _no_sum(name: str, growth: Growth) -> ConfigError:
         return ConfigError(
             "a loss that takes a mean",
             why=f"{shown}. Means of unequal micro-batches and ranks cannot be combined into the right gradient",
-            fix='use reduction="sum"; Shardwise divides by the tokens of all ranks',
+            fix='use reduction="sum"; Shardwise divides by the tokens of all ranks. For a mean that the model computes itself: loss=sw.model_loss',
         )
     return ConfigError(
         f"a loss whose {name!r} is a mean, or another value that is no sum",

@@ -17,7 +17,7 @@ from shardwise.data.labels import Batch, valid_labels
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model.calling import TARGETS, arguments_of
 
-__all__ = ["ModelLoss", "loss_of_output", "model_loss"]
+__all__ = ["ModelLoss", "loss_of_output", "model_loss", "said_forward"]
 
 _FIX_OUTPUT = "return (logits, loss) or an object with .loss from the model's forward; or give a loss of your own: loss=lambda output, batch: ..."
 
@@ -133,6 +133,27 @@ def loss_of_output(output: Any) -> Tensor:
         + ("" if found is None else f"; what stands in its place is {_shown(found)}"),
         fix=_FIX_OUTPUT,
     )
+
+
+def said_forward(model: nn.Module, batch: Batch, output: Any) -> str:
+    """As text: a ``forward=`` that calls the model with its labels and takes the loss out of what it returned, ``output``."""
+    try:
+        labels = _parameter_of_labels(model)
+        args, kwargs = arguments_of(model, {key: x for key, x in batch.items() if key != labels}, given={labels})
+        keys = {id(value): key for key, value in batch.items()}
+        given = [f"batch[{keys[id(x)]!r}]" for x in args]
+        given += [f"{name}=batch[{keys[id(x)]!r}]" if id(x) in keys else f"{name}={x}" for name, x in kwargs.items()]
+        call = ", ".join([*given, f"{labels}=batch['labels']"])
+    except (UsageError, KeyError):
+        call = "..., batch['labels']"
+    take = ""
+    if isinstance(output, Mapping):
+        take = "['loss']"
+    elif isinstance(output, tuple | list) and not hasattr(output, "loss"):
+        take = f"[{next((i for i, x in enumerate(output) if isinstance(x, Tensor) and x.dim() == 0), 1)}]"
+    elif not isinstance(output, Tensor):
+        take = ".loss"
+    return f"forward=lambda model, batch: model({call}){take}"
 
 
 def _shown(value: Any) -> str:

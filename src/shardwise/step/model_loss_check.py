@@ -27,7 +27,7 @@ from shardwise.parallel import Runtime
 from shardwise.step.loss import Batch
 from shardwise.step.loss_check import agreed_problem, seeded, without_a_trace
 from shardwise.step.mode import acts_by_mode, eval_mode
-from shardwise.step.model_loss import ModelLoss, loss_of_output
+from shardwise.step.model_loss import ModelLoss, loss_of_output, said_forward
 from shardwise.step.model_loss_trials import COUNTS, Trials, are_labels, num_rows
 
 __all__ = ["ModelLossCheck"]
@@ -53,6 +53,7 @@ class ModelLossCheck:
         self._count = loss.count
         self._counts_labels = loss.count is valid_labels
         self._is_aligned = not self._counts_labels  # with a count of the user's, labels may be shifted by the model
+        self._said = ""  # a forward that takes the loss out, as text
         self._is_weighed = False  # parts with other counts than samples were compared
         self._tries_with_ignored = 0
 
@@ -90,8 +91,9 @@ class ModelLossCheck:
             _warn_untried(error)
         else:
             try:
-                is_weighed = self._weigh(trials, means)
+                # First: with a sum of labels that are shifted twice, the loss would be taken as it is.
                 is_aligned = self._counts_labels and _refuse_shift(runtime, trials, means)
+                is_weighed = self._weigh(trials, means)
             except ConfigError as found:
                 problem = found
         agreed = runtime.world.agreement.sum(
@@ -116,6 +118,7 @@ class ModelLossCheck:
                     found.append(loss_of_output(output))
                     if batch is trials.whole and not others:
                         others = _by_logits(output, batch.get("labels"))
+                        self._said = said_forward(runtime.module, batch, output)
             except Exception as error:  # such as of a model that takes one number of samples only
                 if isinstance(error, RankError) or is_lost_peer(error):
                     raise
@@ -156,7 +159,7 @@ class ModelLossCheck:
             )
         name = min(others, key=lambda name: (math.isnan(others[name]), off(others[name])))
         if off(others[name]) <= max(limit, off(expected) / _OTHER):
-            raise _other_mean(name, parts, counts, expected, means.both)
+            raise _other_mean(name, parts, counts, expected, means.both, self._said)
         warnings.warn(
             f"the model's loss is not quite a mean over what is counted: on two parts of a micro-batch it is {parts[0]:.6g} and {parts[1]:.6g}, together "
             f"{means.both:.6g} where their mean is {expected:.6g}. What is added to it (a router's loss, a loss of pairs of samples) depends on how "
@@ -239,7 +242,7 @@ def _by_logits(output: Any, labels: Any) -> dict[str, float]:
 
 
 def _other_mean(
-    name: str, parts: Sequence[float], counts: Sequence[float], expected: float, both: float
+    name: str, parts: Sequence[float], counts: Sequence[float], expected: float, both: float, said: str
 ) -> ConfigError:
     told = {
         "samples": ("the mean of the means of samples", "count samples: count=lambda batch: len(batch['labels'])"),
@@ -251,7 +254,7 @@ def _other_mean(
         "mask": ("the mean over attention_mask", "pass count=lambda batch: batch['attention_mask'].sum()"),
         "sum": (
             "the sum",
-            "it is a sum already: loss=None, forward=lambda model, batch: model(batch['input_ids'], batch['labels'])[1]",
+            f"it is a sum already: loss=None, {said}",
         ),
     }
     is_what, fix = told[name]

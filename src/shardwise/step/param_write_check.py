@@ -24,7 +24,7 @@ class ParamWriteCheck:
         self._is_cut = runtime.recipe.engine == "fsdp2"
         self._watches = self._is_cut or runtime.world.size > 1
         self._found: dict[str, Tensor] = {}
-        self._ids, self._versions = _versions_of(self._computed_with())
+        self._ids, self._versions = self._versions_of(self._computed_with())
 
     def entry(self) -> tuple[float, ...]:
         """For the window's second exchange: which parameters this rank wrote, with a digest of values that must be
@@ -63,7 +63,7 @@ class ParamWriteCheck:
         if not self._watches:
             return {}
         now = self._computed_with()
-        if _versions_of(now) == (self._ids, self._versions):
+        if self._versions_of(now) == (self._ids, self._versions):
             return {}
         before = dict(zip(self._ids, self._versions, strict=True))
         return {name: tensor for name, tensor in now if tensor._version != before.get(id(tensor), 0)}
@@ -80,8 +80,8 @@ class ParamWriteCheck:
         whole = [(name, param) for name, param in found if not runtime.recipe.params[name].cuts]
         return whole + [(names[id(shard)], tensor) for tensor, shard in runtime.engine.gathered()]
 
-
-def _versions_of(named: list[tuple[str, Tensor]]) -> tuple[list[int], list[int]]:
-    """The ids of tensors, which are not kept alive, and their versions."""
-    tensors = [tensor for _, tensor in named]
-    return list(map(id, tensors)), list(map(_VERSION, tensors))
+    def _versions_of(self, named: list[tuple[str, Tensor]]) -> tuple[list[int], list[int]]:
+        """The ids of tensors, which are not kept alive, and their versions."""
+        tensors = [tensor for _, tensor in named]
+        with self.runtime.torchs_classes():
+            return list(map(id, tensors)), list(map(_VERSION, tensors))

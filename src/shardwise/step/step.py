@@ -379,8 +379,9 @@ class TrainStep:
                 )
 
     def _drop_gradients(self) -> None:
-        for param in self._runtime.parameters.values():
-            param.grad = None
+        with self._runtime.torchs_classes():
+            for param in self._runtime.parameters.values():
+                param.grad = None
 
     def _nonfinite(self, norm: float, loss: float, own_loss: Tensor) -> NonFiniteError:
         runtime = self._runtime

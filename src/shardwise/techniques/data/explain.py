@@ -12,6 +12,11 @@ from shardwise.techniques.edges import WhenLeft
 
 __all__ = ["translated"]
 
+_PENALTY = (
+    "give a weight penalty a backward of its own, once in each `with sw.window(...)`: penalty.backward(). What stands beside a parameter "
+    "there is cut as it is: start = p.detach().clone(), or the parameter of a second model that was parallelized in the same way"
+)
+
 
 def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
     """The ShardwiseError for ``error``, raised in a forward or backward of ``root``; None if its cause is not known."""
@@ -49,17 +54,13 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
         return UsageError(
             "a parameter of the model used by code outside of its forward",
             why="it is cut over the ranks there: parameters are gathered only while model(...) runs",
-            fix="give a weight penalty a backward of its own, once per step: penalty.backward(); other code that computes with "
-            "parameters belongs into a forward, which model(...) calls; within sw.gathered(model) every parameter is whole, for reading",
+            fix=f"{_PENALTY}; other code that computes with parameters belongs into a forward, which model(...) calls: sw.TaskModel(model, loss) "
+            'with Sharding(units="none"); within sw.gathered(model) every parameter is whole, for reading',
         )
     return UsageError(
         "a parameter of one unit used by code outside that unit",
         why="it is cut over the ranks there: parameters are gathered only while the module of their unit runs",
-        fix=(
-            ""
-            if in_forward
-            else "give a weight penalty in the loss a backward of its own, penalty.backward(); within a forward, "
-        )
+        fix=("" if in_forward else f"{_PENALTY}; within a forward, ")
         + 'let both be in one unit: Sharding(units="none"), or units= with the names of modules that hold both; within '
         "sw.gathered(model) every parameter is whole, for reading",
         name=module_of_error(root, error),

@@ -1,0 +1,430 @@
+"""Values read outside of forward from a parameter of which a rank has a part as a plain tensor: a norm, a mean, a number.
+
+torch would give those of the part, another one on each rank. So outside of the model's forward such a parameter is of a subclass of
+its class, and so are its gradient and what is computed from them element by element. They refuse what mixes the elements along a dim
+that is cut; within the forward of the model, in a backward and in an optimizer's step everything has torch's own classes.
+"""
+
+import contextlib
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch.autograd import in_backward, without_subclasses
+from shardwise._torch.modules import APPLIES, CALLS
+from shardwise.errors import UsageError
+from shardwise.model.pytrees import map_leaves
+from shardwise.model.tensors import bytes_of
+from shardwise.parallel.part_functions import VIEWS_BY_SIZE, Kind, kind_of, whole_sizes, with_whole_sizes
+from shardwise.parallel.runtime import Runtime
+from shardwise.recipe import Param, extents, local_shape
+
+__all__ = ["full_tensor", "show_parts"]
+
+_MARK = "_shardwise_part"
+_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of models with parts
+_OWN_FRAMES = (
+    "torch.optim.",
+    "torch.amp.",
+    "torch.distributed.",
+)  # read no number of a part, or are refused themselves
+
+
+@dataclass(frozen=True)
+class _PartOf:
+    """What a tensor is a part of.
+
+    Attributes:
+        runtime: of the model.
+        name: of the parameter.
+        axis: over which it is cut.
+        what: ``parameter``, ``gradient``, or ``computed``.
+        cuts: dim, counted from the end -> its size here and in the whole.
+    """
+
+    runtime: "weakref.ref[Runtime]"
+    name: str
+    axis: str
+    what: str
+    cuts: dict[int, tuple[int, int]]
+
+
+class _Part:
+    """Mixed into the class of a tensor that is a part."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_subclasses():
+            if _is_read_by_us(sys._getframe(1)):
+                return func(*args, **(kwargs or {}))
+            return _call(func, args, kwargs or {})
+
+    def __repr__(self, **options: Any) -> str:
+        return _as_torchs(self, lambda plain: plain.__repr__(**options))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_torchs(self, lambda plain: plain.__reduce_ex__(protocol))
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """The whole value, as of a DTensor; all ranks must call it."""
+        with without_subclasses():
+            return _gathered(self, **options)  # type: ignore[arg-type]
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's part, as a plain tensor."""
+        with without_subclasses():
+            return super().to_local(**options) if isinstance(self, DTensor) else self.as_subclass(Tensor)  # type: ignore[misc,attr-defined]
+
+
+class ShownParts:
+    """The parameters of one model of which a rank has plain parts, and the classes that they have outside of forward."""
+
+    def __init__(self, runtime: Runtime, axes: dict[str, str]):
+        self._params = []
+        for name, axis in axes.items():
+            param, whole = runtime.parameters[name], runtime.recipe.params[name].shape
+            sizes = zip(param.shape, whole, strict=True)
+            cuts = {i - len(whole): (here, all_) for i, (here, all_) in enumerate(sizes) if here != all_}
+            if cuts:
+                setattr(param, _MARK, _PartOf(weakref.ref(runtime), name, axis, "parameter", cuts))
+                self._params.append((param, type(param), _with_part(type(param))))
+        self._depth = 0
+        self.show()
+
+    def show(self) -> None:
+        self._is_shown = True
+        for param, _, shown in self._params:
+            param.__class__ = shown
+
+    def hide(self) -> None:
+        self._is_shown = False
+        for param, own, _ in self._params:
+            param.__class__ = own
+
+    @contextlib.contextmanager
+    def torchs(self) -> Iterator[None]:
+        if not self._is_shown:
+            yield
+            return
+        self.hide()
+        try:
+            yield
+        finally:
+            self.show()
+
+    def begin_forward(self, *_: Any) -> None:
+        self._depth += 1
+        self.hide()
+
+    def end_forward(self, *_: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if not self._depth:
+            self.show()
+
+    def begin_step(self) -> None:
+        """An optimizer begins to step: gradients have torch's own class too."""
+        self.hide()
+        for param, _, _ in self._params:
+            if isinstance(param.grad, _Part):
+                param.grad.__class__ = _own_class(type(param.grad))
+
+
+def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
+    """Makes parameters of ``runtime`` refuse, outside of forward, to give numbers of a part. ``axes``: their names, each with the
+    axis over which it is cut."""
+    if axes:
+        shown = runtime.shown = ShownParts(runtime, axes)
+        _modules.update(module for _, module in runtime.modules)
+        runtime.module.register_forward_pre_hook(shown.begin_forward, prepend=True)
+        runtime.module.register_forward_hook(shown.end_forward, always_call=True)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole value of a parameter, its gradient, or what is computed from them element by element, on every rank, under any
+    layout. All ranks must call it in the same order.
+
+    Each rank has all of this one tensor for as long as it is kept. What is whole already is returned as it is.
+
+    Args:
+        tensor: ``p``, ``p.grad``, ``p.grad * p.abs()``, ...: a shard, a part, or a whole tensor.
+
+    Example:
+        >>> norms = {name: sw.full_tensor(p.grad).norm() for name, p in model.named_parameters()}  # doctest: +SKIP
+    """
+    return tensor.full_tensor() if isinstance(tensor, _Part | DTensor) else tensor
+
+
+# ---- classes --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _with_part(own: type) -> type:
+    return type(own)(own.__name__, (_Part, own), {"__module__": __name__, "_shardwise_own": own})
+
+
+def _own_class(shown: type) -> type:
+    return getattr(shown, "_shardwise_own", shown)
+
+
+def _as_torchs(part: Any, call: Any) -> Any:
+    """``call`` of a part that has torch's own class meanwhile, and does not know what it is a part of."""
+    shown, mark = type(part), part.__dict__.pop(_MARK)
+    part.__class__ = _own_class(shown)
+    try:
+        return call(part)
+    finally:
+        part.__class__ = shown
+        setattr(part, _MARK, mark)
+
+
+def _mark(tensor: Tensor, part: _PartOf) -> None:
+    setattr(tensor, _MARK, part)
+    if not isinstance(tensor, _Part):
+        tensor.__class__ = _with_part(type(tensor))
+
+
+def _part_of(tensor: Any) -> _PartOf | None:
+    return getattr(tensor, _MARK, None) if isinstance(tensor, _Part) else None
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------
+
+
+def _is_read_by_us(frame: FrameType | None) -> bool:
+    """Whether a function of torch was called by Shardwise or torch's own machinery, within a forward of the model or in a
+    backward."""
+    if in_backward():
+        return True
+    is_decided = False
+    while frame is not None:
+        if not is_decided:
+            name = frame.f_globals.get("__name__") or ""
+            if name.startswith("shardwise.") or name.startswith(_OWN_FRAMES) or frame.f_code in APPLIES:
+                return True
+            is_decided = not name.startswith("torch.")
+        if frame.f_code in CALLS and frame.f_locals.get("self") in _modules:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    parts = [part for x in _tensors((args, kwargs)) if (part := _part_of(x)) is not None]
+    kind, name = kind_of(func)
+    if not parts:
+        return func(*args, **kwargs)
+    if kind is Kind.REFUSED:
+        raise _refusal(name, parts[0])
+    if kind is Kind.MIRRORED:
+        return _mirrored(func, name, args, kwargs, parts[0])
+    if kind is Kind.NUMEL:
+        return math.prod(whole_sizes(args[0], parts[0].cuts))
+    if kind is Kind.WRITE:
+        if _part_of(args[1]) is None:  # not a mask
+            _mirrored(Tensor.__getitem__, "a write by place", args[:2], {}, parts[0])
+        return func(*args, **kwargs)
+    if kind is Kind.UNKNOWN:
+        return _unknown(func, name, args, kwargs, parts[0])
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if kind is Kind.ELEMENTWISE and "must match" in str(error):
+            raise _beside_whole(name, parts[0]) from error
+        raise
+    if kind is Kind.GRADIENT and result is not None:
+        _mark(result, replace(parts[0], what="gradient"))
+    elif kind is Kind.GRADIENTS:
+        given = args[1] if len(args) > 1 else kwargs["inputs"]
+        given = [given] if isinstance(given, Tensor) else given
+        for grad, param in zip(result, given, strict=True):
+            if grad is not None and (part := _part_of(param)) is not None:
+                _mark(grad, replace(part, what="gradient"))
+    elif kind is Kind.ELEMENTWISE:
+        _carry(name, result, parts, args)
+    return result
+
+
+def _unknown(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
+    """Runs a function that is refused if it computes tensors, or cannot be run on a part."""
+    try:
+        result = func(*args, **kwargs)
+    except Exception as error:
+        raise _refusal(name, part) from error
+    if any(True for _ in _tensors(result)):
+        raise _refusal(name, part)
+    return result
+
+
+def _carry(name: str, result: Any, parts: list[_PartOf], args: Any) -> None:
+    """Marks what was computed from parts element by element."""
+    if isinstance(result, list | tuple):  # of _foreach operators: from the tensors at the same place
+        columns = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(result)]
+        for i, each in enumerate(result):
+            own = [part for column in columns if (part := _part_of(column[i])) is not None]
+            _carry(name, each, own, ())
+    elif isinstance(result, Tensor) and parts:
+        sizes = dict(zip(range(-result.dim(), 0), result.shape, strict=True))
+        for part in parts:
+            if any(here == 1 and sizes.get(dim, 1) != 1 for dim, (here, _) in part.cuts.items()):
+                raise _beside_whole(name, part)
+        cuts = {dim: cut for part in parts for dim, cut in part.cuts.items() if sizes.get(dim) == cut[0]}
+        known = _part_of(result)
+        if cuts and (known is None or known.cuts != cuts):
+            _mark(result, replace(parts[0], what="computed", cuts=cuts))
+
+
+def _mirrored(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
+    """Runs a function that is right for a part if all dims that are cut are dims of its results too, which shows where it runs on
+    meta: on tensors of the sizes that are here, and on wholes."""
+    shape = next(tuple(x.shape) for x in _tensors((args, kwargs)) if _part_of(x) is part)
+
+    def as_here(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+    def as_whole(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        own = _part_of(x)
+        sizes = whole_sizes(x, own.cuts if own else part.cuts if tuple(x.shape) == shape else {})
+        return torch.empty(sizes, dtype=x.dtype, device="meta")
+
+    of_whole = with_whole_sizes(args, part.cuts) if name in VIEWS_BY_SIZE else args
+    try:
+        here = list(_tensors(func(*map_leaves(as_here, args), **map_leaves(as_here, kwargs))))
+        whole = list(_tensors(func(*map_leaves(as_whole, of_whole), **map_leaves(as_whole, kwargs))))
+    except Exception as error:
+        raise _refusal(name, part) from error
+    found = []
+    for each, all_ in zip(here, whole, strict=False):
+        sizes = enumerate(zip(each.shape, all_.shape, strict=False))
+        cuts = {i - each.dim(): pair for i, pair in sizes if pair[0] != pair[1]}
+        is_kept = each.dim() == all_.dim() and sorted(cuts.values()) == sorted(part.cuts.values())
+        if not is_kept or (name in VIEWS_BY_SIZE and not _keeps_order(shape, part.cuts, all_, cuts)):
+            raise _refusal(name, part)
+        found.append(cuts)
+    result = func(*args, **kwargs)
+    for each, cuts in zip(_tensors(result), found, strict=True):
+        _mark(each, replace(part, what="computed", cuts=cuts))
+    return result
+
+
+def _keeps_order(shape: tuple[int, ...], before: Any, result: Tensor, after: Any) -> bool:
+    """Whether as many elements of the whole lie before the dim that is cut as did before the view."""
+    given = [before.get(i - len(shape), (0, size))[1] for i, size in enumerate(shape)]
+    return all(
+        math.prod(given[:one]) == math.prod(result.shape[:other])
+        for one, other in zip(sorted(before), sorted(after), strict=True)
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _beside_whole(function: str, part: _PartOf) -> UsageError:
+    return UsageError(
+        f"{function} of a part of a parameter that is cut over {part.axis}, and of a tensor that is not cut as it is",
+        why="each rank has a part of the parameter, and a whole tensor has other elements at the same places",
+        fix="in place of the whole tensor take one that is cut alike: start = p.detach().clone(), or the parameter of a second model that was "
+        "parallelized in the same way; or compute with wholes, for reading: sw.full_tensor(p)",
+        name=part.name,
+    )
+
+
+def _refusal(function: str, part: _PartOf) -> UsageError:
+    what = {
+        "parameter": "a parameter",
+        "gradient": "the gradient of a parameter",
+        "computed": "what was computed from a parameter, or its gradient,",
+    }
+    return UsageError(
+        f"{function} of {what[part.what]} that is cut over {part.axis}, outside of the model's forward",
+        why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank",
+        fix='take the whole first, on every rank: sw.full_tensor(p.grad).norm(); or the norm of each: sw.parameter_norms(model, of="gradients"), of '
+        "all gradients together: sw.clip_grad_norm_(model, math.inf). A penalty on weights: weight_decay= of the optimizer, or, after the window, "
+        "p.grad.add_(p.detach(), alpha=0.02). This rank's part, if it is meant: p.detach().as_subclass(torch.Tensor)",
+        name=part.name,
+    )
+
+
+# ---- the whole ------------------------------------------------------------------------------------------------
+
+
+def _gathered(tensor: Tensor, **options: Any) -> Tensor:
+    """The whole of a part."""
+    part = _part_of(tensor)
+    runtime = None if part is None else part.runtime()
+    if part is None or runtime is None:
+        raise UsageError(
+            "full_tensor() of a part of a model that is no longer there",
+            why="which ranks have the other parts is no longer known",
+            fix="keep the model for as long as its tensors are used",
+        )
+    known = runtime.recipe.params[part.name]
+    param = msgspec.structs.replace(known, cuts=tuple(cut for cut in known.cuts if cut.axis == part.axis))
+    if whole_sizes(tensor, part.cuts) != tuple(param.shape):
+        raise UsageError(
+            f"full_tensor() of a tensor of another shape than {part.name}",
+            why="how parts are put together is known for tensors that have the parameter's shape",
+            fix="take the whole of the parameter, or of its gradient, first: sw.full_tensor(p).t()",
+            name=part.name,
+        )
+    local = tensor.detach()
+    local = DTensor.full_tensor(local, **options) if isinstance(local, DTensor) else local
+    whole = _put_together(runtime, param, part.axis, local.as_subclass(Tensor))
+    return _Whole.apply(tensor, whole, part) if torch.is_grad_enabled() and tensor.requires_grad else whole
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a part, to be read: a gradient of it would count as often as there are ranks that compute it."""
+
+    @staticmethod
+    def forward(ctx: Any, _tensor: Tensor, whole: Tensor, part: _PartOf) -> Tensor:
+        ctx.part = part
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UsageError(
+            "a backward through sw.full_tensor(p)",
+            why="it is for reading: each rank would add the gradient of a term that counts once",
+            fix="a penalty on weights: weight_decay= of the optimizer, or, after the window, p.grad.add_(p.detach(), alpha=0.02); other code that "
+            "computes with a parameter belongs into the model's forward",
+            name=ctx.part.name,
+        )
+
+
+def _put_together(runtime: Runtime, param: Param, axis_name: str, local: Tensor) -> Tensor:
+    axis = runtime.world.axis(axis_name)
+    coords = [runtime.recipe.grid.coord(rank) for rank in axis.ranks]
+    shapes = [local_shape(param, coord) for coord in coords]
+    most = max(map(math.prod, shapes)) * local.element_size()
+    mine = torch.zeros(most, dtype=torch.uint8, device=local.device)
+    mine[: local.nbytes] = bytes_of(local)
+    found = [torch.empty_like(mine) for _ in coords]
+    runtime.world.agreement.carry_out(
+        lambda: [dist.all_gather(found, mine, group=axis.group, async_op=True)], f"full_tensor of {axis_name} parts"
+    )
+    whole = torch.empty(param.shape, dtype=local.dtype, device=local.device)
+    for coord, shape, sent in zip(coords, shapes, found, strict=True):
+        given = sent[: math.prod(shape) * local.element_size()].view(local.dtype).view(shape)
+        for piece in extents(param, coord):
+            whole[piece.full_index] = given[piece.local_index]
+    return whole

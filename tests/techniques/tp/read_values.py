@@ -1,0 +1,290 @@
+"""What loops read of single parameters and gradients, on a model that is cut over tp, and beside it in one plain process."""
+
+import copy
+import functools
+import io
+import math
+
+import torch
+import torch.nn.functional as F
+from step.plain import mine
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+import shardwise as sw
+from shardwise.errors import UsageError
+
+VOCAB = 11  # two ranks have 6 and 5 rows
+
+
+class Block(nn.Module):
+    def __init__(self, dim=8):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 16), nn.Linear(16, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build():
+    torch.manual_seed(0)
+    return Words().double()
+
+
+def batches(turn, lengths=(5, 3, 4, 6)):
+    generator = torch.Generator().manual_seed(turn)
+    rows = [torch.randint(0, VOCAB, (2, length + 1), generator=generator) for length in lengths]
+    return [{"input_ids": row[:, :-1], "labels": row[:, 1:]} for row in rows]
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def as_it_is(tensor):
+    return tensor
+
+
+# ---- loops: a step with gradients, which ``gradients()`` computes anew ------------------------------------------
+
+
+def sam(model, optim, gradients, whole):
+    """Sharpness-aware minimisation: the step is taken by the gradients at the end of a step uphill."""
+    params = list(model.parameters())
+    norm = torch.stack([whole(p.grad).norm() for p in params]).norm()
+    before = [p.detach().clone() for p in params]
+    for param in params:
+        param.add_(param.grad * (0.5 / (norm + 1e-12)))
+    optim.zero_grad()
+    gradients()
+    for param, value in zip(params, before, strict=True):
+        param.copy_(value)
+    optim.step()
+
+
+def adaptive_sam(model, optim, gradients, whole):
+    """The same, by the size of the weights."""
+    params = list(model.parameters())
+    norm = sum(whole(p.abs() * p.grad).square().sum() for p in params).sqrt()
+    steps = [p.square() * p.grad * (0.5 / norm) for p in params]
+    torch._foreach_add_(params, steps)
+    optim.zero_grad()
+    gradients()
+    torch._foreach_sub_(params, steps)
+    optim.step()
+
+
+def lamb(model, _optim, _gradients, whole):
+    """The step of each layer is as long as its weights are."""
+    for param in model.parameters():
+        update = param.grad / (param.grad.abs().sqrt() + 1e-3) + 0.1 * param
+        param.add_(update, alpha=-0.1 * float(whole(param).norm() / whole(update).norm()))
+
+
+def noise(model, optim, _gradients, whole):
+    """Each gradient is changed by a part of its standard deviation, a quantile of it, and a mean over elements."""
+    for param in model.parameters():
+        grad = param.grad
+        most = torch.quantile(whole(grad.abs()), 0.9).item()
+        scale = whole(grad).std() + whole(param.detach().abs()).mean()
+        grad.clamp_(-most, most).add_(torch.sign(grad) * scale, alpha=0.1)
+    optim.step()
+
+
+def averages(model, optim, _gradients, whole):
+    """The step depends on what is kept of |gradients|, and on how like gradients are to weights."""
+    for param in model.parameters():
+        kept = torch.zeros_like(param.grad).lerp_(param.grad.abs(), 0.3)
+        like = F.cosine_similarity(whole(param).flatten(), whole(param.grad).flatten(), dim=0)
+        if whole(kept).max() > 1e-3:
+            param.grad.div_(kept + 0.1 + like.abs())
+    optim.step()
+
+
+def logged(model, optim, _gradients, whole):
+    """What a log shows, the mean over all elements among it, sets the step size."""
+    number = sum(param.numel() for param in model.parameters())
+    mean = sum(float(whole(param.detach()).abs().sum()) for param in model.parameters()) / number
+    largest = max(torch.linalg.matrix_norm(whole(p), 2).item() for p in model.parameters() if p.dim() == 2)
+    optim.param_groups[0]["lr"] = 0.1 * mean * largest
+    optim.step()
+
+
+LOOPS = (sam, adaptive_sam, lamb, noise, averages, logged)
+
+
+def train(model, loop, gradients_of, whole):
+    optim = sw.local_optimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    for turn in range(3):
+        gradients = functools.partial(gradients_of, model, turn)
+        gradients()
+        with torch.no_grad():
+            loop(model, optim, _with_grad(gradients), whole)
+        optim.zero_grad()
+
+
+def _with_grad(gradients):
+    def call():
+        with torch.enable_grad():
+            gradients()
+
+    return call
+
+
+def of_ranks(layout, whole):
+    """Whole parameters after each loop, or its error, by the name of the loop."""
+    found = {}
+    for loop in LOOPS:
+        with sw.init(layout, device="cpu", timeout_s=30) as world:
+            model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+
+            def gradients(model, turn, world=world):
+                with sw.window(model, mine(batches(turn), world)) as w:
+                    for batch in w:
+                        (loss_of(model, batch) / w.num_tokens).backward()
+
+            try:
+                train(model, loop, gradients, whole)
+                found[loop.__name__] = {n: sw.full_tensor(p).detach() for n, p in model.named_parameters()}
+            except UsageError as error:
+                found[loop.__name__] = str(error)
+    return found
+
+
+def alone():
+    found = {}
+    for loop in LOOPS:
+
+        def gradients(model, turn):
+            given = batches(turn)
+            num = sum(batch["labels"].numel() for batch in given)
+            (sum(loss_of(model, batch) for batch in given) / num).backward()
+
+        model = build()
+        train(model, loop, gradients, as_it_is)
+        found[loop.__name__] = {name: param.detach() for name, param in model.named_parameters()}
+    return found
+
+
+# ---- single reads ---------------------------------------------------------------------------------------------
+
+READS = {
+    "norm": lambda x: x.norm(),
+    "torch.norm": lambda x: torch.norm(x, 1),
+    "sum": lambda x: x.sum(),
+    "sum of squares": lambda x: (x * x).sum(),
+    "power": lambda x: x.detach().pow(2).clone().float().mean().sqrt(),
+    "mean": lambda x: x.abs().mean(),
+    "std": torch.std,
+    "var": lambda x: x.var(unbiased=False),
+    "max": lambda x: x.max(),
+    "max of dim": lambda x: x.max(dim=0),
+    "amax": torch.amax,
+    "argmax": lambda x: x.argmax(),
+    "quantile": lambda x: x.quantile(0.5),
+    "median": lambda x: x.median(),
+    "dim that is cut": lambda x: x.norm(dim=0),
+    "kept dim": lambda x: x.sum(0, keepdim=True),
+    "dot": lambda x: torch.dot(x.flatten(), x.flatten()),
+    "vdot": lambda x: torch.vdot(x.view(-1), x.view(-1)),
+    "product": lambda x: x.t() @ x,
+    "einsum": lambda x: torch.einsum("ij,ij->", x, x),
+    "linalg.norm": torch.linalg.norm,
+    "vector_norm": torch.linalg.vector_norm,
+    "matrix_norm": torch.linalg.matrix_norm,
+    "svd": torch.linalg.svdvals,
+    "_foreach_norm": lambda x: torch._foreach_norm([x, x]),
+    "vector": lambda x: parameters_to_vector([x]).norm(),
+    "cosine": lambda x: F.cosine_similarity(x, x, dim=0),
+    "mse_loss": lambda x: F.mse_loss(x, x * 0),
+    "normalize": lambda x: F.normalize(x, dim=0),
+    "softmax": lambda x: x.softmax(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(0),
+    "all": lambda x: x.isfinite().all(),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "mask": lambda x: x[x > 0],
+    "by its place": lambda x: x[0],
+    "one element": lambda x: x[1, 2].item(),
+    "write by its place": lambda x: x.detach().__setitem__(0, 0.0),
+    "equal": lambda x: torch.equal(x, x.clone()),
+    "allclose": lambda x: torch.allclose(x, x.clone()),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.detach().numpy(),
+    "iterate": lambda x: list(x),
+    "data": lambda x: x.data.norm(),
+    "through lists": lambda x: torch.stack([x, x * 2]).sum(),
+    "written to": lambda x: x.new_zeros(x.shape).copy_(x).sum(),
+    "whole of dp alone": lambda x: getattr(x, "full_tensor", None) and x.t().full_tensor(),
+    "deepcopy": lambda x: copy.deepcopy(x.detach()).sum(),
+    "new parameter": lambda x: nn.Parameter(x.detach().clone()).sum(),
+}
+
+
+def single_reads(layout):
+    """How each read of a parameter, and of its gradient, ends on this rank."""
+    found = {}
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        with sw.window(model, mine(batches(0), world)) as w:
+            for batch in w:
+                (loss_of(model, batch) / w.num_tokens).backward()
+        param = model.get_parameter("blocks.0.up.weight")
+        for name, read in READS.items():
+            for of, tensor in {"parameter": param, "gradient": param.grad}.items():
+                try:
+                    found[name, of] = f"no error: {read(tensor)}"
+                except UsageError as error:
+                    found[name, of] = str(error)
+                except Exception as error:
+                    found[name, of] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def allowed(layout):
+    """What is right on a part, as it is or put together; and that the classes of torch are left where they must be."""
+    found, seen = {}, []
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        model.blocks[0].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.norm().ndim))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optim.register_step_pre_hook(lambda *_: None)
+        with sw.window(model, mine(batches(0), world)) as w:
+            for batch in w:
+                (loss_of(model, batch) / w.num_tokens).backward()
+        up, down = model.blocks[0].up.weight, model.blocks[0].down.weight
+        with torch.no_grad():
+            found["row norms"] = sw.full_tensor(up.norm(dim=1, keepdim=True) * torch.ones_like(up))
+            found["turned"] = sw.full_tensor((up.t() * 2).t())
+            found["filters"] = sw.full_tensor((up.view(up.shape[0], -1) ** 2).reshape(up.shape[0], -1))
+            found["where"] = sw.full_tensor(torch.where(down > 0, down, down.grad))
+        found["norms"] = sw.parameter_norms(model)
+        found["largest of gradients"] = sw.parameter_norms(model, of="gradients", norm_type="inf")
+        found["products"] = sw.parameter_norms(model, {n: p * p.grad for n, p in model.named_parameters()}, norm_type=1)
+        found["norm of all"] = sw.clip_grad_norm_(model, math.inf)
+        found["number"] = sum(p.numel() for p in model.parameters())
+        found["is a parameter"] = all(isinstance(p, nn.Parameter) for p in model.parameters())
+        optim.step()
+        found["saved"] = torch.load(_saved(up.detach()), weights_only=True).shape == up.shape
+        found["class in forward"] = bool(seen)
+    return found
+
+
+def _saved(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return file

@@ -1,0 +1,92 @@
+"""Values that a loop reads of single parameters and gradients: of a rank's part they are refused, of the whole they are those of one
+plain process."""
+
+import functools
+import math
+
+import pytest
+import torch
+from step.plain import assert_close
+from techniques.tp.read_values import (
+    LOOPS,
+    READS,
+    allowed,
+    alone,
+    as_it_is,
+    batches,
+    build,
+    loss_of,
+    of_ranks,
+    single_reads,
+)
+
+import shardwise as sw
+
+LAYOUTS = [
+    "tp=2",
+    pytest.param("dp_replicate=2,tp=2", marks=pytest.mark.soak),
+    "dp_shard=2,tp=2",
+]
+
+
+def size(layout):
+    return 4 if "," in layout else 2
+
+
+@functools.cache
+def wanted():
+    return alone()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_of_the_whole_they_are_those_of_one_process(ranks, layout):
+    for found in ranks.run(of_ranks, size(layout), layout, sw.full_tensor):
+        for loop in LOOPS:
+            assert not isinstance(found[loop.__name__], str), found[loop.__name__]
+            assert_close(found[loop.__name__], wanted()[loop.__name__])
+
+
+@pytest.mark.parametrize("layout", ["tp=2"])
+def test_of_a_part_each_loop_is_refused_by_the_parameters_name(ranks, layout):
+    for found in ranks.run(of_ranks, size(layout), layout, as_it_is):
+        for loop in LOOPS:
+            text = found[loop.__name__]
+            assert isinstance(text, str) and text.startswith("embed.weight: "), text
+            assert "that is cut over tp, outside of the model's forward" in text and "sw.full_tensor(p.grad)" in text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_read_of_a_part_is_refused(ranks, layout):
+    for found in ranks.run(single_reads, size(layout), layout):
+        by_number = {"tolist", "numpy"} if "dp_shard" in layout else set()  # refused as for any DTensor
+        passed = {
+            key: text
+            for key, text in found.items()
+            if not text.startswith("a Python number" if key[0] in by_number else "blocks.0.up.weight: ")
+        }
+        assert passed == {} and len(found) == 2 * len(READS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_right_on_a_part_passes(ranks, layout):
+    model, given = build(), batches(0)
+    num = sum(batch["labels"].numel() for batch in given)
+    (sum(loss_of(model, batch) for batch in given) / num).backward()
+    params, up, down = dict(model.named_parameters()), model.blocks[0].up.weight, model.blocks[0].down.weight
+    for found in ranks.run(allowed, size(layout), layout):
+        whole = {
+            "row norms": up.norm(dim=1, keepdim=True) * torch.ones_like(up),
+            "turned": up * 2,
+            "filters": up**2,
+            "where": torch.where(down > 0, down, down.grad),
+            "norm of all": torch.nn.utils.get_total_norm([p.grad for p in params.values()]),
+        }
+        for name, value in whole.items():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-12, atol=1e-14)
+        for name, p in params.items():
+            assert found["norms"][name].item() == pytest.approx(p.norm().item(), rel=1e-12)
+            assert found["largest of gradients"][name].item() == pytest.approx(p.grad.abs().max().item(), rel=1e-12)
+            assert found["products"][name].item() == pytest.approx((p * p.grad).abs().sum().item(), rel=1e-12)
+        assert found["number"] == sum(p.numel() for p in params.values())
+        assert found["is a parameter"] and found["saved"] and found["class in forward"]
+        assert math.isfinite(found["norm of all"].item())
