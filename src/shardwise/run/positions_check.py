@@ -56,7 +56,7 @@ def check_positions_of_model(config: RunConfig) -> None:
         return  # said again, by every rank, where the model is built
     except Exception:
         return  # a constructor that looks at values cannot be built on meta
-    most = most_positions(module, config.data.seq_len)
+    most = most_positions(module.eval(), config.data.seq_len)
     if most is not None:
         raise _too_long(config, f"model.build={config.model.build!r}", most, "")
 

@@ -283,7 +283,7 @@ def refused(what: str):
     [
         ("sparse", ("UnsupportedError", "a Embedding with sparse=True", "table")),
         ("shared", ("UsageError", "a part of a model that was parallelized already", "1.weight")),
-        ("autograd.grad", ("UnsupportedError", "torch.autograd.grad of the model's parameters", None)),
+        ("autograd.grad", ("UnsupportedError", "torch.autograd.grad of the model's parameters", "temperature")),
         ("weight", ("UsageError", "a parameter of the model used by code outside of its forward", None)),
     ],
 )
