@@ -30,7 +30,8 @@ def _first_step(layout, change):
             optim.step()
         except sw.UsageError as error:
             said = str(error)
-        return said, all(map(torch.equal, before, model.parameters()))
+        pairs = [tuple(map(sw.full_tensor, pair)) for pair in zip(before, model.parameters(), strict=True)]
+        return said, all(torch.equal(*pair) for pair in pairs)
 
 
 def draws_for_itself(model, rank):

@@ -54,8 +54,9 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
         return UsageError(
             "a parameter of the model used by code outside of its forward",
             why="it is cut over the ranks there: parameters are gathered only while model(...) runs",
-            fix=f"{_PENALTY}; other code that computes with parameters belongs into a forward, which model(...) calls: sw.TaskModel(model, loss) "
-            'with Sharding(units="none"); within sw.gathered(model) every parameter is whole, for reading',
+            fix=f"{_PENALTY}; other code that computes with parameters belongs into a forward, which model(...) calls: sw.TaskModel(model, loss)"
+            + ' with Sharding(units="none")' * has_units
+            + "; within sw.gathered(model) every parameter is whole, for reading",
         )
     return UsageError(
         "a parameter of one unit used by code outside that unit",
