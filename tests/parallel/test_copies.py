@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
@@ -23,7 +22,7 @@ def _first_step(layout, change):
         model = sw.parallelize(_build(), world, example={"input": torch.arange(4)})
         with torch.no_grad():
             change(model, world.rank)
-        before = [_part(param).clone() for param in model.parameters()]
+        before = [param.detach().clone() for param in model.parameters()]
         optim = torch.optim.AdamW(model.parameters(), lr=0.1)
         model(torch.arange(4)).square().sum().backward()
         said = ""
@@ -31,12 +30,8 @@ def _first_step(layout, change):
             optim.step()
         except sw.UsageError as error:
             said = str(error)
-        return said, all(map(torch.equal, before, map(_part, model.parameters())))
-
-
-def _part(param):
-    """What the rank stores, without the class that refuses to be compared."""
-    return param.detach() if isinstance(param, DTensor) else param.detach().as_subclass(torch.Tensor)
+        pairs = [tuple(map(sw.full_tensor, pair)) for pair in zip(before, model.parameters(), strict=True)]
+        return said, all(torch.equal(*pair) for pair in pairs)
 
 
 def draws_for_itself(model, rank):

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from shardwise._torch.dtensor import cut_like, local_tensor
 
 __all__ = [
-    "APPLIES",
     "CALLS",
     "BatchNormBase",
     "DDPModule",
@@ -27,9 +26,6 @@ __all__ = [
 
 CALLS = frozenset([nn.Module._call_impl.__code__])
 """The code, as frames have it, in which a module, its ``self``, is called."""
-
-APPLIES = frozenset([nn.Module._apply.__code__])
-"""The code that moves and casts the tensors of a module."""
 
 
 class PausableHooks:

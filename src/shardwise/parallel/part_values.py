@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.autograd import in_backward, without_subclasses
-from shardwise._torch.modules import APPLIES, CALLS
+from shardwise._torch.modules import CALLS
 from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
 from shardwise.model.tensors import bytes_of
@@ -34,11 +34,9 @@ __all__ = ["full_tensor", "show_parts"]
 
 _MARK = "_shardwise_part"
 _modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of models with parts
-_OWN_FRAMES = (
-    "torch.optim.",
-    "torch.amp.",
-    "torch.distributed.",
-)  # read no number of a part, or are refused themselves
+# Modules that read no number of a part, or are refused themselves.
+_OWN_FRAMES = ("torch.optim.", "torch.amp.", "torch.distributed.")
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,13 @@ class _Part:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _as_torchs(self, lambda plain: plain.__reduce_ex__(protocol))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        part = _part_of(self)
+        copied = _as_torchs(self, lambda plain: plain.__deepcopy__(memo))
+        if part is not None:
+            _mark(copied, part)
+        return copied
 
     def full_tensor(self, **options: Any) -> Tensor:
         """The whole value, as of a DTensor; all ranks must call it."""
@@ -206,11 +211,15 @@ def _is_read_by_us(frame: FrameType | None) -> bool:
     backward."""
     if in_backward():
         return True
+    if (
+        frame is not None and frame.f_code is _NEW_PARAMETER
+    ):  # which refuses a tensor whose detach() is of another class
+        return False
     is_decided = False
     while frame is not None:
         if not is_decided:
             name = frame.f_globals.get("__name__") or ""
-            if name.startswith("shardwise.") or name.startswith(_OWN_FRAMES) or frame.f_code in APPLIES:
+            if name.startswith("shardwise.") or name.startswith(_OWN_FRAMES):
                 return True
             is_decided = not name.startswith("torch.")
         if frame.f_code in CALLS and frame.f_locals.get("self") in _modules:
@@ -359,7 +368,7 @@ def _refusal(function: str, part: _PartOf) -> UsageError:
         why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank",
         fix='take the whole first, on every rank: sw.full_tensor(p.grad).norm(); or the norm of each: sw.parameter_norms(model, of="gradients"), of '
         "all gradients together: sw.clip_grad_norm_(model, math.inf). A penalty on weights: weight_decay= of the optimizer, or, after the window, "
-        "p.grad.add_(p.detach(), alpha=0.02). This rank's part, if it is meant: p.detach().as_subclass(torch.Tensor)",
+        "p.grad.add_(p.detach(), alpha=0.02). This rank's part, if it is meant: p.detach().to_local()",
         name=part.name,
     )
 

@@ -229,7 +229,7 @@ READS = {
     "through lists": lambda x: torch.stack([x, x * 2]).sum(),
     "written to": lambda x: x.new_zeros(x.shape).copy_(x).sum(),
     "whole of dp alone": lambda x: getattr(x, "full_tensor", None) and x.t().full_tensor(),
-    "deepcopy": lambda x: copy.deepcopy(x.detach()).sum(),
+    "deepcopy": lambda x: copy.deepcopy(nn.Parameter(x.detach())).sum(),
     "new parameter": lambda x: nn.Parameter(x.detach().clone()).sum(),
 }
 
@@ -277,6 +277,9 @@ def allowed(layout):
         found["norm of all"] = sw.clip_grad_norm_(model, math.inf)
         found["number"] = sum(p.numel() for p in model.parameters())
         found["is a parameter"] = all(isinstance(p, nn.Parameter) for p in model.parameters())
+        found["part"] = up.detach().to_local().norm().ndim == 0
+        model.double(), model.to("cpu")
+        found["kept"] = type(copy.deepcopy(up.detach())) is not torch.Tensor and model.blocks[0].up.weight is up
         optim.step()
         found["saved"] = torch.load(_saved(up.detach()), weights_only=True).shape == up.shape
         found["class in forward"] = bool(seen)

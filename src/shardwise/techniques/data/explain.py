@@ -55,7 +55,7 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
             "a parameter of the model used by code outside of its forward",
             why="it is cut over the ranks there: parameters are gathered only while model(...) runs",
             fix=f"{_PENALTY}; other code that computes with parameters belongs into a forward, which model(...) calls: sw.TaskModel(model, loss)"
-            + (' with Sharding(units="none")' if has_units else "")
+            + ' with Sharding(units="none")' * has_units
             + "; within sw.gathered(model) every parameter is whole, for reading",
         )
     return UsageError(
