@@ -318,3 +318,40 @@ def test_a_dtype_that_a_computed_tensor_is_made_of_is_compared_too(ranks):
     state |= {name: value.double() for name, value in state.items() if name != "middle.qk"}
     for error, is_same in ranks.run(load_in_part, 2, state, True):
         assert error.misfit == "dtype" and error.name == "middle.q" and is_same
+
+
+class KeepsActivation(nn.Module):
+    """Stores another number than it holds, and keeps what its last forward computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.seen = nn.Parameter(torch.zeros(8)), []
+
+    def forward(self, x):
+        self.last = x * self.scale.exp()
+        self.seen = [self.last]
+        return self.last
+
+    def _save_to_state_dict(self, dest, prefix, keep):
+        dest[prefix + "scale"] = self.scale.detach().exp()
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        super()._load_from_state_dict({prefix + "scale": state[prefix + "scale"].log()}, prefix, *rest)
+
+
+def saved_after_a_step(kind, layout):
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        torch.manual_seed(0)
+        middle = KeepsActivation() if kind == "kept" else nn.utils.spectral_norm(nn.Linear(8, 8))
+        model = sw.parallelize(nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 3)).double(), world)
+        with sw.window(model, [{"x": torch.ones(2, 6).double()}], count=lambda b: 2) as w:
+            for b in w:
+                model(b["x"]).sum().backward()
+        return sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", ["kept", "spectral norm"])
+@pytest.mark.parametrize(("layout", "num"), [("dp_shard=1", 1), ("dp_shard=2", 2), ("dp_replicate=2", 2)])
+def test_a_model_that_keeps_what_a_forward_computed_is_saved_after_training(ranks, kind, layout, num):
+    state = ranks.run(saved_after_a_step, num, kind, layout)[0]
+    assert torch.equal(state["1.scale"], torch.ones(8).double()) if kind == "kept" else "1.weight_orig" in state

@@ -43,6 +43,14 @@ class Experts(nn.Module):
         elif self.how == "zeroed in it":
             self.load.zero_()
             self.load += counts
+        elif self.how == "moved towards":  # a running average, written with words of sums
+            self.load.add_(((counts - self.load) * 0.5).to(self.load.dtype))
+        elif self.how == "doubled":
+            self.load.add_(self.load).add_(counts)
+        elif self.how == "by a difference":
+            self.load.copy_(self.load + (counts - self.load))
+        elif self.how == "scaled":
+            self.load = torch.add(counts, self.load, alpha=2)
         elif self.how == "out of place":
             self.load = self.load + counts
         elif self.how == "by index":
@@ -138,7 +146,7 @@ def assert_refused(found, name: str, *words: str) -> None:
 # ---- sums ------------------------------------------------------------------------------------------------------------
 
 ADDED = ("added to", "out of place", "by index", "element by element", "never zeroed")
-NOT_ADDED = ("set anew", "replaced", "zeroed in it")
+NOT_ADDED = ("set anew", "replaced", "zeroed in it", "moved towards", "doubled", "by a difference", "scaled")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

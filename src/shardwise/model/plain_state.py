@@ -54,7 +54,9 @@ def _is_plain(value: Any, depth: int = 6) -> bool:
         return depth > 0 and all(_is_plain(inner, depth - 1) for pair in value.items() for inner in pair)
     if isinstance(value, list | tuple | set | frozenset):
         return depth > 0 and all(_is_plain(inner, depth - 1) for inner in value)
-    return value is None or type(value) is Tensor or isinstance(value, bool | int | float | complex | str | bytes)
+    if type(value) is Tensor:
+        return value.is_leaf  # what a forward has computed with gradients is no state, and cannot be copied
+    return value is None or isinstance(value, bool | int | float | complex | str | bytes)
 
 
 def _is_same(a: Any, b: Any) -> bool:

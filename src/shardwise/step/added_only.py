@@ -98,7 +98,9 @@ class AddedOnly(TorchDispatchMode):
     def _look(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         word = _word(func)
         targets = _written(func, args, kwargs)
-        if not targets:
+        if word in _ADDS and not self._is_one_term(name, word, args, kwargs):
+            self._wrong.setdefault(name, f"adds what it has computed with it ({word})")
+        elif not targets:
             if word in _ADDS | _KEEPS or getattr(func, "is_view", False):
                 for made in _tensors(output):
                     self._note(name, made)
@@ -108,6 +110,12 @@ class AddedOnly(TorchDispatchMode):
             self._wrong.setdefault(name, f"computes with it ({word})")
         elif word not in _ADDS and not (word in _PUTS and self._is_put(name, word, args)):
             self._wrong.setdefault(name, f"sets it anew ({word})")
+
+    def _is_one_term(self, name: str, word: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the buffer is one term of a sum, with its own sign and size: nothing else in the sum is made of it."""
+        own = [leaf for leaf in _tensors((args, dict(kwargs))) if self._name_of(leaf) == name]
+        is_first = any(self._name_of(leaf) == name for leaf in _tensors(args[:1]))
+        return len(own) == 1 and (is_first or (word == "add" and kwargs.get("alpha", 1) == 1))
 
     def _is_put(self, name: str, word: str, args: Sequence[Any]) -> bool:
         """Whether what is written into a part of the buffer is its own value plus something, or is added."""
