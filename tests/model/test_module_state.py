@@ -1,7 +1,9 @@
 """What a forward writes into modules goes back whole: buffers as the objects they were, and the Python state beside them, deep."""
 
 import types
+from array import array
 from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -10,6 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.module_state import ModuleState, plain_numbers
+
+
+@dataclass(slots=True)
+class Slots:
+    rows: int = 0
+    parts: list[int] = field(default_factory=list)
 
 
 class Length:
@@ -30,6 +38,8 @@ class Keeper(nn.Module):
         self.nested = {"by": [{"deep": (1, [2])}], "set": {1}}
         self.queue, self.counter, self.ordered = deque([1], maxlen=3), Counter("ab"), OrderedDict(x=[1])
         self.array, self.length, self.space = np.zeros(3), Length(), types.SimpleNamespace(step=[0])
+        self.slots, self.typed, self.bytes = Slots(), array("l", [1, 2]), bytearray(b"ab")
+        self.deep = [[[[[[[[[[1]]]]]]]]]]
         self.loose, self.listed = torch.ones(2), [torch.ones(2)]
 
     @cached_property
@@ -50,6 +60,11 @@ class Keeper(nn.Module):
         self.length.rows = 8
         self.length.inner["parts"] = [3]
         self.space.step[0] += 1
+        self.slots.rows = 7
+        self.slots.parts.append(1)
+        self.typed.append(5)
+        self.bytes[0] = 0
+        self.deep[0][0][0][0][0][0][0][0][0][0] = 2
         self.loose += 1
         self.listed[0] += 1
         _ = self.angles

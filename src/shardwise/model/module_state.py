@@ -6,6 +6,7 @@ count, both go back together: one without the other would be read wrong from the
 
 import sys
 import types
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from functools import cache
@@ -22,7 +23,7 @@ __all__ = ["REPLACES", "Attributes", "ModuleState", "keeps_attributes", "plain_n
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 
-_DEPTH = 6  # containers within containers that are looked into
+_DEPTH = 32  # containers within containers that are looked into, each once
 _OPAQUE = frozenset({"torch", "shardwise", "builtins"})
 
 
@@ -171,8 +172,10 @@ def plain_numbers(module: nn.Module) -> dict[str, float]:
     while parts:
         path, part = parts.pop()
         content = _content(part)
-        pairs = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, value in pairs if not isinstance(content, set) else ():
+        pairs = (
+            content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+        )
+        for key, value in pairs:
             name = f"{path}.{key}" if path else str(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 found[name] = value
@@ -205,7 +208,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_mutable(value: Any) -> bool:
-    if isinstance(value, dict | list | set | deque | bytearray | types.SimpleNamespace):
+    if isinstance(value, dict | list | set | deque | bytearray | array | types.SimpleNamespace):
         return True
     kind = type(value)
     home = kind.__module__.partition(".")[0]
@@ -213,7 +216,22 @@ def _is_mutable(value: Any) -> bool:
         return kind.__name__ == "ndarray"
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or home in _OPAQUE:
         return False
-    return home not in sys.stdlib_module_names and isinstance(getattr(value, "__dict__", None), dict)
+    if home in sys.stdlib_module_names:
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots(kind))
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """The attributes that objects of a class keep in slots, as those of a dataclass with ``slots=True``."""
+    named = [vars(cls).get("__slots__", ()) for cls in kind.__mro__]
+    names = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _attributes_of(part: Any) -> dict[str, Any]:
+    slots = {name: getattr(part, name) for name in _slots(type(part)) if hasattr(part, name)}
+    return {**getattr(part, "__dict__", {}), **slots}
 
 
 def _content(part: Any) -> Any:
@@ -224,9 +242,9 @@ def _content(part: Any) -> Any:
         return list(part)
     if isinstance(part, set):
         return set(part)
-    if isinstance(part, bytearray):
-        return bytes(part)
-    return part.copy() if type(part).__module__ == "numpy" else dict(vars(part))
+    if isinstance(part, bytearray | array):
+        return part[:]
+    return part.copy() if type(part).__module__ == "numpy" else _attributes_of(part)
 
 
 def _items(content: Any) -> Collection[Any]:
@@ -241,7 +259,7 @@ def _is_same(now: Any, before: Any) -> bool:
         return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
     if isinstance(now, list):
         return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-    if isinstance(now, set | bytes):
+    if isinstance(now, set | bytearray | array):
         return now == before
     return now.shape == before.shape and now.tobytes() == before.tobytes()
 
@@ -250,7 +268,7 @@ def _put(part: Any, content: Any) -> None:
     if isinstance(part, dict | set):
         part.clear()
         part.update(content)
-    elif isinstance(part, list | bytearray):
+    elif isinstance(part, list | bytearray | array):
         part[:] = content
     elif isinstance(part, deque):
         part.clear()
@@ -258,8 +276,10 @@ def _put(part: Any, content: Any) -> None:
     elif type(part).__module__ == "numpy":
         part[...] = content
     else:
-        vars(part).clear()
-        vars(part).update(content)
+        for name in _attributes_of(part).keys() - content.keys():
+            delattr(part, name)
+        for name, value in content.items():
+            object.__setattr__(part, name, value)  # as a frozen dataclass refuses setattr
 
 
 def _loose(parts: Iterable[tuple[Any, Any]], attributes: dict[str, Any]) -> Iterator[Tensor]:

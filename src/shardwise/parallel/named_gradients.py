@@ -25,6 +25,8 @@ def _replaced(inputs: Sequence[Any], accumulates: bool) -> Sequence[Any]:
     Raises:
         UnsupportedError: ``torch.autograd.grad`` of what a rank has a part of.
     """
+    # An edge of the graph may stand for a leaf: torch.autograd.graph.get_gradient_edge(param).
+    inputs = [getattr(getattr(x, "node", None), "variable", x) for x in inputs]
     found = {id(x): x for x in inputs}
     for runtime in runtimes_in_use():
         own = {id(param): name for name, param in runtime.parameters.items() if id(param) in found}

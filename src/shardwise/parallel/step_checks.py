@@ -127,7 +127,9 @@ def _notifying(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[
             runtime.on_zero_grad(held, set_to_none)
             runtime.holds_stepped_gradients = False
             if runtime.has_loose_sums and held.keys() >= {id(runtime.parameters[name]) for name in runtime.trainable}:
-                runtime.has_loose_sums = False  # nobody steps them: a GAN's generator was trained through this model
+                runtime.has_loose_sums = (
+                    False  # no optimizer steps them: a GAN's generator was trained through this model
+                )
         zero_grad(owner, set_to_none)
 
     return call

@@ -91,7 +91,13 @@ def with_allowed(model, given, num):
     (probe_loss(output, slice(0, 1)) / num).backward(inputs=[*model.probes[0].parameters(), model.head.bias])
 
 
-LOOPS = [probes_after, probes_before, nothing_else, scalar_and_activation, one_by_one, with_allowed]
+def by_edges(model, given, num):
+    """Edges of the graph in place of parameters."""
+    edges = [torch.autograd.graph.get_gradient_edge(p) for p in model.probes.parameters()]
+    (probe_loss(model(given["x"])) / num).backward(inputs=edges)
+
+
+LOOPS = [by_edges, probes_after, probes_before, nothing_else, scalar_and_activation, one_by_one, with_allowed]
 
 
 def one_process(loop, precision=None):

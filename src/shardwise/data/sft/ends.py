@@ -69,7 +69,7 @@ def runs_of(marks: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def ending_note(kind: str, place: str, answer: str, rest: str) -> str:
-    """What is told of an answer that ends without a special token ("none"), or before one ("left out")."""
+    """What is reported of an answer that ends without a special token ("none"), or before one ("left out")."""
     around = f"{answer[-_SHOWN:]!r} is followed by {rest[:_SHOWN]!r}"
     if kind == "left out":
         return (

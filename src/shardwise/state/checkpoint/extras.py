@@ -91,7 +91,7 @@ class CutTensors:
 
 
 def cut_as(tensor: Tensor, key: str) -> tuple[Runtime, str] | None:
-    """A sharded model and the name of a parameter of it that ``tensor`` is cut as; None: it is not cut, or nobody knows how.
+    """A sharded model and the name of a parameter of it that ``tensor`` is cut as; None: it is not cut, or it does not show how.
 
     Args:
         tensor: a DTensor says itself how it is cut; a plain part of a parameter is known by its ``key``.
