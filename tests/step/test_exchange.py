@@ -10,7 +10,7 @@ from step.plain import batch, mine, plain_backward, shard, sum_loss
 from torch import nn
 
 import shardwise as sw
-import shardwise.step.buffers
+import shardwise.parallel.buffers
 from shardwise.errors import RankError
 
 POLICIES = {"rank0": {"*": "rank0"}, "mean": {"short": "rank0", "flag": "rank0", "*": "mean"}}
@@ -54,13 +54,13 @@ def _written(layout, policy):
     world, step = _step(layout, policy)
     with world:
         own = {}
-        same = shardwise.step.buffers.make_equal
+        same = shardwise.parallel.buffers.make_equal
 
         def keep(runtime, changed, place):
             own.update({name: buffer.clone() for name, buffer in step.model.named_buffers()})
             same(runtime, changed, place)
 
-        with mock.patch.object(shardwise.step.buffers, "make_equal", keep):
+        with mock.patch.object(shardwise.parallel.buffers, "make_equal", keep):
             step(mine([batch(i) for i in range(4)], world))
         return own, {name: buffer.clone() for name, buffer in step.model.named_buffers()}
 
@@ -82,7 +82,7 @@ def _never_comes(policy, absent):
     window = mine([batch(i) for i in range(2)], world)
     step(window)  # before the first step of an optimizer ranks meet once more
     if world.rank == absent:
-        with mock.patch.object(shardwise.step.buffers, "make_equal", lambda *args: None):
+        with mock.patch.object(shardwise.parallel.buffers, "make_equal", lambda *args: None):
             step(window)
         world.watch.at("a long lunch")
         time.sleep(4.0)

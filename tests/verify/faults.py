@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-import shardwise.step.buffers
+import shardwise.parallel.buffers
 import shardwise.step.clip
 import shardwise.step.window
 import shardwise.techniques.data.replicas
@@ -78,7 +78,7 @@ def mean_of_means() -> Any:
 
 def stale_buffer() -> Any:
     """Running statistics are left as each rank has them."""
-    return mock.patch.object(shardwise.step.buffers, "make_equal", lambda *args: None)
+    return mock.patch.object(shardwise.parallel.buffers, "make_equal", lambda *args: None)
 
 
 def whole_parameters_not_summed() -> Any:

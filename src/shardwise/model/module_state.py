@@ -8,8 +8,8 @@ import sys
 import types
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator, Sized
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from shardwise._torch.autograd import unseen
 from shardwise.model.names import own_attributes
 
-__all__ = ["REPLACES", "Attributes", "ModuleState", "keeps_attributes", "plain_numbers"]
+__all__ = ["REPLACES", "Attributes", "FunctionState", "ModuleState", "keeps_attributes", "plain_numbers"]
 
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 
 _DEPTH = 32  # containers within containers that are looked into, each once
+_MOST_PARTS, _LONGEST = 2000, 1000  # of what a function reaches: it may hold on to a trainer with its dataset
 _OPAQUE = frozenset({"torch", "shardwise", "builtins"})
 
 
@@ -46,6 +47,18 @@ class ModuleState:
                 for buffer in module._buffers.values():
                     if buffer is not None and id(buffer) not in self._values:
                         self._values[id(buffer)] = _Value(buffer, of_torch=not keeps_attributes(module))
+
+    @property
+    def written_buffers(self) -> list[tuple[nn.Module, str]]:
+        """The buffers that have changed, each with its module."""
+        with unseen():
+            changed = _changed(self._values)
+        return [
+            (owner.module, name)
+            for owner in self._owners
+            for name, buffer in owner.module._buffers.items()
+            if buffer is not owner.buffers.get(name) or id(buffer) in changed
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -148,6 +161,65 @@ class Attributes:
             self._tensors[key].restore()
 
 
+class FunctionState:
+    """What functions of the user's own (a loss, a forward) keep: containers and objects in their closures, defaults and attributes, or of
+    the object whose method they are, and modules there with their buffers; :meth:`restore` puts back what has changed. What lies in
+    lists of more than a thousand items, and in globals, is not looked at.
+
+    Attributes:
+        modules: those that the functions use.
+    """
+
+    def __init__(self, functions: Iterable[Any]):
+        self.modules: list[nn.Module] = []
+        found = _reached(functions, self.modules)
+        self._parts = [(part, _content(part)) for part in found]
+        self._tensors = {id(tensor): _Value(tensor) for tensor in _loose(self._parts, {})}
+        self._state = ModuleState(each for module in self.modules for each in module.modules())
+
+    @property
+    def written_buffers(self) -> list[tuple[nn.Module, str]]:
+        """The buffers of the modules that have changed."""
+        return self._state.written_buffers
+
+    def restore(self) -> None:
+        for part, content in self._parts:
+            if not _is_same(_content(part), content):
+                _put(part, content)
+        with unseen():
+            changed = _changed(self._tensors)
+        for key in changed:
+            self._tensors[key].restore()
+        self._state.restore()
+
+
+def _reached(functions: Iterable[Any], modules: list[nn.Module]) -> list[Any]:
+    """The cells, containers and objects that functions use, nearest first; the modules among them are added to ``modules``."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = deque(functions)
+    while waiting and len(seen) < _MOST_PARTS:
+        value = waiting.popleft()
+        if id(value) in seen or value.__class__ in _ATOMS - _CALLED:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            modules.append(value)
+        elif isinstance(value, types.MethodType):
+            waiting += (value.__self__, value.__func__)
+        elif isinstance(value, partial):
+            waiting += (value.func, *value.args, *value.keywords.values())
+        elif isinstance(value, types.FunctionType):
+            waiting += (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            waiting += vars(value).values()
+        elif isinstance(value, tuple | frozenset):
+            waiting += value
+        elif _is_mutable(value) and not (isinstance(value, Sized) and len(value) > _LONGEST):
+            found[id(value)] = value
+            waiting += _items(_content(value))
+    return list(found.values())
+
+
 def _mutable_parts(values: Iterable[Any]) -> list[Any]:
     """The containers, arrays and objects of the user's classes among ``values`` and within them, each once."""
     found: dict[int, Any] = {}
@@ -185,7 +257,8 @@ def plain_numbers(module: nn.Module) -> dict[str, float]:
     return found
 
 
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), types.FunctionType, types.MethodType, type})
+_CALLED = frozenset({types.FunctionType, types.MethodType})
+_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type}) | _CALLED
 
 
 def keeps_attributes(module: nn.Module) -> bool:
@@ -208,7 +281,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _is_mutable(value: Any) -> bool:
-    if isinstance(value, dict | list | set | deque | bytearray | array | types.SimpleNamespace):
+    if isinstance(value, dict | list | set | deque | bytearray | array | types.SimpleNamespace | types.CellType):
         return True
     kind = type(value)
     home = kind.__module__.partition(".")[0]
@@ -244,7 +317,17 @@ def _content(part: Any) -> Any:
         return set(part)
     if isinstance(part, bytearray | array):
         return part[:]
+    if isinstance(part, types.CellType):
+        return [part.cell_contents] if _is_filled(part) else []
     return part.copy() if type(part).__module__ == "numpy" else _attributes_of(part)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _items(content: Any) -> Collection[Any]:
@@ -268,6 +351,9 @@ def _put(part: Any, content: Any) -> None:
     if isinstance(part, dict | set):
         part.clear()
         part.update(content)
+    elif isinstance(part, types.CellType):
+        if content:
+            part.cell_contents = content[0]
     elif isinstance(part, list | bytearray | array):
         part[:] = content
     elif isinstance(part, deque):

@@ -25,6 +25,7 @@ from shardwise.model import read_anatomy
 from shardwise.model.calling import cropped, run_on
 from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
+from shardwise.parallel.buffers import watch_outside
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.named_gradients import watch_named_gradients
@@ -237,6 +238,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
     watch_steps(runtime)
+    watch_outside(runtime)
     watch_named_gradients()
     attach(module, runtime)
     refuse_states_of_parts(module, recipe)

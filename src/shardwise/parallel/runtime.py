@@ -171,6 +171,8 @@ class Runtime:
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
         # A backward outside of windows has summed gradients; None: the user was warned.
         self.has_loose_sums: bool | None = False
+        # Backwards outside of windows have summed gradients, and buffers were not compared since; what those began with.
+        self.has_loose_buffers, self.loose_buffers = False, None  # type: bool, object
         self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
         # Called before gradients are cleared, with the parameters (by id), and whether gradients become None.
         self.on_zero_grad: ZeroGrad = _nothing
@@ -229,8 +231,9 @@ class Runtime:
         return dict(found.values())
 
     def module_state(self) -> ModuleState:
-        """What a forward may write besides gradients, as it is now, to be restored after one that does not count."""
-        return ModuleState(module for _, module in self.modules)
+        """What a forward may write besides gradients, as it is now, to be restored after one that does not count. Of all sharded
+        models: a loss may run several."""
+        return ModuleState(module for runtime in (self, *runtimes_in_use()) for _, module in runtime.modules)
 
     def saved_buffers(self, *, of_main: bool = False) -> dict[str, tuple[tuple[int, ...], str]]:
         """Name -> shape and dtype of each persistent buffer, as it is now. With ``of_main`` as rank 0 has it, which differs where each
@@ -441,9 +444,14 @@ def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:
 
 
 def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
-    """Notes that a backward outside of windows has summed gradients over the ranks."""
+    """Notes that a backward outside of windows has summed gradients over the ranks; in the window of another model, whose count divides
+    the loss, it was meant so."""
     runtime = told()
-    if runtime is not None and runtime.has_loose_sums is False and runtime.world.axis("dp").size > 1:
+    if runtime is None:
+        return
+    runtime.has_loose_buffers = True
+    in_other = any(other.in_window for other in runtimes_in_use())
+    if runtime.has_loose_sums is False and runtime.world.axis("dp").size > 1 and not in_other:
         runtime.has_loose_sums = True
 
 

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
+from shardwise.parallel.buffers import end_outside
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import replaced_name
@@ -70,6 +71,8 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not runtime.is_checked:
             runtime.check_unchanged()
         runtime.is_checked, runtime.holds_stepped_gradients = False, True
+        if runtime.has_loose_buffers:
+            end_outside(runtime, f"{type(optimizer).__name__}.step()")
         _warn_of_sums(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)

@@ -14,8 +14,8 @@ from shardwise.data.loader import Loader, mark_used
 from shardwise.errors import UsageError
 from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.argument_checks import refuse_torch_loss
-from shardwise.step.buffers import BufferExchange
 from shardwise.step.fused import fused_forward
 from shardwise.step.loss import (
     Batch,
@@ -95,7 +95,7 @@ class _Sums:
         self.totals: dict[str, Tensor] = {}
         self.tokens = torch.zeros((), dtype=torch.float64)
         self._buffers, self._is_idle = BufferExchange(runtime), True
-        self._check = SumCheck(counter)
+        self._check = SumCheck(runtime, counter, forward)
         self._last: Batch = {}
 
     def run(self, loader: Iterable[Any]) -> None:
@@ -147,9 +147,9 @@ class _Sums:
             return self.forward(self.runtime.module, batch, state)
 
         if float(agreed["unclear"]):
-            self._check.try_forward(self.runtime, forward, self.loss)
+            self._check.try_forward(forward, self.loss)
         if isinstance(self.loss, ModelLoss):
-            ModelLossCheck(self.loss).run(self.runtime, forward, [self._last])
+            ModelLossCheck(self.loss, self.forward).run(self.runtime, forward, [self._last])
         num_tokens = float(agreed["tokens"])
         if not num_tokens:
             raise UsageError(

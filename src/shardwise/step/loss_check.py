@@ -14,10 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.config.suggest import first_few
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import ConfigError, RankError, ShardwiseError, first_line
 from shardwise.launch.failure import is_lost_peer
+from shardwise.model.module_state import FunctionState
 from shardwise.parallel import Runtime
+from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.step.growth import Copies, Growth, growths_of
 from shardwise.step.loss import Batch, Loss, as_sums
 from shardwise.world.rng import derive_seed, forked_streams
@@ -38,7 +41,9 @@ class SumCheck:
     meanwhile: a loss may contain a collective (a sharded teacher), and then every rank must run it equally often.
 
     Args:
+        runtime: of the model whose loss it is.
         count: what is counted in a micro-batch.
+        forward: calls the model on a micro-batch; what it and the loss keep is as before after a trial.
 
     Attributes:
         is_due: whether this window tries the loss; equal on every rank.
@@ -46,8 +51,9 @@ class SumCheck:
             something; :meth:`try_forward` settles them.
     """
 
-    def __init__(self, count: Callable[[Batch], Any]) -> None:
-        self._count = count
+    def __init__(self, runtime: Runtime, count: Callable[[Batch], Any], forward: Callable[..., Any]) -> None:
+        self._runtime, self._count, self._forward = runtime, count, forward
+        self._has_warned = False
         self.settled: set[str] = set()  # entries settled by some rank: equal on every rank
         self.names: set[str] = set()  # entries the loss has returned
         self.found: set[str] = set()  # entries settled by this rank in this window
@@ -114,7 +120,7 @@ class SumCheck:
         ``""`` for any other output."""
         if loss is None:
             return {}, ""
-        with torch.no_grad(), _without_warnings():
+        with torch.no_grad(), without_a_trace(self._runtime, loss) as kept:
             try:
                 copies = Copies(batch, output)
                 runs = _in_float64_or_as_it_is(
@@ -123,7 +129,28 @@ class SumCheck:
             except Exception as error:  # such as an output that can be used only once, a distribution of a fixed size
                 self._error = error
                 return {}, ""
+            finally:
+                written = self._buffers_outside(kept)
+        if written:
+            self._warn_of_buffers(written)
         return growths_of(runs, of_forward=False), self._worth(copies)
+
+    def _buffers_outside(self, kept: FunctionState) -> list[str]:
+        """The buffers that the loss has written and the model does not have."""
+        if self._has_warned or self._runtime.world.axis("loss").size == 1:
+            return []
+        inside = {id(module) for runtime in runtimes_in_use() for _, module in runtime.modules}
+        return [f"{type(owner).__name__}.{name}" for owner, name in kept.written_buffers if id(owner) not in inside]
+
+    def _warn_of_buffers(self, names: list[str]) -> None:
+        self._has_warned = True
+        if self._runtime.world.is_main:
+            warnings.warn(
+                f"the loss writes {first_few(names)}, a buffer that the model does not have: each rank writes it from its own data, nothing "
+                "compares the ranks, and it is in no checkpoint. Put the loss in the model, before parallelize: "
+                'model = sw.TaskModel(model, loss), and say what the ranks make of it together: Sharding(buffers={"*.center": "mean"})',
+                stacklevel=2,
+            )
 
     def _worth(self, copies: Copies) -> str:
         if not copies.is_of_samples:
@@ -131,7 +158,7 @@ class SumCheck:
             return "means" if copies.is_whole and twice == 2 * once else ""
         return "whole" if copies.is_whole else "but for numbers" if copies.is_rows_and_numbers else ""
 
-    def try_forward(self, runtime: Runtime, forward: Callable[[Batch], Any], loss: Loss | None) -> None:
+    def try_forward(self, forward: Callable[[Batch], Any], loss: Loss | None) -> None:
         """Settles the unclear entries of any rank: runs forward and loss on copies of a micro-batch, without side
         effects. All ranks must call it, outside a window.
 
@@ -140,7 +167,7 @@ class SumCheck:
         """
         unclear, batch = self.unclear, self._batch
         assert batch is not None  # every rank has kept one in `try_loss`
-        growths = self._by_forward(runtime, forward, loss, batch)
+        growths = self._by_forward(forward, loss, batch)
         problem = None
         for name, seen in unclear.items():
             growth = growths.get(name)
@@ -149,17 +176,16 @@ class SumCheck:
             else:
                 problem = problem or _problem(name, seen, growth)
         self.unclear, self._batch, self._error = {}, None, None
-        agreed = runtime.world.agreement.sum(
+        agreed = self._runtime.world.agreement.sum(
             {"problem": float(problem is not None)}, "trying whether the loss is a sum"
         )
         if float(agreed["problem"]):
-            raise agreed_problem(runtime, problem)
+            raise agreed_problem(self._runtime, problem)
 
-    def _by_forward(
-        self, runtime: Runtime, forward: Callable[[Batch], Any], loss: Loss | None, batch: Batch
-    ) -> dict[str, Growth]:
+    def _by_forward(self, forward: Callable[[Batch], Any], loss: Loss | None, batch: Batch) -> dict[str, Growth]:
         """How each entry grows when forward runs on the copies; empty where it cannot run on them."""
-        with without_a_trace(runtime):
+        runtime = self._runtime
+        with torch.no_grad(), without_a_trace(runtime, loss, self._forward), torch.compiler.set_stance("force_eager"):
             try:
                 plain = Copies(batch, None)
                 if not plain.is_of_samples:
@@ -269,15 +295,16 @@ def _part(name: str, growth: Growth) -> ConfigError:
 
 
 @contextlib.contextmanager
-def without_a_trace(runtime: Runtime) -> Iterator[None]:
-    """Within: no gradients, no warnings, and compiled blocks run uncompiled, since sizes that never come again would
-    have torch compile them for any size. Buffers, and the Python state beside them, are restored afterwards."""
-    state = runtime.module_state()
+def without_a_trace(runtime: Runtime, *functions: Any) -> Iterator[FunctionState]:
+    """Within: no warnings. Buffers of the models, the Python state beside them, and what ``functions`` keep, are restored afterwards;
+    yields the latter."""
+    state, kept = runtime.module_state(), FunctionState(functions)
     try:
-        with torch.no_grad(), _without_warnings(), torch.compiler.set_stance("force_eager"):
-            yield
+        with _without_warnings():
+            yield kept
     finally:
         state.restore()
+        kept.restore()
 
 
 @contextlib.contextmanager

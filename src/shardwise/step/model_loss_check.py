@@ -49,8 +49,8 @@ class ModelLossCheck:
         loss: the loss, with what is counted.
     """
 
-    def __init__(self, loss: ModelLoss) -> None:
-        self._count = loss.count
+    def __init__(self, loss: ModelLoss, forward: Callable[..., Any]) -> None:
+        self._count, self._forward = loss.count, forward
         self._counts_labels = loss.count is valid_labels
         self._is_aligned = not self._counts_labels  # with a count of the user's, labels may be shifted by the model
         self._said = ""  # a forward that takes the loss out, as text
@@ -111,7 +111,14 @@ class ModelLossCheck:
         """The model's loss for each trial, and what kept it from running."""
         found: list[Tensor] = []
         others: dict[str, float] = {}
-        with without_a_trace(runtime), mode(runtime.module), _LossesInFloat32():
+        untraced = without_a_trace(runtime, self._forward)
+        with (
+            torch.no_grad(),
+            untraced,
+            torch.compiler.set_stance("force_eager"),
+            mode(runtime.module),
+            _LossesInFloat32(),
+        ):
             try:
                 for batch in trials:
                     output = seeded(runtime, 0, forward, dict(batch))

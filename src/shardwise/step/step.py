@@ -168,8 +168,8 @@ class TrainStep:
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
         runtime.engine.penalties.add_step(self)
         self._scale = LossScale(runtime, optim, scaler)
-        self._sums = SumCheck(self.count)
-        self._means = ModelLossCheck(loss) if isinstance(loss, ModelLoss) else None
+        self._sums = SumCheck(runtime, self.count, forward)
+        self._means = ModelLossCheck(loss, forward) if isinstance(loss, ModelLoss) else None
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
         agree_on_settings(self)
@@ -206,7 +206,7 @@ class TrainStep:
             agree_on_settings(self)
         self._sums.agree(sorted(sums), agreed["told"])
         if float(agreed["unclear"]):
-            self._try(lambda forward: self._sums.try_forward(self._runtime, forward, self.loss))
+            self._try(lambda forward: self._sums.try_forward(forward, self.loss))
         if (means_of := self._means) is not None and means_of.is_due(self.num_steps, w.num_ignored):
             self._try(lambda forward: means_of.run(self._runtime, forward, w.batches))
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}

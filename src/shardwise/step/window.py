@@ -26,8 +26,8 @@ from shardwise.data.loader import mark_used
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.buffers import BufferExchange, begin_outside, end_outside, watched_outside
 from shardwise.parallel.step_checks import refuse_unreduced
-from shardwise.step.buffers import BufferExchange
 from shardwise.step.exchange import Exchange
 from shardwise.step.grad_stash import GradStash
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
@@ -149,7 +149,12 @@ class Window:
         """Notes versions and checksums that the end of the window compares with. Changes no tensor: the exchange that is under way may
         refuse the window."""
         self._first = written_state(self.runtime)
-        self._buffers, self._written = BufferExchange(self.runtime), ParamWriteCheck(self.runtime)
+        runtime, begun = self.runtime, self.runtime.loose_buffers
+        # A forward and backward from before the window, in that of another model, has written buffers too.
+        is_begun = runtime.has_loose_buffers and isinstance(begun, BufferExchange)
+        self._buffers = begun if is_begun else BufferExchange(runtime)
+        runtime.has_loose_buffers, runtime.loose_buffers = False, None
+        self._written = ParamWriteCheck(runtime)
 
     # ---- running ---------------------------------------------------------------------------------------------
 
@@ -403,17 +408,27 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     engine.set_sync(is_last)
     in_order = runtime.paddings.pop(0) if runtime.paddings else False
     padding = in_order if batch is None else is_padding(batch)
+    if not runtime.accumulates:
+        runtime.loose_buffers = None
+        begin_outside(runtime)
+    first = written_state(runtime)
     try:
-        with _not_counted(runtime, padding):
+        with (
+            watched_outside(runtime) if first is not None else contextlib.nullcontext(),
+            _not_counted(runtime, padding),
+        ):
             yield
         if is_last:
             engine.complete("the last micro-batch")
+            end_outside(runtime, "the last micro-batch")
     except BaseException:
         engine.abandon()
-        runtime.paddings = []
+        runtime.paddings, runtime.accumulates = [], False
         raise
+    runtime.accumulates = not is_last
     if is_last:
         runtime.paddings = []
+        if first is not None:
+            first.end()
     else:
         engine.set_sync(None)
-        runtime.accumulates = True

@@ -4,10 +4,15 @@ One digest compares names, shapes and dtypes, others the values, in the exchange
 Persistent buffers must be equal on all ranks. Where they are not, their policy in the recipe says what is made of them (running
 statistics: that of rank 0, or the mean); where none does, differences within rounding are made equal, and any other is an error.
 Buffers that are not persistent are each rank's own, unless a policy names them.
+
+A loop without windows ends one in the last ``accumulate``, or where the optimizer steps after backwards of their own (of a second model
+in a loss, too).
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +20,19 @@ from torch import Tensor
 from shardwise.errors import RankError, UsageError
 from shardwise.model.read import dtype_name
 from shardwise.model.tensors import change_marks, checksums, combined
-from shardwise.parallel import Runtime
-from shardwise.step.added_only import AddedOnly
-from shardwise.step.buffer_errors import Fact, described, not_only_added_to, other_begin, other_buffers, other_values
+from shardwise.parallel.added_only import AddedOnly
+from shardwise.parallel.buffer_errors import (
+    Fact,
+    described,
+    not_only_added_to,
+    other_begin,
+    other_buffers,
+    other_values,
+)
+from shardwise.parallel.runtime import Runtime
 from shardwise.world.agreement import Entry, digest_of_text
 
-__all__ = ["BufferExchange", "make_equal"]
+__all__ = ["BufferExchange", "begin_outside", "end_outside", "make_equal", "watch_outside", "watched_outside"]
 
 _ROUNDING = 16  # times the spacing of a dtype's numbers: ranks that compute one thing differ by no more
 _ROUNDING_OF_HALF = 2
@@ -109,6 +121,11 @@ class BufferExchange:
             else:
                 self._settle(place)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are buffers that ranks agree on; equal on all ranks."""
+        return self._has_equal or self._has_sums or self._has_synced
+
     def _wrong_use(self) -> tuple[str, str] | None:
         return None if self._added_only is None else self._added_only.wrong_use(self._held.get("sum", {}))
 
@@ -190,6 +207,44 @@ class BufferExchange:
             beside = _by_policy(runtime).get("own", {})
             raise other_values(runtime, wrong, held[wrong[0]], main[differ.index(wrong[0])], beside, place)
         _take(own, main)
+
+
+# ---- loops without windows --------------------------------------------------------------------------------------------
+
+
+def watch_outside(runtime: Runtime) -> None:
+    """Notes, for sums of buffers, with which values a backward outside of the model's windows begins: before its first forward."""
+    if "sum" not in runtime.buffer_policies.values():
+        return
+    told = weakref.ref(runtime)
+
+    def before_forward(*_: Any) -> None:
+        runtime = told()
+        if runtime is not None and not runtime.in_window and torch.is_grad_enabled() and runtime.module.training:
+            begin_outside(runtime)
+
+    runtime.module.register_forward_pre_hook(before_forward)
+
+
+def begin_outside(runtime: Runtime) -> None:
+    """Begins what :func:`end_outside` ends, unless it has begun."""
+    if runtime.loose_buffers is None:
+        runtime.loose_buffers = BufferExchange(runtime)
+
+
+def watched_outside(runtime: Runtime) -> contextlib.AbstractContextManager[None]:
+    """:meth:`BufferExchange.watched` of what has begun outside of windows."""
+    begun = runtime.loose_buffers
+    return begun.watched() if isinstance(begun, BufferExchange) else contextlib.nullcontext()
+
+
+def end_outside(runtime: Runtime, place: str) -> None:
+    """Compares buffers after backwards outside of windows, and makes equal what their policies say. All ranks must call it."""
+    begun, runtime.loose_buffers, runtime.has_loose_buffers = runtime.loose_buffers, None, False
+    exchange = begun if isinstance(begun, BufferExchange) else BufferExchange(runtime)
+    if exchange.is_needed:
+        summed = runtime.world.agreement.sum(exchange.entries(is_idle=False), f"{place}, comparing buffers")
+        exchange.apply(summed, place)
 
 
 def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place: str) -> None:

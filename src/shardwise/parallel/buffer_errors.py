@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise.errors import RankError, UsageError
 from shardwise.model.read import dtype_name
 from shardwise.model.tensors import checksum, checksums
-from shardwise.parallel import Runtime
+from shardwise.parallel.runtime import Runtime
 from shardwise.world.agreement import minority
 
 __all__ = ["Fact", "described", "not_only_added_to", "other_begin", "other_buffers", "other_values"]
