@@ -1,6 +1,7 @@
 """Buffers that forwards write: sums, means and extremes over the ranks bit-equal to one process, and every other difference an error
 that names the buffer."""
 
+import contextlib
 import tempfile
 import warnings
 
@@ -125,15 +126,27 @@ def trained(layout, model, buffers, num=4, loop="step", **options):
                 if step is not None:
                     losses.append(step(micros).loss)
                     continue
-                with sw.window(model, micros) as w:
-                    for b in w:
-                        (ce(by_x(model, b), b) / w.num_tokens).backward()
+                _run(model, micros, loop)
                 sw.local_optimizer(optim).step()
                 optim.zero_grad()
                 model.post_optimizer_step()
         except sw.ShardwiseError as error:
             return type(error).__name__, error.name, str(error)
         return losses, {name: b.clone() for name, b in model.named_buffers()}, sw.describe(model)
+
+
+def _run(model, micros, loop: str) -> None:
+    """Gradients of one step, in a loop of the user's own."""
+    if loop == "window":
+        with sw.window(model, micros) as w:
+            for b in w:
+                (ce(by_x(model, b), b) / w.num_tokens).backward()
+        return
+    num = sw.count_tokens(model, micros)
+    for i, b in enumerate(micros):
+        alone = contextlib.nullcontext() if loop == "bare" else sw.accumulate(model, is_last=i == len(micros) - 1)
+        with alone:
+            (ce(by_x(model, b), b) / num).backward()
 
 
 def assert_refused(found, name: str, *words: str) -> None:
@@ -174,7 +187,11 @@ def test_counts_that_a_forward_reads_are_no_sum(ranks: RankPool):
     assert_refused(found, "load", "computes with it", "post_optimizer_step")
 
 
-@pytest.mark.parametrize("loop", ["step", "window"])
+LOOPS = ["step", "window", "accumulate", "bare"]
+
+
+@pytest.mark.filterwarnings("ignore:gradients of backward:UserWarning")
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_bias_that_is_moved_by_counts_without_a_policy_names_both(ranks: RankPool, loop):
     """A persistent count differs itself; one that is not persistent makes the bias differ, whose error names it."""
     kept = ranks.run(trained, 2, "dp_shard=2", _experts(), "rank0", 4, loop)
@@ -183,14 +200,15 @@ def test_a_bias_that_is_moved_by_counts_without_a_policy_names_both(ranks: RankP
     assert_refused(passing, "bias", "'load', not persistent", "buffers={'load': WORD}")
 
 
-@pytest.mark.parametrize("loop", ["step", "window"])
+@pytest.mark.filterwarnings("ignore:gradients of backward:UserWarning")
+@pytest.mark.parametrize("loop", LOOPS)
 def test_the_policy_that_the_error_names_mends_it(ranks: RankPool, loop):
     losses, buffers = one_process(_experts("added to", torch.float64, False))
     for found in ranks.run(
         trained, 2, "dp_shard=2", _experts("added to", torch.float64, False), {"load": "sum"}, 4, loop
     ):
         assert torch.equal(found[1]["bias"], buffers["bias"])
-        assert loop == "window" or found[0] == pytest.approx(losses, rel=1e-12)
+        assert loop != "step" or found[0] == pytest.approx(losses, rel=1e-12)
 
 
 def _experts(how="added to", dtype=torch.float64, persistent=True, kind=Experts):
@@ -483,3 +501,179 @@ def test_a_number_that_a_forward_changes_is_named_once(ranks: RankPool):
     assert "state.step" in told[0] and len(lines) == 1
     (alone, lines), *_ = ranks.run(_annealed, 1, "dp_shard=1")
     assert not alone and "state.temperature" in lines[0]
+
+
+class Counter(nn.Module):
+    """Counts its forwards in a buffer, which its forward goes by or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.register_buffer("num", torch.zeros((), dtype=torch.long))
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x):
+        if self.training:
+            self.num += 1
+            self.ready.fill_(True)
+        return self.body(x)
+
+
+def _counted(loop):
+    with sw.init("dp_shard=2", device="cpu", timeout_s=30) as world, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = sw.parallelize(Counter().double(), world)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = sw.TrainStep(model, optim, loss=ce, forward=by_x)
+        for window in range(4):
+            if loop == "step":
+                step(mine(world, rows(window)))
+            else:
+                _run(model, mine(world, rows(window)), loop)
+        return [str(w.message) for w in seen if "forwards of this rank only" in str(w.message)]
+
+
+@pytest.mark.parametrize("loop", ["step", "accumulate"])
+def test_a_buffer_that_counts_forwards_alike_on_all_ranks_is_named_once(ranks: RankPool, loop):
+    told, other = ranks.run(_counted, 2, loop)
+    assert len(told) == 1 and not other
+    assert told[0].startswith("num changed") and "ready" not in told[0]
+
+
+# ---- losses, and two models ---------------------------------------------------------------------------------------------
+
+
+class Criterion(nn.Module):
+    """A loss that counts its samples, in a buffer and beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num", torch.zeros((), dtype=torch.float64))
+        self.calls, self.seen = 0, []
+
+    def forward(self, output, labels):
+        if self.training:
+            self.num += len(labels)
+            self.calls += 1
+            self.seen.append(len(labels))
+        return F.cross_entropy(output, labels, reduction="sum")
+
+
+class WithCriterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.criterion = nn.Linear(6, 3), Criterion()
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class Total:
+    """A loss with a state of its own, and no module."""
+
+    def __init__(self, weight=0.0) -> None:
+        self.num, self.parts, self.center = 0, {"n": [0]}, torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, output, batch):
+        self.num += 1
+        self.parts["n"][0] += 1
+        self.center += output.detach().sum()
+        return ce(output, batch)
+
+
+def _losses(kind, layout="dp_shard=1"):
+    """What a loss has kept after three windows of four micro-batches, of this rank."""
+    with sw.init(layout, device="cpu", timeout_s=30) as world, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        policies = {"*num": "sum"} if kind == "inside" else "rank0"
+        model = sw.parallelize(WithCriterion().double(), world, sharding=sw.Sharding(buffers=policies))
+        calls, beside, total, num = [0], Criterion(), Total(), 0
+
+        def closed(output, batch):
+            nonlocal num
+            num += 1
+            calls[0] += 1
+            return ce(output, batch)
+
+        loss = {
+            "inside": lambda output, batch: model.criterion(output, batch["labels"]),
+            "outside": lambda output, batch: beside(output, batch["labels"]),
+            "method": lambda output, batch: beside.forward(output, batch["labels"]),
+            "object": total,
+            "closure": closed,
+        }[kind]
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, forward=by_x)
+        for window in range(3):
+            step(mine(world, rows(window)))
+        told = [str(w.message) for w in seen if "the loss writes" in str(w.message)]
+        owner = model.criterion if kind == "inside" else beside
+        kept = {
+            "object": (total.num, total.parts["n"][0]),
+            "closure": (num, calls[0]),
+        }.get(kind, (owner.num.item(), owner.calls, sum(owner.seen)))
+        return kept, told
+
+
+def test_trials_of_a_loss_leave_what_it_keeps(ranks: RankPool):
+    for kind in ("inside", "outside", "method"):
+        assert ranks.run(_losses, 1, kind)[0] == ((30.0, 12, 30), []), kind
+    for kind in ("object", "closure"):
+        assert ranks.run(_losses, 1, kind)[0] == ((12, 12), []), kind
+    assert [kept[0] for kept, _ in ranks.run(_losses, 2, "inside", "dp_shard=2")] == [30.0, 30.0]
+
+
+def test_a_loss_that_writes_a_buffer_of_its_own_is_named(ranks: RankPool):
+    (_, told), (_, other) = ranks.run(_losses, 2, "outside", "dp_replicate=2")
+    assert len(told) == 1 and not other
+    assert "Criterion.num" in told[0] and "sw.TaskModel" in told[0]
+
+
+class Part(nn.Module):
+    """One of two models: counts what it sees, with statistics beside."""
+
+    def __init__(self, num_out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, num_out)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        self.seen += x.detach().sum(0)
+        return torch.tanh(self.linear(x))
+
+
+def _steps_of_two(first, second, optims, windows):
+    """Trains both by one loss; ``windows``: yields micro-batches and their number of labels, and a context for them."""
+    for micros, num, context in windows:
+        with context as w:
+            for b in micros if w is None else w:
+                (ce(second(first(b["x"])), b) / (num if w is None else w.num_tokens)).backward()
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+
+
+def _two_models(layout=None):
+    torch.manual_seed(0)
+    first, second = Part(6).double(), Part(3).double()
+    if layout is None:
+        optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+        whole = [rows(window) for window in range(3)]
+        _steps_of_two(first, second, optims, [(m, 10, contextlib.nullcontext()) for m in whole])
+        return {"first": first.seen, "second": second.seen, "weight": second.linear.weight.detach()}
+    with sw.init(layout, device="cpu", timeout_s=30) as world, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summed = sw.Sharding(buffers={"seen": "sum"}, min_unit_bytes=0)
+        first, second = (sw.parallelize(m, world, sharding=summed) for m in (first, second))
+        optims = [sw.local_optimizer(torch.optim.SGD(m.parameters(), lr=0.1)) for m in (first, second)]
+        parts = [mine(world, rows(window)) for window in range(3)]
+        _steps_of_two(first, second, optims, ((m, 10, sw.window(first, m)) for m in parts))
+        return {"first": first.seen, "second": second.seen, "weight": sw.full_tensor(second.linear.weight)}
+
+
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_buffers_of_a_second_model_in_the_loss_are_agreed_on_where_it_steps(ranks: RankPool, layout):
+    one = _two_models()
+    for found in ranks.run(_two_models, 2, layout):
+        for name, value in one.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)

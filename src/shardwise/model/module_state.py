@@ -152,13 +152,17 @@ class Attributes:
         for name in _own(self.module).keys() - self._attributes.keys():
             del self.module.__dict__[name]
         self.module.__dict__.update(self._attributes)
-        for part, content in self._parts:
-            if not _is_same(_content(part), content):
-                _put(part, content)
-        with unseen():
-            changed = _changed(self._tensors)
-        for key in changed:
-            self._tensors[key].restore()
+        _restore(self._parts, self._tensors)
+
+
+def _restore(parts: Iterable[tuple[Any, Any]], tensors: dict[int, _Value]) -> None:
+    for part, content in parts:
+        if not _is_same(_content(part), content):
+            _put(part, content)
+    with unseen():
+        changed = _changed(tensors)
+    for key in changed:
+        tensors[key].restore()
 
 
 class FunctionState:
@@ -183,13 +187,7 @@ class FunctionState:
         return self._state.written_buffers
 
     def restore(self) -> None:
-        for part, content in self._parts:
-            if not _is_same(_content(part), content):
-                _put(part, content)
-        with unseen():
-            changed = _changed(self._tensors)
-        for key in changed:
-            self._tensors[key].restore()
+        _restore(self._parts, self._tensors)
         self._state.restore()
 
 

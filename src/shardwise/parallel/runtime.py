@@ -172,7 +172,8 @@ class Runtime:
         # A backward outside of windows has summed gradients; None: the user was warned.
         self.has_loose_sums: bool | None = False
         # Backwards outside of windows have summed gradients, and buffers were not compared since; what those began with.
-        self.has_loose_buffers, self.loose_buffers = False, None  # type: bool, object
+        self.has_loose_buffers = False
+        self.loose_buffers: object = None
         self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
         # Called before gradients are cleared, with the parameters (by id), and whether gradients become None.
         self.on_zero_grad: ZeroGrad = _nothing

@@ -409,6 +409,7 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     in_order = runtime.paddings.pop(0) if runtime.paddings else False
     padding = in_order if batch is None else is_padding(batch)
     if not runtime.accumulates:
+        runtime.check_unchanged()
         runtime.loose_buffers = None
         begin_outside(runtime)
     first = written_state(runtime)

@@ -2,6 +2,7 @@
 a rank's own forwards only."""
 
 import warnings
+from collections.abc import Collection
 
 from shardwise.config.suggest import first_few
 from shardwise.model.module_state import plain_numbers
@@ -24,11 +25,15 @@ _MEANING = {
 
 
 def written_state(runtime: Runtime) -> "WrittenState | None":
-    """Takes what the first windows of a process begin with, once; None: they are over."""
+    """Called when a window, or a micro-batch of ``accumulate``, begins: takes what the first windows of a process begin with. None: they
+    are over."""
     if "buffers" not in runtime.chosen:
         runtime.chosen["buffers"] = WrittenState(runtime)
     state = runtime.chosen["buffers"]
-    return state if isinstance(state, WrittenState) and state.num_windows < _NUM_WINDOWS else None
+    if not isinstance(state, WrittenState) or state.num_windows >= _NUM_WINDOWS:
+        return None
+    state.begin()
+    return state
 
 
 class WrittenState:
@@ -38,15 +43,29 @@ class WrittenState:
         self._runtime = runtime
         self.num_windows = 0
         self._before = self._after = _Buffers(runtime)
+        self._begin: _Buffers | None = None  # of the running window
+        self._counted: set[str] = (
+            set()
+        )  # buffers that are to be equal, and the forwards of each window so far have changed
         self._numbers = {prefix: plain_numbers(module) for prefix, module in runtime.modules}
 
+    def begin(self) -> None:
+        if self._begin is None:
+            self._begin = _Buffers(self._runtime) if self.num_windows else self._before
+
     def end(self) -> None:
-        """Called when a window has ended. Names the numbers that the first has changed."""
+        """Called when a window has ended, before the optimizer's step. Names the numbers that the first has changed, and the equal
+        buffers that each has."""
+        assert self._begin is not None
         self._after = _Buffers(self._runtime)
-        self.num_windows += 1
+        changed = {n for n in self._after.changed_since(self._begin) if self._runtime.buffer_policies.get(n) == "equal"}
+        self._counted = changed & self._counted if self.num_windows else changed
+        self.num_windows, self._begin = self.num_windows + 1, None
         if self.num_windows == 1:
             self._name_numbers()
             self._numbers = {}
+        elif self._counted:
+            self._warn("in the first windows: buffers, equal on all ranks, that count", sorted(self._counted))
 
     def __str__(self) -> str:
         runtime, groups = self._runtime, dict[str | None, list[str]]()
@@ -67,17 +86,21 @@ class WrittenState:
             for path, value in plain_numbers(module).items()
             if path in self._numbers[prefix] and self._numbers[prefix][path] != value
         ]
-        if not found:
-            return
-        text = f"{first_few(found)} changed in the first window: plain numbers that count the forwards of this rank only, in no checkpoint"
-        runtime.chosen["numbers"] = text
-        num = runtime.world.axis("loss").size
+        if found:
+            runtime.chosen["numbers"] = self._warn(
+                "in the first window: plain numbers, in no checkpoint, that count", found
+            )
+
+    def _warn(self, what: str, names: Collection[str]) -> str:
+        runtime, num = self._runtime, self._runtime.world.axis("loss").size
+        text = f"{first_few(names)} changed {what} the forwards of this rank only"
         if num > 1 and runtime.world.is_main:
             warnings.warn(
                 f"{text}. {num} data ranks share the micro-batches of a window, so they count more slowly than one process. Count optimizer steps "
                 "instead: TrainStep passes its forward a `state` with state.step, and calls the model's post_optimizer_step()",
                 stacklevel=2,
             )
+        return text
 
 
 class _Buffers:

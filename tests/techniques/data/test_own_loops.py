@@ -182,6 +182,27 @@ def test_a_loop_without_a_window_sees_what_windows_see(ranks, layout, change, gi
         assert (kind, said) == ("UsageError", given)
 
 
+def hooked_later(layout: str, way: str):
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model, given = sharded(world, 0), batch(world.rank)
+        weight = model.head.weight
+        weight.register_hook(lambda grad: grad * 2)
+        running = accumulate(model, is_last=True) if way == "accumulate" else contextlib.nullcontext()
+        try:
+            with running:
+                loss_of(model, given).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        except ShardwiseError as error:
+            return type(error).__name__, error.name
+        return "", ""
+
+
+@pytest.mark.filterwarnings("ignore:gradients of backward:UserWarning")
+@pytest.mark.parametrize("way", ["accumulate", "plain"])
+def test_a_hook_put_on_later_is_refused_in_accumulate(ranks, way):
+    assert ranks.run(hooked_later, 2, "dp_shard=2", way) == [("UsageError", "head.weight")] * 2
+
+
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
 def test_a_ported_loop_is_told_once_that_gradients_are_sums(ranks, layout):
     """A mean loss and a plain backward, as under DDP: gradients were twice as large on two ranks."""

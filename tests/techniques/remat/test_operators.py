@@ -75,7 +75,8 @@ def test_offload_takes_what_a_block_keeps_and_gives_it_back(monkeypatch):
     want = [block[0].weight.grad.clone(), x.grad.clone()]
     block.zero_grad()
     x.grad = None
-    block.__dict__[remat._STATE] = remat._State(block, "block", {"offload": True}, None, torch.device("cpu"))
+    buffers = remat.BlockBuffers("block", [*block.modules()], [], [])
+    block.__dict__[remat._STATE] = remat._State(block, "block", {"offload": True}, None, torch.device("cpu"), buffers)
     block.forward = types.MethodType(remat._forward, block)
     block(x * 2).sum().backward()
     assert moved == [(3, 4)]  # the input alone: what is computed in the block is not kept at all

@@ -1,6 +1,7 @@
 """What a second run could see differently: generators of the block's own, a state outside torch, buffers under the compiler."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ def train(block: type[nn.Module], steps: int = 1, **options) -> dict[str, Tensor
     with init("dp_shard=1", device="cpu", timeout_s=20) as world:
         torch.manual_seed(0)
         GENERATOR.manual_seed(5)
-        model = parallelize(Model(block), world, **options)
+        model = parallelize(block() if isinstance(block, partial) else Model(block), world, **options)
         x = torch.randn(32, 64)
         try:
             for step in range(steps):
@@ -209,7 +210,8 @@ def train(block: type[nn.Module], steps: int = 1, **options) -> dict[str, Tensor
                         model(each["x"]).square().mean().backward()
         except UnsupportedError as error:
             return error.name, str(error)
-        return {n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers())
+        numbers = torch.tensor([m.num for m in model.modules() if isinstance(m, Counts)])
+        return {n: p.grad for n, p in model.named_parameters()} | dict(model.named_buffers()) | {"numbers": numbers}
 
 
 @pytest.mark.parametrize("block", [OwnDropout, EarlyDropout, LaterDropout])
@@ -223,6 +225,76 @@ def test_a_written_buffer_and_the_state_beside_it_are_as_in_the_first_run(ranks,
     plain, again = (ranks.run(train, 1, block, 3, remat=remat)[0] for remat in (None, "full"))
     assert all(torch.equal(again[name], plain[name]) for name in plain)
     assert plain["blocks.0.total"] != 0
+
+
+class Counts(nn.Module):
+    """Counts of what blocks see, and how often they were written."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(64))
+        self.register_buffer("late", torch.zeros(64))
+        self.num = 0
+
+    def add(self, x: Tensor) -> None:
+        self.seen += (x.detach() > 0).sum(0)
+        self.num += 1
+
+
+class Counted(nn.Module):
+    """A block that writes counts of another module, found in another way each."""
+
+    def __init__(self, how: str, counts: Counts):
+        super().__init__()
+        self.how, self.held, self.linear, self.runs = how, [counts], nn.Linear(64, 64), 0
+        self.tensors = [counts.seen]
+
+    def forward(self, x: Tensor, counts: Counts, seen: Tensor | None, before: "Counted | None") -> Tensor:
+        self.runs += self.training
+        if self.how == "held":
+            self.held[0].add(x)
+        elif self.how == "passed":
+            counts.add(x)
+        elif self.how == "tensor held":
+            self.tensors[0].add_((x.detach() > 0).sum(0))
+        elif self.how == "tensor passed":
+            seen += (x.detach() > 0).sum(0)
+        elif self.how == "replaced":
+            counts.seen = counts.seen + (x.detach() > 0).sum(0)
+        elif self.how == "of a block" and before is not None:
+            before.own += 1
+        return x + torch.tanh(self.linear(x))
+
+
+class Routed(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.counts = Counts()
+        self.blocks = nn.ModuleList(Counted(how, self.counts) for _ in range(2))
+        for block in self.blocks:
+            block.register_buffer("own", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = None
+        for block in self.blocks:
+            x = block(x, self.counts, self.counts.seen if block.how == "tensor passed" else None, before)
+            before = block
+        return x
+
+
+@pytest.mark.parametrize("how", ["held", "passed", "tensor held", "replaced"])
+def test_a_buffer_outside_of_the_block_counts_a_batch_once(ranks, how):
+    plain, again = (ranks.run(train, 1, partial(Routed, how), 3, remat=remat)[0] for remat in (None, "full"))
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+    assert plain["counts.seen"].any() and plain["numbers"].tolist() == ([6] if how in ("held", "passed") else [0])
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("tensor passed", "writes into a tensor"), ("of a block", "another such block")]
+)
+def test_a_buffer_that_is_not_kept_is_refused(ranks, how, words):
+    name, text = ranks.run(train, 1, partial(Routed, how), remat="full")[0]
+    assert name.startswith("blocks.") and words in text
 
 
 class Overflowing(nn.Linear):

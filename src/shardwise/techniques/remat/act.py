@@ -85,9 +85,14 @@ class RematAct(Act):
         selection = None
         if edits and (args := edits[0].args)["mode"] != "full":  # all come from one Remat
             selection = Selection([e.module for e in edits], tuple(args.get("save", ())), args.get("budget"))
+        inside = {edit.module: [*modules[edit.module].modules()] for edit in edits}
+        blocks = {id(each) for of_block in inside.values() for each in of_block}
+        outside = [each for each in module.modules() if id(each) not in blocks]
         for edit in edits:
             target = modules[edit.module]
-            target.__dict__[_STATE] = _State(target, edit.module, edit.args, selection, world.device)
+            siblings = [each for name, of_block in inside.items() if name != edit.module for each in of_block]
+            buffers = BlockBuffers(edit.module, inside[edit.module], outside, siblings)
+            target.__dict__[_STATE] = _State(target, edit.module, edit.args, selection, world.device, buffers)
             target.forward = types.MethodType(_forward, target)
 
     def begin(self, runtime: Any) -> None:
@@ -127,6 +132,7 @@ class _State:
         args: Mapping[str, Any],
         selection: Selection | None,
         device: torch.device,
+        buffers: BlockBuffers,
     ):
         self.name, self.args, self.selection, self.device = name, args, selection, device
         self.offload = bool(args.get("offload"))
@@ -135,7 +141,7 @@ class _State:
         self.own = vars(module).get("forward")  # a forward that was set on the object
         self.modules = list(module.modules())
         self.kinds: list[tuple[type, ...]] = [()] * len(self.modules)  # of attributes among which is no generator
-        self.buffers = BlockBuffers(name, self.modules)
+        self.buffers = buffers
         self.num_runs = 0
         self._module = module
 
@@ -178,8 +184,22 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options["context_fn"] = functools.partial(_chosen_contexts, choice.kept)
     elif "save" in state.args:
         options["context_fn"] = _contexts(())
+    given = [(x, x._version) for x in (*leaves, *within) if isinstance(x, Tensor)] if runs.is_checked else []
     with _in_host_memory() if state.offload else _NOTHING:
-        return checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
+        output = checkpoint(runs, *leaves, *within, use_reentrant=False, **options)
+    if any(x._version != version for x, version in given):
+        raise _writes_into_inputs(state.name)
+    return output
+
+
+def _writes_into_inputs(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "Remat of a block that writes into a tensor that it is given",
+        why="the block runs again in backward, and would be given what its first run made of the tensor",
+        fix="let the block return a new tensor (x = x + y, not x += y), or write a buffer through its module "
+        "(self.stats.tokens.add_(...)); or leave the block out: Remat(targets=...)",
+        name=name,
+    )
 
 
 def _inner(module: nn.Module, state: _State) -> Callable[..., Any]:

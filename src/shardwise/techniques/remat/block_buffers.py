@@ -1,7 +1,8 @@
 """The buffers that the forward of a block writes, and the Python state of their modules: the second run begins with what the first began
 with, and leaves nothing.
 
-The first run copies all buffers, and shows which are written: later ones copy only those.
+The first run copies all buffers, and shows which are written: later ones copy only those. A block may write buffers of other modules
+(counts of a router that it was given, a cache of its parent): they are looked at in the runs that are compared.
 """
 
 import contextlib
@@ -38,33 +39,50 @@ class BlockBuffers:
     Args:
         name: of the block, for messages.
         modules: the block and all modules in it.
+        outside: modules of the model that are in no block that runs twice.
+        siblings: those of the other blocks.
     """
 
-    def __init__(self, name: str, modules: Sequence[nn.Module]):
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], outside: Sequence[nn.Module], siblings: Sequence[nn.Module]
+    ):
         self._name, self._modules = name, modules
         self._owners = [module for module in modules if module._buffers]
+        self._outside = [module for module in outside if module._buffers]
+        self._siblings = [module for module in siblings if module._buffers]
+        self._written_outside: list[nn.Module] = []  # those of which the block writes buffers
+        self._num_runs = 0
         self._known: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
 
     @property
     def are_new(self) -> bool:
         """Whether no forward has shown which are written, in the modes that the modules are in."""
-        return bool(self._owners) and self._mode not in self._known
+        return bool(self._owners or self._outside) and self._mode not in self._known
 
     @property
     def _mode(self) -> tuple[bool, ...]:
         return tuple(owner.training for owner in self._owners)
 
     def before(self, is_checked: bool) -> Before | None:
-        """What to hand to :meth:`written` after a first run. ``is_checked``: modules that have no buffers yet may register some."""
-        modules = self._modules if is_checked else self._owners
-        if not modules:
+        """What to hand to :meth:`written` after a first run. ``is_checked``: other modules than known ones may register or write some."""
+        modules = [*self._modules, *self._outside] if is_checked else [*self._owners, *self._written_outside]
+        beside = self._siblings if is_checked else ()
+        if not modules and not beside:
             return None
         writers = self._known.get(self._mode)
+        self._num_runs += 1
+        # Writes to .data show in no version: values are compared in the first run, then ever more rarely.
+        is_rare = not self._num_runs & (self._num_runs - 1)
+        compared = set(map(id, modules if writers is None else self._owners if is_rare else ()))
         buffers = [
             _Before(
-                owner, attr, b, 0 if b is None else b._version, _copied(b, writers is None or (owner, attr) in writers)
+                owner,
+                attr,
+                b,
+                0 if b is None else b._version,
+                _copied(b, id(owner) in compared or (owner, attr) in (writers or ())),
             )
-            for owner in self._owners
+            for owner in (*modules, *beside)
             for attr, b in owner._buffers.items()
         ]
         return buffers, [Attributes(module) for module in modules if keeps_attributes(module)]
@@ -72,18 +90,16 @@ class BlockBuffers:
     def written(self, before: Before | None) -> "WrittenBuffers":
         """The buffers that a run has written, as they were before it."""
         if before is None:
-            return WrittenBuffers([], [])
+            return WrittenBuffers([], [], [])
         buffers, attributes = before
         known, mode = self._known.get(self._mode), self._mode
         writers = self._known.setdefault(mode, set())
         there = {(id(each.owner), each.attr) for each in buffers}
         found: list[tuple[nn.Module, str, Any]] = []
         for owner, attr, buffer, version, copy in buffers:
-            if (owner, attr) not in writers and _has_changed(
-                owner._buffers.get(attr), buffer, version, copy, known is None
-            ):
+            if (owner, attr) not in writers and _has_changed(owner._buffers.get(attr), buffer, version, copy):
                 writers.add((owner, attr))
-                if buffer is not None and copy is None and buffer._version != version:
+                if _is_late(owner._buffers.get(attr), buffer, version, copy, is_first=known is None):
                     raise self._late(attr)
             if (owner, attr) in writers:
                 found.append((owner, attr, buffer if copy is None else copy))
@@ -92,22 +108,32 @@ class BlockBuffers:
         if any(value is _ABSENT for _, _, value in found):
             self._owners = [module for module in self._modules if module._buffers]
         homes = {id(owner) for owner, _, _ in found}
-        return WrittenBuffers(found, [each for each in attributes if id(each.module) in homes])
+        self._written_outside = [module for module in self._outside if any(module is owner for owner, _ in writers)]
+        outside = [b for owner, attr, b, *_ in buffers if owner in self._written_outside and (owner, attr) in writers]
+        return WrittenBuffers(
+            found,
+            [each for each in attributes if id(each.module) in homes],
+            [b for b in outside if b is not None],
+        )
 
     def _late(self, attr: str) -> UnsupportedError:
         return UnsupportedError(
             f"Remat of a block that writes its buffer {attr!r} in some forwards only",
-            why="its value from before is needed to run the block again, and was not kept: earlier forwards left it alone",
+            why="its value from before is needed to run the block again, and was not kept: earlier forwards left it alone, or it is "
+            "a buffer of another such block",
             fix="leave the block out: Remat(targets=...)",
             name=self._name,
         )
 
 
 class WrittenBuffers:
-    """Buffers that a block's first run has written, and Python state of their modules, as before it."""
+    """Buffers that a block's first run has written, and Python state of their modules, as before it. ``outside``: those of them that the
+    block may hold by themselves, without their module."""
 
-    def __init__(self, buffers: Sequence[tuple[nn.Module, str, Any]], attributes: Sequence[Attributes]):
-        self._buffers, self._attributes = buffers, attributes
+    def __init__(
+        self, buffers: Sequence[tuple[nn.Module, str, Any]], attributes: Sequence[Attributes], outside: Sequence[Tensor]
+    ):
+        self._buffers, self._attributes, self._outside = buffers, attributes, outside
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
@@ -126,9 +152,13 @@ class WrittenBuffers:
                 owner._buffers[attr] = value.clone() if isinstance(value, Tensor) else value
         for each in self._attributes:
             each.restore()
+        outside = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._outside]
         try:
             yield
         finally:
+            for buffer, version, value in outside:
+                if buffer._version != version:
+                    buffer.data.copy_(value)  # what backward has saved of it is what it was
             for owner, buffers, computed in now:
                 owner._buffers.clear()
                 owner._buffers.update(buffers)
@@ -142,10 +172,17 @@ def _copied(buffer: Tensor | None, may_be_written: bool) -> Tensor | None:
     return buffer.clone() if buffer is not None and may_be_written else None
 
 
-def _has_changed(now: Tensor | None, buffer: Tensor | None, version: int, copy: Tensor | None, is_first: bool) -> bool:
+def _is_late(now: Tensor | None, buffer: Tensor | None, version: int, copy: Tensor | None, *, is_first: bool) -> bool:
+    """Whether a change was seen too late: the value from before is gone, or earlier runs have changed it unseen."""
+    if buffer is not None and buffer._version != version:
+        return copy is None
+    return now is buffer and not is_first
+
+
+def _has_changed(now: Tensor | None, buffer: Tensor | None, version: int, copy: Tensor | None) -> bool:
     if now is not buffer:
         return True
     if buffer is None or buffer._version != version:
         return buffer is not None
     with unseen():
-        return is_first and copy is not None and not torch.equal(copy, buffer)
+        return copy is not None and not torch.equal(copy, buffer)
