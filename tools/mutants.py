@@ -1364,6 +1364,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_silent.py -k written_by_an_evaluation",
         "batches that count as nothing change the buffers of a model",
     ),
+    Mutant(
+        "hooks-of-an-optimizer-see-shards",
+        "result = self._run(unhooked_step(optim))",
+        "result = self._run(inner)",
+        "'tests/step/test_step_hooks.py::test_code_around_a_step_is_right_or_refused[SGD-TrainStep-dp_shard=2]'",
+        "a hook that takes a norm takes that of a shard, and each rank divides by another",
+    ),
+    Mutant(
+        "hooks-of-an-optimizer-see-parts",
+        "innermost_hooks(optimizer, hide_parts_before, show_parts_after)",
+        "hide_parts_before(optimizer)",
+        "'tests/step/test_step_hooks.py::test_code_around_a_step_is_right_or_refused[SGD-TrainStep-dp_shard=1,tp=2]'",
+        "under tp a hook that takes a norm takes that of a part",
+    ),
+    Mutant(
+        "own-step-sees-shards",
+        "if is_elementwise(optim) and not has_own_step(optim):",
+        "if is_elementwise(optim):",
+        "'tests/step/test_step_hooks.py::test_code_around_a_step_is_right_or_refused[SGD-TrainStep-dp_shard=2]'",
+        "an optimizer whose step was replaced is refused by TrainStep",
+    ),
     # ---- step: buffers --------------------------------------------------------------------------------------------
     Mutant(
         "buffers-outside-windows-never-agreed",

@@ -68,6 +68,11 @@ PROBES = (
         without="the end of a worker of a Loader raises wherever its rank happens to be",
     ),
     Probe("torch.nn.utils.clip_grad", ("_get_total_norm",)),
+    Probe(
+        "torch.optim.optimizer",
+        ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+        words=("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    ),
     Probe("torch.storage", words=("_untyped_storage", "_internal=False")),
     Probe("torch.nn.parameter", words=("_is_param",)),
     Probe("torch:Tensor", ("_backward_hooks", "_post_accumulate_grad_hooks", "_version")),

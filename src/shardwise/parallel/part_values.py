@@ -141,8 +141,19 @@ class ShownParts:
         """An optimizer begins to step: gradients have torch's own class too."""
         self.hide()
         for param, _, _ in self._params:
-            if isinstance(param.grad, _Part):
-                param.grad.__class__ = _own_class(type(param.grad))
+            _unmark(param.grad)
+
+    def show_states(self, optim: torch.optim.Optimizer) -> None:
+        """The user's hooks around a step begin: the optimizer's state refuses as its parameters do."""
+        for param, _, _ in self._params:
+            for value in optim.state.get(param, {}).values():
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    _mark(value, replace(getattr(param, _MARK), what="state"))
+
+    def hide_states(self, optim: torch.optim.Optimizer) -> None:
+        for param, _, _ in self._params:
+            for value in optim.state.get(param, {}).values():
+                _unmark(value)
 
 
 def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
@@ -197,6 +208,11 @@ def _mark(tensor: Tensor, part: _PartOf) -> None:
     setattr(tensor, _MARK, part)
     if not isinstance(tensor, _Part):
         tensor.__class__ = _with_part(type(tensor))
+
+
+def _unmark(tensor: Any) -> None:
+    if isinstance(tensor, _Part):
+        tensor.__class__ = _own_class(type(tensor))
 
 
 def _part_of(tensor: Any) -> _PartOf | None:
@@ -361,6 +377,7 @@ def _refusal(function: str, part: _PartOf) -> UsageError:
     what = {
         "parameter": "a parameter",
         "gradient": "the gradient of a parameter",
+        "state": "the optimizer's state of a parameter",
         "computed": "what was computed from a parameter, or its gradient,",
     }
     return UsageError(

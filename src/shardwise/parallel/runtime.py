@@ -150,6 +150,12 @@ class ShownClasses(Protocol):
     def show(self) -> None:
         """Called when it has stepped."""
 
+    def show_states(self, optim: torch.optim.Optimizer) -> None:
+        """Called before the user's hooks around a step: the optimizer's state refuses too."""
+
+    def hide_states(self, optim: torch.optim.Optimizer) -> None:
+        """Called after them."""
+
 
 class Runtime:
     """What Shardwise knows about one sharded module on this rank."""

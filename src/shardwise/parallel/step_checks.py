@@ -21,15 +21,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise._torch.dtensor import local_tensor
+from shardwise._torch.optimizers import innermost_hooks, step_hooks
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.buffers import end_outside
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
-from shardwise.parallel.runtime import Runtime
-from shardwise.parallel.stale import replaced_name
+from shardwise.parallel.runtime import Runtime, ShownClasses
+from shardwise.parallel.stale import refuse_stale, replaced_name
 from shardwise.parallel.step_threads import HookedThreads
 
-__all__ = ["check_step", "refuse_in_window", "refuse_unreduced", "show_parts_after", "stepped_by", "watch_steps"]
+__all__ = [
+    "check_step",
+    "hide_parts_before",
+    "hide_states_after",
+    "hooks_of",
+    "refuse_in_window",
+    "refuse_unreduced",
+    "show_parts_after",
+    "stepped_by",
+    "watch_steps",
+]
 
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -37,6 +48,20 @@ _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = w
 _before_first: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 _threads = HookedThreads()
 _is_installed = False
+
+
+def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The user's hooks before and after a step."""
+    own = (
+        check_step,
+        refuse_stale,
+        hide_parts_before,
+        show_parts_after,
+        hide_states_after,
+        _refuse_still,
+        _threads.end,
+    )
+    return step_hooks(optimizer, own)
 
 
 def watch_steps(runtime: Runtime) -> None:
@@ -47,7 +72,7 @@ def watch_steps(runtime: Runtime) -> None:
         register_optimizer_step_pre_hook(check_step)
         register_optimizer_step_post_hook(_threads.end)
         register_optimizer_step_post_hook(_refuse_still)
-        register_optimizer_step_post_hook(show_parts_after)
+        register_optimizer_step_post_hook(hide_states_after)
         torch.optim.Optimizer.zero_grad = _notifying(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
         nn.Module.zero_grad = _notifying(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
@@ -79,16 +104,35 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         while runtime.before_first_step:
             runtime.before_first_step.pop(0)()
     _threads.begin(stepped)
-    for runtime in stepped:
-        if runtime.shown is not None:
-            runtime.shown.begin_step()
+    if shown := _shown_by(optimizer):
+        innermost_hooks(optimizer, hide_parts_before, show_parts_after)
+        for parts in shown if hooks_of(optimizer)[0] else ():
+            parts.show_states(optimizer)
+
+
+def hide_parts_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step begins, after the user's hooks: what is a part has torch's own class."""
+    for parts in _shown_by(optimizer):
+        parts.begin_step()
+        parts.hide_states(optimizer)
 
 
 def show_parts_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step has ended: parameters that are parts refuse to give numbers of them again."""
-    for runtime in stepped_by(optimizer):
-        if runtime.shown is not None:
-            runtime.shown.show()
+    """A step has ended, before the user's hooks: parameters that are parts refuse to give numbers of them again."""
+    for parts in _shown_by(optimizer):
+        parts.show()
+        if hooks_of(optimizer)[1]:
+            parts.show_states(optimizer)
+
+
+def hide_states_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """The user's hooks after a step have run."""
+    for parts in _shown_by(optimizer):
+        parts.hide_states(optimizer)
+
+
+def _shown_by(optimizer: torch.optim.Optimizer) -> list[ShownClasses]:
+    return [runtime.shown for runtime in stepped_by(optimizer) if runtime.shown is not None]
 
 
 def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:

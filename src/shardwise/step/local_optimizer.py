@@ -16,14 +16,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
+from shardwise._torch.optimizers import own_step_of, unhooked_step
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise
 from shardwise.parallel.stale import refuse_stale
-from shardwise.parallel.step_checks import check_step, show_parts_after, stepped_by
+from shardwise.parallel.step_checks import (
+    check_step,
+    hide_parts_before,
+    hide_states_after,
+    hooks_of,
+    show_parts_after,
+    stepped_by,
+)
 from shardwise.parallel.step_threads import threads_of_step
 
-__all__ = ["local_optimizer"]
+__all__ = ["has_own_step", "local_optimizer"]
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
@@ -47,9 +55,21 @@ def local_optimizer(optim: Opt) -> Opt:
             why="it is not known to update each element by itself, so stepping on shards may give other numbers",
             fix=f"use one of {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or step it as it is",
         )
-    if not getattr(optim.step, "_shardwise_local", False):
+    if has_own_step(optim):
+        raise UnsupportedError(
+            f"local_optimizer of a {type(optim).__name__} whose step was replaced on the object",
+            why="its code would see each rank's shards as if they were whole parameters: a norm would be that of a part",
+            fix="leave local_optimizer out: the step runs on the model's parameters as it is; or replace the step after local_optimizer(optim)",
+        )
+    if own_step_of(optim) is None:
         _LocalStep(optim).install()
     return optim
+
+
+def has_own_step(optim: torch.optim.Optimizer) -> bool:
+    """Whether the ``step`` of ``optim`` was replaced on the object, by code that does not call one made by :func:`local_optimizer`."""
+    step = own_step_of(optim)
+    return step is not None and not getattr(step, "_shardwise_local", False)
 
 
 class _LocalStep:
@@ -75,14 +95,24 @@ class _LocalStep:
             kinds = {kind for group in optim.param_groups for kind in set(map(type, group["params"]))}
             if not any(issubclass(kind, DTensor) for kind in kinds):
                 return inner()
-            # Here: torch's hooks before a step run while the optimizer holds the shards, and know no model by them.
+            # Hooks run here, around the swap: while the optimizer holds the shards, they would take them for whole parameters.
             refuse_stale(optim)
             with threads_of_step(stepped_by(optim)):
                 check_step(optim)
+                before, after = hooks_of(optim)
+                optim._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's wrapper of the step notes
+                for hook in before:
+                    if hook(optim, (optim,), {}) not in (None, ((optim,), {})):
+                        raise _other_arguments(hook)
+                hide_parts_before(optim)
                 try:
-                    return self._run(inner)
+                    result = self._run(unhooked_step(optim))
                 finally:
                     show_parts_after(optim)
+                for hook in after:
+                    hook(optim, (optim,), {})
+                hide_states_after(optim)
+                return result
 
         step._shardwise_local = True  # type: ignore[attr-defined]
         if hasattr(inner, "_wrapped_by_lr_sched"):
@@ -99,7 +129,8 @@ class _LocalStep:
             optim.state = swapped
             for group, params in zip(optim.param_groups, given, strict=True):
                 group["params"] = [self._locals[p] for p in params]
-            return inner()
+            with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optim).__name__}.step"):
+                return inner()
         finally:
             optim.state = shown
             for group, params in zip(optim.param_groups, given, strict=True):
@@ -133,6 +164,14 @@ class _LocalStep:
             if not _same_values(state, self._shown_from.get(param)):
                 shown[param] = {key: like_parameter(value, param) for key, value in state.items()}
                 self._known[param], self._shown_from[param] = dict(shown[param]), dict(state)
+
+
+def _other_arguments(hook: Callable[..., Any]) -> UnsupportedError:
+    return UnsupportedError(
+        f"a hook before an optimizer's step, {getattr(hook, '__name__', hook)}, that gives the step other arguments",
+        why="the step of a local optimizer takes none",
+        fix="let the hook change gradients, and return None",
+    )
 
 
 def _same_values(state: dict[str, Any], known: dict[str, Any] | None) -> bool:

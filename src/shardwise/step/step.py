@@ -26,7 +26,7 @@ from shardwise.step.argument_checks import (
 )
 from shardwise.step.clip import Clipping, NormType
 from shardwise.step.fused import fused_forward
-from shardwise.step.local_optimizer import local_optimizer
+from shardwise.step.local_optimizer import has_own_step, local_optimizer
 from shardwise.step.loss import (
     Batch,
     Loss,
@@ -175,7 +175,7 @@ class TrainStep:
         agree_on_settings(self)
         self.given = Given(runtime, optim, scheduler, self.scaler)
         refuse_mixing_optimizer(runtime, optim)
-        if is_elementwise(optim):
+        if is_elementwise(optim) and not has_own_step(optim):
             local_optimizer(optim)
 
     def __call__(self, window: Iterable[Batch]) -> StepOutput:
