@@ -1385,6 +1385,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "'tests/step/test_step_hooks.py::test_code_around_a_step_is_right_or_refused[SGD-TrainStep-dp_shard=2]'",
         "an optimizer whose step was replaced is refused by TrainStep",
     ),
+    Mutant(
+        "gradients-of-freed-parameters",
+        "return None if self._is_held else refuse",
+        "return None",
+        "tests/techniques/data/test_second_order.py -k where_they_are_cut",
+        "a gradient penalty under FSDP2 reads freed memory",
+    ),
+    Mutant(
+        "gradients-of-gradients-of-a-part",
+        "return SumGradient.apply(grad, ctx.group) if torch.is_grad_enabled() else grad, None",
+        "return grad, None",
+        "tests/techniques/data/test_second_order.py -k over_tp",
+        "a gradient penalty under tp is that of this rank's part",
+    ),
     # ---- step: buffers --------------------------------------------------------------------------------------------
     Mutant(
         "buffers-outside-windows-never-agreed",
