@@ -1957,7 +1957,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-input-gradient-not-summed",
-        "return sum_over(grad, ctx.group), None",
+        "return SumParts.apply(grad, ctx.group), None",
         "return grad, None",
         "tests/techniques/tp/test_parity.py -k gpt2-tp",
         "what lies before a column-parallel layer is trained by the gradients of a part",
@@ -2006,7 +2006,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-gathered-gradient-not-summed",
-        "grad = sum_over(grad, ctx.group) if ctx.has_part else grad",
+        "grad = SumParts.apply(grad, ctx.group) if ctx.has_part else grad",
         "grad = grad",
         "tests/techniques/tp/test_parity.py -k norm-of-width",
         "queries before a norm over the full width are trained by a rank's part",
@@ -2132,7 +2132,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-scattered-gradient-of-a-part",
-        "        return _gathered(grad, ctx.group, ctx.size, ctx.dim), None, None, None, None",
+        "        return Gather.apply(grad, ctx.group, ctx.size, ctx.rank, ctx.dim, False), None, None, None, None",
         "        return grad.repeat_interleave(ctx.size, ctx.dim), None, None, None, None",
         "tests/techniques/tp/test_by_hand.py",
         "a parameter that is kept whole has the gradient of a part",
