@@ -1416,10 +1416,31 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "counts-of-this-window-alone",
-        "tensor.copy_(_wide(self._begin[name]) + total)",
-        "tensor.copy_(total)",
+        "write_values(tensor, (_wide(self._begin[name]) + total)",
+        "write_values(tensor, total",
         "tests/step/test_buffers.py -k bit_equal_to_one_process",
         "running sums begin at zero in each window",
+    ),
+    Mutant(
+        "extremes-drop-nan",
+        '.masked_fill_(wide.isnan(), _LEAST if how == "min" else ~_LEAST)',
+        "",
+        "tests/step/test_buffer_dtypes.py -k every_dtype",
+        "whether a NaN stays in the extremes of ranks depends on its sign",
+    ),
+    Mutant(
+        "complex-parts-at-any-byte",
+        "part = part.clone()  # one of a pack",
+        "part = part  # one of a pack",
+        "tests/step/test_buffer_dtypes.py -k every_dtype",
+        "a complex buffer that is sent behind another of odd size ends in a raw error",
+    ),
+    Mutant(
+        "expanded-buffers-written",
+        "tensor.dtype != values.dtype or _is_expanded(tensor):",
+        "tensor.dtype != values.dtype:",
+        "tests/step/test_buffer_dtypes.py -k made_in_any_way",
+        "a buffer that a forward expands is written in place, which torch refuses",
     ),
     Mutant(
         "sums-set-anew-accepted",

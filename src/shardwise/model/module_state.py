@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.autograd import unseen
 from shardwise.model.names import own_attributes
+from shardwise.model.tensors import bytes_of, same_bytes, version_of, write_values
 
 __all__ = ["REPLACES", "Attributes", "FunctionState", "ModuleState", "keeps_attributes", "plain_numbers"]
 
@@ -100,20 +101,17 @@ class _Value:
 
     def __init__(self, tensor: Tensor, *, of_torch: bool = False):
         self.tensor, self.of_torch = tensor, of_torch
-        self._version, self.value = tensor._version, tensor.detach().clone()
+        self._version, self.value = version_of(tensor), tensor.detach().clone()
 
     @property
     def shows_change(self) -> bool:
         """Whether the tensor was written, as far as that shows without a look at its values."""
         now = self.tensor
-        return now._version != self._version or now.shape != self.value.shape or now.dtype != self.value.dtype
+        return version_of(now) != self._version or now.shape != self.value.shape or now.dtype != self.value.dtype
 
     def restore(self) -> None:
-        if self.tensor.shape == self.value.shape and self.tensor.dtype == self.value.dtype:
-            self.tensor.detach().copy_(self.value)
-        else:
-            self.tensor.data = self.value.clone()
-        self._version = self.tensor._version
+        write_values(self.tensor, self.value)
+        self._version = version_of(self.tensor)
 
 
 def _changed(values: dict[int, _Value]) -> set[int]:
@@ -125,7 +123,7 @@ def _changed(values: dict[int, _Value]) -> set[int]:
         if key in found or value.tensor.is_meta:
             continue
         if value.tensor.is_cpu:
-            if not torch.equal(value.tensor.detach(), value.value):
+            if not same_bytes(value.tensor, value.value):
                 found.add(key)
         elif value.of_torch:
             found.add(key)
@@ -133,7 +131,7 @@ def _changed(values: dict[int, _Value]) -> set[int]:
             away.append(key)
     for device in {values[key].tensor.device for key in away}:
         keys = [key for key in away if values[key].tensor.device == device]
-        flags = torch.stack([(values[key].tensor.detach() != values[key].value).any() for key in keys])
+        flags = torch.stack([(bytes_of(values[key].tensor) != bytes_of(values[key].value)).any() for key in keys])
         found |= {key for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
     return found
 

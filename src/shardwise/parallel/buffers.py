@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.errors import RankError, UsageError
 from shardwise.model.read import dtype_name
-from shardwise.model.tensors import change_marks, checksums, combined
+from shardwise.model.tensors import change_marks, checksums, combined, same_bytes, write_values
 from shardwise.parallel.added_only import AddedOnly
 from shardwise.parallel.buffer_errors import (
     Fact,
@@ -171,9 +171,8 @@ class BufferExchange:
         counts = runtime.world.counts  # of ranks that run the same data one counts
         added = [_wide(x) - _wide(self._begin[n]) if counts else torch.zeros_like(_wide(x)) for n, x in now.items()]
         totals = runtime.world.agreement.reduce_tensors(added, "sum", f"{place}, adding up buffers")
-        with torch.no_grad():
-            for (name, tensor), total in zip(now.items(), totals, strict=True):
-                tensor.copy_(_wide(self._begin[name]) + total)
+        for (name, tensor), total in zip(now.items(), totals, strict=True):
+            write_values(tensor, (_wide(self._begin[name]) + total).to(tensor.dtype))
 
     def _refuse_other_counts(self, marks: Sequence[float], name: str, place: str) -> None:
         """Refuses ranks that run the same data and have added other values."""
@@ -258,10 +257,9 @@ def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place:
             _take(own, runtime.world.agreement.reduce_tensors(own, word, f"{place}, making buffers equal"))
 
 
-@torch.no_grad()
 def _take(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value)
+        write_values(buffer, value)
 
 
 def _by_policy(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
@@ -305,7 +303,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _is_rounding(a: Tensor, b: Tensor) -> bool:
     """Whether two values of a buffer differ by rounding at most, relative to its largest number."""
     if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
+        return same_bytes(a, b)
     finfo = torch.finfo(a.dtype)
     a, b = _wide(a), _wide(b)
     if not bool((a.isfinite() & b.isfinite()).all()):
