@@ -1450,6 +1450,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "counts of the last micro-batches of all ranks are added up, where one process has those of the last",
     ),
     Mutant(
+        "sums-watched-in-the-first-windows-only",
+        "self._runtime.num_watchable.bit_count() == 1",
+        "self._runtime.num_watchable <= 2",
+        "tests/step/test_buffers.py -k later_is_seen",
+        "a forward that zeroes its counts from the fifth call on is never refused",
+    ),
+    Mutant(
+        "decayed-sums-accepted",
+        '(word in _ADDS_PRODUCTS and kwargs.get("beta", 1) == 1)',
+        "word in _ADDS_PRODUCTS",
+        "tests/step/test_buffers.py -k set_anew",
+        "a buffer that each forward halves and adds to passes as a sum",
+    ),
+    Mutant(
+        "ranges-read-unnamed",
+        "self._read |= names",
+        "pass",
+        "tests/step/test_buffers.py -k writes_and_reads",
+        "a forward goes by the range of its own rank, and nobody is told",
+    ),
+    Mutant(
         "sums-that-are-read-accepted",
         'elif word not in _SHAPES:\n                self._wrong.setdefault(name, f"computes with it ({word})")',
         "elif False:\n                pass",
