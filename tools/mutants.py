@@ -1464,6 +1464,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a buffer that each forward halves and adds to passes as a sum",
     ),
     Mutant(
+        "lists-of-counts-read-unseen",
+        'self._wrong.setdefault(name, f"reads it ({word})")',
+        "pass",
+        "tests/step/test_buffers.py -k 'forward_reads and tolist'",
+        "a forward that turns counts into a list goes by those of its own rank",
+    ),
+    Mutant(
         "ranges-read-unnamed",
         "self._read |= names",
         "pass",

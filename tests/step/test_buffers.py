@@ -5,6 +5,7 @@ import contextlib
 import tempfile
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,10 +105,19 @@ class Late(Experts):
 
 
 class Reading(Experts):
-    """A forward that reads the counts: each rank would go by its own."""
+    """A forward that reads the counts, ``how`` says by what: each rank would go by its own."""
 
     def forward(self, x):
-        return super().forward(x) * (1 + 0.1 * self.load.double().mean())
+        return super().forward(x) * (1 + 0.1 * READS[self.how](self.load))
+
+
+READS = {
+    "mean": lambda load: load.double().mean(),
+    "item": lambda load: load[0].item(),
+    "tolist": lambda load: sum(load.tolist()),
+    "numpy": lambda load: float(load.numpy().mean()),
+    "__array__": lambda load: float(np.abs(load).sum()),
+}
 
 
 def rows(window: int, sizes=(2, 3, 1, 4)):
@@ -225,9 +235,11 @@ def test_counts_that_are_set_anew_in_a_forward_are_no_sum(ranks: RankPool, layou
         assert_refused(found, "load", "not only added to")
 
 
-def test_counts_that_a_forward_reads_are_no_sum(ranks: RankPool):
-    found = ranks.run(trained, 2, "dp_shard=2", _experts("added to", torch.float64, kind=Reading), {"*load": "sum"})
-    assert_refused(found, "load", "computes with it", "post_optimizer_step")
+@pytest.mark.parametrize("how", READS)
+def test_counts_that_a_forward_reads_are_no_sum(ranks: RankPool, how):
+    found = ranks.run(trained, 2, "dp_shard=2", _experts(how, torch.float64, kind=Reading), {"*load": "sum"})
+    word = "_local_scalar_dense" if how == "item" else how
+    assert_refused(found, "load", f"it ({word})", "post_optimizer_step")
 
 
 @pytest.mark.parametrize("how", ["set anew later", "read later"])
@@ -559,6 +571,8 @@ class Ranged(nn.Module):
             hidden = hidden + (torch.round(hidden / scale) * scale - hidden).detach()
         elif self.how == "as a number":
             hidden = torch.fake_quantize_per_tensor_affine(hidden, float(self.high) / 127, 0, -128, 127)
+        elif self.how == "as a list":
+            hidden = torch.fake_quantize_per_tensor_affine(hidden, self.high.tolist() / 127, 0, -128, 127)
         elif self.how == "given to a function":
             hidden = hidden.clamp(self.low, self.high)
         return self.out(hidden)
@@ -577,12 +591,14 @@ def _ranged(how, layout="dp_replicate=2"):
         return told, [line for line in sw.describe(model).splitlines() if line.startswith("ranges:")]
 
 
-@pytest.mark.parametrize("how", ["scaled", "by torch.where", "averaged", "as a number", "given to a function"])
+@pytest.mark.parametrize(
+    "how", ["scaled", "by torch.where", "averaged", "as a number", "as a list", "given to a function"]
+)
 def test_a_range_that_a_forward_writes_and_reads_is_named_once(ranks: RankPool, how):
     (told, lines), (other, _) = ranks.run(_ranged, 2, how, "dp_shard=2" if how == "scaled" else "dp_replicate=2")
     assert len(told) == 1 and not other and len(lines) == 1
     assert "high" in told[0] and "seen" not in told[0] and "post_optimizer_step" in told[0]
-    assert ("low" in told[0]) == (how not in ("averaged", "as a number"))
+    assert ("low" in told[0]) == (how in ("scaled", "by torch.where", "given to a function"))
 
 
 @pytest.mark.parametrize("how", ["only observed", "frozen"])

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise._torch.pytrees import tree_flatten
 
-__all__ = ["AddedOnly", "ReadWhereWritten"]
+__all__ = ["AddedOnly", "HostReads", "ReadWhereWritten"]
 
 _ADDS = frozenset(
     {
@@ -56,6 +57,7 @@ _KEEPS = frozenset(
 _PUTS = frozenset(
     {"copy_", "index_put_", "index_copy_", "scatter_", "masked_scatter_", "select_scatter", "slice_scatter"}
 )
+_HOST_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # methods that are no operators
 _SHAPES = frozenset(
     {
         "zeros_like",
@@ -102,6 +104,11 @@ class AddedOnly(TorchDispatchMode):
             if self._name_of(buffer) != name:
                 self._wrong.setdefault(name, "replaces it by another tensor")
         return next(iter(self._wrong.items()), None)
+
+    def note_read(self, tensor: Tensor, word: str) -> None:
+        """Called for a tensor that is read without an operator."""
+        if (name := self._name_of(tensor)) is not None:
+            self._wrong.setdefault(name, f"reads it ({word})")
 
     def _look(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
         word = _word(func)
@@ -165,8 +172,9 @@ class ReadWhereWritten(TorchDispatchMode):
         targets = _written(func, args, kwargs)
         self._written.update(self._homes[at] for target in targets if (at := _address(target)) in self._homes)
         if names:
-            is_number = _word(func) == "_local_scalar_dense" and given[0].dtype != torch.bool
-            if is_number or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)):
+            if _word(func) == "_local_scalar_dense":
+                self.note_read(given[0], "item")
+            elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
                 self._read |= names
             for made in (*_tensors(output), *targets):
                 self._made_of[_address(made)] = (
@@ -180,9 +188,28 @@ class ReadWhereWritten(TorchDispatchMode):
         written = {n for n, b in buffers.items() if self._homes.get(_address(b)) != n} | self._written
         return sorted(written & self._read)
 
+    def note_read(self, tensor: Tensor, word: str) -> None:
+        """Called for a tensor that is read without an operator."""
+        if tensor.dtype != torch.bool:
+            self._read |= self._names_in([tensor])
+
     def _names_in(self, tensors: Sequence[Tensor]) -> frozenset[str]:
         held = (self._made_of.get(_address(tensor)) for tensor in tensors)
         return frozenset().union(*(each[0] for each in held if each is not None))
+
+
+class HostReads(TorchFunctionMode):
+    """Context manager: within, watches are told of tensors that are read without an operator, as by ``tolist()``."""
+
+    def __init__(self, watches: Sequence[AddedOnly | ReadWhereWritten]):
+        super().__init__()
+        self._watches = watches
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (word := getattr(func, "__name__", "")) in _HOST_READS:
+            for watch in self._watches:
+                watch.note_read(args[0], word)
+        return func(*args, **(kwargs or {}))
 
 
 def _word(func: Any) -> str:

@@ -22,7 +22,7 @@ from shardwise.config.suggest import first_few
 from shardwise.errors import RankError, UsageError
 from shardwise.model.read import dtype_name
 from shardwise.model.tensors import change_marks, checksums, combined, same_bytes, write_values
-from shardwise.parallel.added_only import AddedOnly, ReadWhereWritten
+from shardwise.parallel.added_only import AddedOnly, HostReads, ReadWhereWritten
 from shardwise.parallel.buffer_errors import (
     Fact,
     described,
@@ -42,7 +42,6 @@ _ROUNDING_OF_HALF = 2
 _SLOT = (1 << 50) - 1  # the bits of a digest that a float64 holds
 _SYNCED = frozenset({"rank0", "mean", "min", "max"})  # policies by which values are reduced where they differ
 _RANGES = frozenset({"mean", "min", "max"})
-_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 _UNKNOWN = "unknown"  # of a persistent buffer that the recipe does not have
 
 
@@ -80,7 +79,10 @@ class BufferExchange:
             self._added_only = self._added_only or AddedOnly(sums)
         if ranges := _ranges(held):
             self._reads = self._reads or ReadWhereWritten(ranges)
-        with self._added_only or _NOTHING, self._reads or _NOTHING:
+        watches = [watch for watch in (self._added_only, self._reads) if watch is not None]
+        with contextlib.ExitStack() as stack:
+            for watch in (*watches, *([HostReads(watches)] if watches else ())):
+                stack.enter_context(watch)
             yield
 
     def entries(self, *, is_idle: bool) -> dict[str, Entry]:
