@@ -1472,8 +1472,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "ranges-read-unnamed",
-        "self._read |= names",
-        "pass",
+        "written = {n for n, b in buffers.items() if self._homes.get(_address(b)) != n} | self._written",
+        "written = set()",
         "tests/step/test_buffers.py -k writes_and_reads",
         "a forward goes by the range of its own rank, and nobody is told",
     ),
