@@ -1422,6 +1422,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "running sums begin at zero in each window",
     ),
     Mutant(
+        "state-of-holders-stays",
+        "written = with_holders(written, self._modules.values(), attributes)",
+        "pass",
+        "tests/model/test_module_state.py -k holds_a_written",
+        "after a skipped step a parent takes a cache for filled that was put back",
+    ),
+    Mutant(
+        "iterators-run-on",
+        "if self._iterators:",
+        "if False:",
+        "tests/model/test_module_state.py -k iterator",
+        "after a skipped step an iterator in a module goes on from where the skipped forward left it",
+    ),
+    Mutant(
         "extremes-drop-nan",
         '.masked_fill_(wide.isnan(), _LEAST if how == "min" else ~_LEAST)',
         "",
