@@ -1436,6 +1436,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "after a skipped step an iterator in a module goes on from where the skipped forward left it",
     ),
     Mutant(
+        "any-mask-cut-by-its-length",
+        "if _MASKS.fullmatch(name):",
+        'if _MASKS.fullmatch(name) or name.endswith("mask"):',
+        "tests/data/test_positions.py -k cannot_be_decided",
+        "a mask of frames that happens to be as long as the tokens loses its last frame",
+    ),
+    Mutant(
         "extremes-drop-nan",
         '.masked_fill_(wide.isnan(), _LEAST if how == "min" else ~_LEAST)',
         "",

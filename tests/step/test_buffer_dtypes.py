@@ -183,8 +183,9 @@ def _made(layout):
         }
 
 
-def test_buffers_made_in_any_way_go_back_and_become_equal(ranks: RankPool):
-    for rank, found in enumerate(ranks.run(_made, 2, "dp_replicate=2", timeout_s=60)):
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_buffers_made_in_any_way_go_back_and_become_equal(ranks: RankPool, layout):
+    for rank, found in enumerate(ranks.run(_made, 2, layout, timeout_s=60)):
         for (how, word), by_num in found.items():
             for one, first in zip(by_num, (1, 5), strict=True):  # after the skipped window, and after one that counts
                 number = first + {"rank0": 0, "mean": 0.5, "max": 1, "own": rank}[word]
