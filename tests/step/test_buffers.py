@@ -394,6 +394,9 @@ class Table(nn.Module):
             self.table.mul_(1 + rank * 1e-13)  # the same in twelve digits
         elif self.write == "data":
             self.table.data.add_(rank * 1e-9)
+        elif self.write in ("counts", "fractions"):  # beside a number of which rounding is larger than their difference
+            self.table.copy_(torch.tensor([1e15, *[3.0] * 7]) + (0.25 if self.write == "fractions" else 0))
+            self.table[1:] += rank
         elif self.write == "shape" and rank:
             self.table = torch.zeros(9).double()
         elif self.write == "dtype" and rank:
@@ -427,6 +430,8 @@ def test_a_difference_within_rounding_is_made_equal(ranks: RankPool, layout):
     ("write", "name", "words"),
     [
         ("data", "table", ("values differ", "rank 1 has")),
+        ("counts", "table", ("values differ", "rank 1 has")),
+        ("fractions", "table", ("values differ", "rank 1 has")),
         ("digits", "table", ("values differ", "rank 1 has")),
         (
             "shape",
@@ -760,6 +765,28 @@ def test_trials_of_a_loss_leave_what_it_keeps(ranks: RankPool):
     for kind in ("object", "closure"):
         assert ranks.run(_losses, 1, kind)[0] == ((12, 12), []), kind
     assert [kept[0] for kept, _ in ranks.run(_losses, 2, "inside", "dp_shard=2")] == [30.0, 30.0]
+
+
+def _large(writes: bool):
+    with sw.init("dp_shard=1", device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(WithCriterion().double(), world)
+        bank = torch.zeros(9_000_000, dtype=torch.float64)
+
+        def loss(output, batch):
+            if writes:
+                bank[:3] += output.detach().sum(0)
+            return ce(output, batch) + 0 * bank[0]
+
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, forward=by_x)
+        try:
+            return step(rows(0)).num_tokens
+        except sw.ShardwiseError as error:
+            return str(error)
+
+
+def test_a_loss_that_writes_more_than_is_copied_is_refused(ranks: RankPool):
+    assert ranks.run(_large, 1, False) == [10]
+    assert "writes a tensor of its own, of 68 MiB" in ranks.run(_large, 1, True)[0]
 
 
 def test_a_loss_that_writes_a_buffer_of_its_own_is_named(ranks: RankPool):

@@ -34,6 +34,7 @@ REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 
 _DEPTH = 32  # containers within containers that are looked into, each once
+_MOST_COPIED = 64 << 20  # bytes of the tensors that functions keep
 _MOST_PARTS, _LONGEST = 2000, 1000  # of what a function reaches: it may hold on to a trainer with its dataset
 _OPAQUE = frozenset({"torch", "shardwise", "builtins"})
 
@@ -244,16 +245,29 @@ class FunctionState:
     the object whose method they are, and modules there with their buffers; :meth:`restore` puts back what has changed. What lies in
     lists of more than a thousand items, and in globals, is not looked at.
 
-    Attributes:
-        modules: those that the functions use.
+    Args:
+        functions: the functions.
+        known: ids of modules that are not looked at.
     """
 
-    def __init__(self, functions: Iterable[Any]):
-        self.modules: list[nn.Module] = []
-        found = _reached(functions, self.modules)
-        self._parts = [(part, _content(part)) for part in found]
-        self._tensors = {id(tensor): _Value(tensor) for tensor in _loose(self._parts, {})}
-        self._state = ModuleState(each for module in self.modules for each in module.modules())
+    def __init__(self, functions: Iterable[Any], known: Collection[int] = ()):
+        modules: list[nn.Module] = []
+        self._parts = [(part, _content(part)) for part in _reached(functions, modules)]
+        self._tensors: dict[int, _Value] = {}
+        self._large: list[tuple[Tensor, int]] = []  # with their versions: too large for a copy
+        left = _MOST_COPIED
+        for tensor in _loose(self._parts, {}):
+            left -= tensor.nbytes
+            if left > 0:
+                self._tensors[id(tensor)] = _Value(tensor)
+            else:
+                self._large.append((tensor, version_of(tensor)))
+        self._state = ModuleState(each for module in modules if id(module) not in known for each in module.modules())
+
+    @property
+    def lost(self) -> list[Tensor]:
+        """Tensors that have changed and are not put back, as no copy of them was made."""
+        return [tensor for tensor, version in self._large if version_of(tensor) != version]
 
     @property
     def written_buffers(self) -> list[tuple[nn.Module, str]]:

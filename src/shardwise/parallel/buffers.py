@@ -39,6 +39,7 @@ __all__ = ["BufferExchange", "begin_outside", "end_outside", "make_equal", "watc
 
 _ROUNDING = 16  # times the spacing of a dtype's numbers: ranks that compute one thing differ by no more
 _ROUNDING_OF_HALF = 2
+_CANCELLED = 1e-3  # of the largest number of a buffer: below it, differences are relative to this
 _SLOT = (1 << 50) - 1  # the bits of a digest that a float64 holds
 _SYNCED = frozenset({"rank0", "mean", "min", "max"})  # policies by which values are reduced where they differ
 _RANGES = frozenset({"mean", "min", "max"})
@@ -343,12 +344,18 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _is_rounding(a: Tensor, b: Tensor) -> bool:
-    """Whether two values of a buffer differ by rounding at most, relative to its largest number."""
+    """Whether two values of a buffer differ by rounding at most: no counts, and each number relative to itself. Numbers far below the
+    largest may come of larger ones that cancel."""
     if not (a.is_floating_point() or a.is_complex()):
         return same_bytes(a, b)
     finfo = torch.finfo(a.dtype)
     a, b = _wide(a), _wide(b)
-    if not bool((a.isfinite() & b.isfinite()).all()):
+    if not bool((a.isfinite() & b.isfinite()).all()) or (_is_whole(a) and _is_whole(b)):
         return torch.equal(a, b)
+    size = torch.maximum(a.abs(), b.abs())
     limit = (_ROUNDING if finfo.bits >= 32 else _ROUNDING_OF_HALF) * finfo.eps
-    return bool((a - b).abs().max() <= limit * torch.maximum(a.abs(), b.abs()).max())
+    return bool(((a - b).abs() <= limit * size.clamp(min=_CANCELLED * float(size.max()))).all())
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not tensor.is_complex() and torch.equal(tensor, tensor.round())

@@ -414,7 +414,7 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     first = written_state(runtime)
     try:
         with (
-            watched_outside(runtime) if first is not None else contextlib.nullcontext(),
+            watched_outside(runtime),
             _not_counted(runtime, padding),
         ):
             yield
