@@ -1373,10 +1373,24 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hooks-of-an-optimizer-see-parts",
-        "innermost_hooks(optimizer, hide_parts_before, show_parts_after)",
-        "hide_parts_before(optimizer)",
+        "inner = cls.step.__wrapped__ if is_hooked else cls.step",
+        "is_hooked, inner = False, cls.step",
         "'tests/step/test_step_hooks.py::test_code_around_a_step_is_right_or_refused[SGD-TrainStep-dp_shard=1,tp=2]'",
         "under tp a hook that takes a norm takes that of a part",
+    ),
+    Mutant(
+        "parts-stay-hidden-after-a-step-that-raised",
+        "            self._outer.clear()  # as after a forward that was interrupted, which calls no hook\n            self._set(State.SHOWN)",
+        "            self._outer.clear()\n        self._set(State.SHOWN)",
+        "'tests/techniques/tp/test_read_values.py::test_whenever_a_part_is_read_it_is_refused[tp=2]'",
+        "after a step that raised, a norm of a parameter is that of a part",
+    ),
+    Mutant(
+        "hooks-of-modules-see-parts",
+        "            for whole, part in gathered:\n                _mark(whole, part)",
+        "            for whole, part in ():\n                _mark(whole, part)",
+        "'tests/techniques/tp/test_read_values.py::test_whenever_a_part_is_read_it_is_refused[dp_shard=2,tp=2]'",
+        "a hook of the user's takes the norm of a part that was gathered over dp",
     ),
     Mutant(
         "own-step-sees-shards",

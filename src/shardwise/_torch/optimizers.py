@@ -1,26 +1,40 @@
 """The hooks around an optimizer's step: torch runs them in the order in which they were put on, inside of its own wrapper of ``step``."""
 
-import weakref
+import functools
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torchs
 
-__all__ = ["innermost_hooks", "own_step_of", "step_hooks", "unhooked_step"]
+__all__ = ["own_step_of", "step_hooks", "step_within", "unhooked_step"]
 
 Hook = Callable[..., Any]
-_innermost: "weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]]" = weakref.WeakKeyDictionary()
+Around = Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
 
 
-def innermost_hooks(optim: torch.optim.Optimizer, before: Hook, after: Hook) -> None:
-    """Makes ``before`` the last of the hooks before a step of ``optim``, and ``after`` the first after it. Called in a hook for all
-    optimizers, which come before both."""
-    if optim not in _innermost:
-        _innermost[optim] = optim.register_step_pre_hook(before).id, optim.register_step_post_hook(after).id
-    first, second = _innermost[optim]
-    optim._optimizer_step_pre_hooks.move_to_end(first)  # type: ignore[attr-defined]
-    optim._optimizer_step_post_hooks.move_to_end(second, last=False)  # type: ignore[attr-defined]
+def step_within(cls: type[torch.optim.Optimizer], around: Around) -> None:
+    """Makes the step of the optimizers of a class run within ``around(optim)``, inside of torch's wrapper, and so of all hooks. A closure runs
+    before it: they begin by it. May be called again."""
+    is_hooked = getattr(cls.step, "hooked", False)  # torch does it when the first one is made
+    inner = cls.step.__wrapped__ if is_hooked else cls.step  # type: ignore[attr-defined]
+    if hasattr(inner, "_shardwise_within"):
+        return
+
+    @functools.wraps(inner)
+    def step(optim: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with around(optim):
+            inner(optim)
+        return loss
+
+    step._shardwise_within = True  # type: ignore[attr-defined]
+    cls.step = torch.optim.Optimizer.profile_hook_step(step) if is_hooked else step  # type: ignore[method-assign]
+    cls.step.hooked = is_hooked  # type: ignore[attr-defined]
 
 
 def step_hooks(optim: torch.optim.Optimizer, own: Collection[Hook]) -> tuple[list[Hook], list[Hook]]:

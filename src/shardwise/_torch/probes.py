@@ -67,7 +67,6 @@ PROBES = (
         ("_SIGCHLD_handler_set",),
         without="the end of a worker of a Loader raises wherever its rank happens to be",
     ),
-    Probe("torch.nn.utils.clip_grad", ("_get_total_norm",)),
     Probe(
         "torch.optim.optimizer",
         ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),

@@ -30,7 +30,7 @@ from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.named_gradients import watch_named_gradients
 from shardwise.parallel.part_values import show_parts
-from shardwise.parallel.plain_parts import plain_parts, refuse_norms_of_parts, refuse_states_of_parts
+from shardwise.parallel.plain_parts import plain_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_recipes
 from shardwise.parallel.stale import mark_stale
@@ -242,7 +242,6 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     watch_named_gradients()
     attach(module, runtime)
     refuse_states_of_parts(module, recipe)
-    refuse_norms_of_parts(runtime)
     show_parts(runtime, plain_parts(recipe))
     runtime.before_first_step.append(functools.partial(refuse_other_copies, runtime))
     for act in acts():

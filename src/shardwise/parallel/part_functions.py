@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["VIEWS_BY_SIZE", "Kind", "kind_of", "whole_sizes", "with_whole_sizes"]
-
-VIEWS_BY_SIZE = ("view", "reshape", "flatten", "unflatten")
+__all__ = ["Kind", "kind_of", "whole_sizes"]
 
 
 class Kind(enum.Enum):
     """What a function does with a tensor that is a part."""
 
     ELEMENTWISE = enum.auto()  # each element by itself: the result is a part too
-    MIRRORED = enum.auto()  # right where the dims that are cut are dims of the result too
+    ALONG = enum.auto()  # right along dims that are not cut
+    VIEW = enum.auto()  # by sizes: right where those up to the dim that is cut are kept
     REFUSED = enum.auto()
     NUMEL = enum.auto()
     GRADIENT = enum.auto()  # param.grad
@@ -33,16 +32,14 @@ def _words(text: str) -> frozenset[str]:
 
 _NUMBERS = _words(
     "item tolist numpy __array__ equal allclose is_nonzero __bool__ __float__ __int__ __complex__ __index__ "
-    "__contains__"
+    "__contains__ untyped_storage storage __dlpack__ __cuda_array_interface__"
 )
 _REDUCTIONS = _words(
     "sum nansum mean nanmean norm std var std_mean var_mean amax amin aminmax max min argmax argmin prod any all "
     "logsumexp median nanmedian quantile nanquantile count_nonzero linalg_norm linalg_vector_norm"
 )
-_VIEWS = _words(
-    "t T mT H mH transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze view reshape flatten "
-    "unflatten view_as reshape_as expand expand_as __getitem__ stack cat concat unbind chunk split select narrow"
-)
+_TRANSPOSES = _words("t T mT H mH transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze")
+_VIEWS = _words("view reshape flatten unflatten")
 _ALIKE = _words(
     "clone detach data real imag to float double half bfloat16 cpu cuda contiguous type_as copy fill zero "
     "masked_fill new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like rand_like "
@@ -63,8 +60,10 @@ def _by_name(name: str) -> Kind:
         return Kind.WRITE
     if name in _NUMBERS:
         return Kind.REFUSED
-    if name in _REDUCTIONS or name in _VIEWS:
-        return Kind.MIRRORED
+    if name in _REDUCTIONS or name in _TRANSPOSES:
+        return Kind.ALONG
+    if name in _VIEWS:
+        return Kind.VIEW
     base = name.removeprefix("_foreach_").strip("_")
     spelled = [base, base[1:]] if name.startswith("__") and base[:1] in ("r", "i") else [base]
     if not base.startswith("max") and any(each in _ALIKE or _is_pointwise(each) for each in spelled):
@@ -77,10 +76,11 @@ def kind_of(func: Any) -> tuple[Kind, str]:
     """What a function does with parts, and its name for people."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":  # of an attribute
-        attribute = func.__self__.__name__
+        attribute = getattr(func.__self__, "__name__", None) or func.__self__.fget.__name__
         if attribute == "grad":
             return Kind.GRADIENT, attribute
-        return (_by_name(attribute), attribute) if attribute in _VIEWS | _ALIKE else (Kind.PASSED, attribute)
+        is_value = attribute in _TRANSPOSES | _ALIKE | _NUMBERS
+        return (_by_name(attribute) if is_value else Kind.PASSED), attribute
     if func is torch.autograd.grad:
         return Kind.GRADIENTS, "torch.autograd.grad"
     return _by_name(name), name
@@ -91,19 +91,6 @@ def whole_sizes(tensor: Tensor, cuts: Mapping[int, tuple[int, int]]) -> tuple[in
     no part."""
     sizes = enumerate(tensor.shape, -tensor.dim())
     return tuple(cuts[dim][1] if dim in cuts and cuts[dim][0] == size else size for dim, size in sizes)
-
-
-def with_whole_sizes(args: Any, cuts: Mapping[int, tuple[int, int]]) -> Any:
-    """The arguments of a view, with the sizes of the whole in place of those that begin as the tensor's own do:
-    ``x.view(x.shape[0], -1)``."""
-    tensor, *given = args
-    is_one = len(given) == 1 and isinstance(given[0], list | tuple)
-    new = list(given[0] if is_one else given)
-    for i, (size, all_) in enumerate(zip(tensor.shape, whole_sizes(tensor, cuts), strict=True)):
-        if i >= len(new) or new[i] != size:
-            break
-        new[i] = all_
-    return (tensor, tuple(new)) if is_one else (tensor, *new)
 
 
 def _is_pointwise(name: str) -> bool:

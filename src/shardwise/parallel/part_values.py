@@ -6,11 +6,12 @@ that is cut; within the forward of the model, in a backward and in an optimizer'
 """
 
 import contextlib
+import enum
 import functools
 import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -20,22 +21,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as all_modules
 
 from shardwise._torch.autograd import in_backward, without_subclasses
 from shardwise._torch.modules import CALLS
 from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
 from shardwise.model.tensors import bytes_of
-from shardwise.parallel.part_functions import VIEWS_BY_SIZE, Kind, kind_of, whole_sizes, with_whole_sizes
+from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Param, extents, local_shape
 
 __all__ = ["full_tensor", "show_parts"]
 
 _MARK = "_shardwise_part"
-_modules: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # of models with parts
-# Modules that read no number of a part, or are refused themselves.
-_OWN_FRAMES = ("torch.optim.", "torch.amp.", "torch.distributed.")
+# Each module of a model with parts.
+_shown: "weakref.WeakKeyDictionary[nn.Module, ShownParts]" = weakref.WeakKeyDictionary()
+# Modules that read no number of a part, or are refused themselves; and one of them that saves what it is given.
+_OWN_FRAMES = ("shardwise.", "torch.optim.", "torch.amp.", "torch.distributed.", "torch._dynamo.", "torch._subclasses.")
+_SAVING = "torch.distributed.checkpoint."
+# In a backward: what calls hooks; what runs the model's code, that of a function of its own, or again what was not kept.
+_ENGINE, _RUNS_MODEL = "torch.autograd.graph", ("torch.autograd.function", "torch.utils.checkpoint")
+_TRANSFORMS = ("torch._functorch.vmap", "torch._functorch.eager_transforms")
+_HOOKS = frozenset(
+    f"register_{of}{name}"
+    for of in ("", "module_")  # of one module, of all
+    for name in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook", "backward_hook")
+)
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
@@ -63,15 +75,22 @@ class _Part:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
         with without_subclasses():
-            if _is_read_by_us(sys._getframe(1)):
+            if _is_read_by_us(frame):
                 return func(*args, **(kwargs or {}))
+            if (
+                frame.f_globals.get("__name__") in _TRANSFORMS
+            ):  # which looks at sizes; what it computes with no one sees
+                raise _refusal("torch.func", next(part for x in _tensors((args, kwargs)) if (part := _part_of(x))))
             return _call(func, args, kwargs or {})
 
     def __repr__(self, **options: Any) -> str:
         return _as_torchs(self, lambda plain: plain.__repr__(**options))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if (part := _part_of(self)) is not None and not _is_read_by_us(sys._getframe(1)):
+            raise _refusal("torch.save, or a copy by pickle,", part)
         return _as_torchs(self, lambda plain: plain.__reduce_ex__(protocol))
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -92,11 +111,19 @@ class _Part:
             return super().to_local(**options) if isinstance(self, DTensor) else self.as_subclass(Tensor)  # type: ignore[misc,attr-defined]
 
 
+class State(enum.Enum):
+    """Whose code runs."""
+
+    SHOWN = enum.auto()  # the user's: parts are of classes that refuse
+    FORWARD = enum.auto()  # the model's
+    STEP = enum.auto()  # an optimizer's, or Shardwise's
+
+
 class ShownParts:
-    """The parameters of one model of which a rank has plain parts, and the classes that they have outside of forward."""
+    """The parameters of one model of which a rank has plain parts, and the classes that they have while the user's code runs."""
 
     def __init__(self, runtime: Runtime, axes: dict[str, str]):
-        self._params = []
+        self._params, self._gathered = [], runtime.engine.gathered
         for name, axis in axes.items():
             param, whole = runtime.parameters[name], runtime.recipe.params[name].shape
             sizes = zip(param.shape, whole, strict=True)
@@ -104,56 +131,64 @@ class ShownParts:
             if cuts:
                 setattr(param, _MARK, _PartOf(weakref.ref(runtime), name, axis, "parameter", cuts))
                 self._params.append((param, type(param), _with_part(type(param))))
-        self._depth = 0
-        self.show()
+        self._outer: list[State] = []  # of each running forward: the state that it began in
+        self._state = State.STEP
+        self._set(State.SHOWN)
 
-    def show(self) -> None:
-        self._is_shown = True
-        for param, _, shown in self._params:
-            param.__class__ = shown
-
-    def hide(self) -> None:
-        self._is_shown = False
-        for param, own, _ in self._params:
-            param.__class__ = own
+    def _set(self, state: State) -> State:
+        """Returns the state before."""
+        before, self._state = self._state, state
+        if (state is State.SHOWN) != (before is State.SHOWN):
+            for param, own, shown in self._params:
+                param.__class__ = shown if state is State.SHOWN else own
+        return before
 
     @contextlib.contextmanager
-    def torchs(self) -> Iterator[None]:
-        if not self._is_shown:
-            yield
-            return
-        self.hide()
+    def within(self, state: State) -> Iterator[None]:
+        before = self._set(state)
         try:
             yield
         finally:
-            self.show()
+            self._set(before)
+
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """A hook of the user's runs in a forward or backward. What modules have gathered over dp is a part too."""
+        gathered = [(whole, part) for whole, param in self._gathered() if (part := getattr(param, _MARK, None))]
+        with self.within(State.SHOWN):
+            for whole, part in gathered:
+                _mark(whole, part)
+            try:
+                yield
+            finally:
+                for whole, _ in gathered:
+                    whole.__class__ = _own_class(type(whole))
+
+    def torchs(self) -> contextlib.AbstractContextManager[None]:
+        return self.within(State.STEP)
 
     def begin_forward(self, *_: Any) -> None:
-        self._depth += 1
-        self.hide()
+        self._outer.append(self._set(State.FORWARD))
 
     def end_forward(self, *_: Any) -> None:
-        self._depth = max(self._depth - 1, 0)
-        if not self._depth:
-            self.show()
+        self._set(self._outer.pop() if self._outer else State.SHOWN)
 
-    def begin_step(self) -> None:
-        """An optimizer begins to step: gradients have torch's own class too."""
-        self.hide()
-        for param, _, _ in self._params:
-            _unmark(param.grad)
+    @contextlib.contextmanager
+    def stepping(self, optim: torch.optim.Optimizer) -> Iterator[None]:
+        self._set(State.STEP)
+        try:
+            with without_subclasses():  # of gradients and state too
+                yield
+        finally:
+            self.mark_state(optim)
+            self._outer.clear()  # as after a forward that was interrupted, which calls no hook
+            self._set(State.SHOWN)
 
-    def show_states(self, optim: torch.optim.Optimizer) -> None:
-        """The user's hooks around a step begin: the optimizer's state refuses as its parameters do."""
+    def mark_state(self, optim: torch.optim.Optimizer) -> None:
         for param, _, _ in self._params:
             for value in optim.state.get(param, {}).values():
-                if isinstance(value, Tensor) and value.shape == param.shape:
+                if isinstance(value, Tensor) and not isinstance(value, _Part) and value.shape == param.shape:
                     _mark(value, replace(getattr(param, _MARK), what="state"))
-
-    def hide_states(self, optim: torch.optim.Optimizer) -> None:
-        for param, _, _ in self._params:
-            for value in optim.state.get(param, {}).values():
-                _unmark(value)
 
 
 def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
@@ -161,9 +196,40 @@ def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
     axis over which it is cut."""
     if axes:
         shown = runtime.shown = ShownParts(runtime, axes)
-        _modules.update(module for _, module in runtime.modules)
+        _shown.update(dict.fromkeys((module for _, module in runtime.modules), shown))
         runtime.module.register_forward_pre_hook(shown.begin_forward, prepend=True)
         runtime.module.register_forward_hook(shown.end_forward, always_call=True)
+        for owner in (nn.Module, all_modules):
+            for name, register in [*vars(owner).items()]:
+                if name in _HOOKS and not hasattr(register, "_shardwise_shows"):
+                    setattr(owner, name, _showing(register))
+
+
+def _showing(register: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that registers hooks of modules; those of a model with parts see them as the user's code does, outside of forward."""
+
+    @functools.wraps(register)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not (sys._getframe(1).f_globals.get("__name__") or "").startswith(_OWN_FRAMES):
+            args = tuple(_in_hook(x) if callable(x) and not isinstance(x, nn.Module) else x for x in args)
+            kwargs = {name: _in_hook(x) if name == "hook" else x for name, x in kwargs.items()}
+        return register(*args, **kwargs)
+
+    call._shardwise_shows = True  # type: ignore[attr-defined]
+    return call
+
+
+def _in_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook, updated=())
+    def shown_to_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parts = _shown.get(module)
+        with contextlib.nullcontext() if parts is None else parts.in_hook():
+            return hook(module, *args, **kwargs)
+
+    return shown_to_hook
+
+
+_IN_HOOK = _in_hook(print).__code__
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -210,11 +276,6 @@ def _mark(tensor: Tensor, part: _PartOf) -> None:
         tensor.__class__ = _with_part(type(tensor))
 
 
-def _unmark(tensor: Any) -> None:
-    if isinstance(tensor, _Part):
-        tensor.__class__ = _own_class(type(tensor))
-
-
 def _part_of(tensor: Any) -> _PartOf | None:
     return getattr(tensor, _MARK, None) if isinstance(tensor, _Part) else None
 
@@ -224,24 +285,25 @@ def _part_of(tensor: Any) -> _PartOf | None:
 
 def _is_read_by_us(frame: FrameType | None) -> bool:
     """Whether a function of torch was called by Shardwise or torch's own machinery, within a forward of the model or in a
-    backward."""
-    if in_backward():
-        return True
+    backward; a hook of the user's in these is neither."""
     if (
         frame is not None and frame.f_code is _NEW_PARAMETER
     ):  # which refuses a tensor whose detach() is of another class
         return False
-    is_decided = False
+    is_backward, is_users = in_backward(), False
     while frame is not None:
-        if not is_decided:
-            name = frame.f_globals.get("__name__") or ""
-            if name.startswith("shardwise.") or name.startswith(_OWN_FRAMES):
-                return True
-            is_decided = not name.startswith("torch.")
-        if frame.f_code in CALLS and frame.f_locals.get("self") in _modules:
+        name = frame.f_globals.get("__name__") or ""
+        if frame.f_code is _IN_HOOK:
+            return False
+        if is_backward and name.startswith(_ENGINE):
+            break
+        if not is_users and name.startswith(_OWN_FRAMES) and not name.startswith(_SAVING):
             return True
+        if (is_backward and name in _RUNS_MODEL) or (frame.f_code in CALLS and frame.f_locals.get("self") in _shown):
+            return True
+        is_users = is_users or not name.startswith(("torch.", "shardwise."))
         frame = frame.f_back
-    return False
+    return not is_users
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -251,13 +313,13 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if kind is Kind.REFUSED:
         raise _refusal(name, parts[0])
-    if kind is Kind.MIRRORED:
-        return _mirrored(func, name, args, kwargs, parts[0])
+    if kind in (Kind.ALONG, Kind.VIEW):
+        return (_along if kind is Kind.ALONG else _viewed)(func, name, args, kwargs, parts[0])
     if kind is Kind.NUMEL:
         return math.prod(whole_sizes(args[0], parts[0].cuts))
     if kind is Kind.WRITE:
         if _part_of(args[1]) is None:  # not a mask
-            _mirrored(Tensor.__getitem__, "a write by place", args[:2], {}, parts[0])
+            raise _refusal("a write by place", parts[0])
         return func(*args, **kwargs)
     if kind is Kind.UNKNOWN:
         return _unknown(func, name, args, kwargs, parts[0])
@@ -309,48 +371,43 @@ def _carry(name: str, result: Any, parts: list[_PartOf], args: Any) -> None:
             _mark(result, replace(parts[0], what="computed", cuts=cuts))
 
 
-def _mirrored(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
-    """Runs a function that is right for a part if all dims that are cut are dims of its results too, which shows where it runs on
-    meta: on tensors of the sizes that are here, and on wholes."""
-    shape = next(tuple(x.shape) for x in _tensors((args, kwargs)) if _part_of(x) is part)
-
-    def as_here(x: Any) -> Any:
-        return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+def _along(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
+    """Runs a function that is right for a part if all dims that are cut are dims of its results too, as they show where it is given
+    wholes, on meta."""
 
     def as_whole(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
         own = _part_of(x)
-        sizes = whole_sizes(x, own.cuts if own else part.cuts if tuple(x.shape) == shape else {})
-        return torch.empty(sizes, dtype=x.dtype, device="meta")
+        return torch.empty(whole_sizes(x, own.cuts if own else {}), dtype=x.dtype, device="meta")
 
-    of_whole = with_whole_sizes(args, part.cuts) if name in VIEWS_BY_SIZE else args
     try:
-        here = list(_tensors(func(*map_leaves(as_here, args), **map_leaves(as_here, kwargs))))
-        whole = list(_tensors(func(*map_leaves(as_whole, of_whole), **map_leaves(as_whole, kwargs))))
+        wholes = list(_tensors(func(*map_leaves(as_whole, args), **map_leaves(as_whole, kwargs))))
+        result = func(*args, **kwargs)
     except Exception as error:
         raise _refusal(name, part) from error
-    found = []
-    for each, all_ in zip(here, whole, strict=False):
-        sizes = enumerate(zip(each.shape, all_.shape, strict=False))
-        cuts = {i - each.dim(): pair for i, pair in sizes if pair[0] != pair[1]}
-        is_kept = each.dim() == all_.dim() and sorted(cuts.values()) == sorted(part.cuts.values())
-        if not is_kept or (name in VIEWS_BY_SIZE and not _keeps_order(shape, part.cuts, all_, cuts)):
+    for each, whole in zip(_tensors(result), wholes, strict=True):
+        sizes = enumerate(zip(each.shape, whole.shape, strict=False), -each.dim())
+        cuts = {dim: pair for dim, pair in sizes if pair[0] != pair[1]}
+        if each.dim() != whole.dim() or sorted(cuts.values()) != sorted(part.cuts.values()):
             raise _refusal(name, part)
-        found.append(cuts)
-    result = func(*args, **kwargs)
-    for each, cuts in zip(_tensors(result), found, strict=True):
         _mark(each, replace(part, what="computed", cuts=cuts))
     return result
 
 
-def _keeps_order(shape: tuple[int, ...], before: Any, result: Tensor, after: Any) -> bool:
-    """Whether as many elements of the whole lie before the dim that is cut as did before the view."""
-    given = [before.get(i - len(shape), (0, size))[1] for i, size in enumerate(shape)]
-    return all(
-        math.prod(given[:one]) == math.prod(result.shape[:other])
-        for one, other in zip(sorted(before), sorted(after), strict=True)
-    )
+def _viewed(func: Any, name: str, args: Any, kwargs: Any, part: _PartOf) -> Any:
+    """Runs a view by sizes, ``x.view(x.shape[0], -1)``, which is right for a part if the dims up to the last that is cut stay."""
+    try:
+        result = func(*args, **kwargs)
+    except Exception as error:
+        raise _refusal(name, part) from error
+    given = args[0].shape
+    stay = len(given) + max(part.cuts) + 1
+    if result.shape[:stay] != given[:stay]:
+        raise _refusal(name, part)
+    more = len(given) - result.dim()
+    _mark(result, replace(part, what="computed", cuts={dim + more: sizes for dim, sizes in part.cuts.items()}))
+    return result
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -382,9 +439,10 @@ def _refusal(function: str, part: _PartOf) -> UsageError:
     }
     return UsageError(
         f"{function} of {what[part.what]} that is cut over {part.axis}, outside of the model's forward",
-        why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank",
+        why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank, by which "
+        "what ranks have whole would drift apart",
         fix='take the whole first, on every rank: sw.full_tensor(p.grad).norm(); or the norm of each: sw.parameter_norms(model, of="gradients"), of '
-        "all gradients together: sw.clip_grad_norm_(model, math.inf). A penalty on weights: weight_decay= of the optimizer, or, after the window, "
+        "all gradients together, which clips by it: sw.clip_grad_norm_(model, max_norm), or TrainStep(max_grad_norm=). A penalty on weights: weight_decay= of the optimizer, or, after the window, "
         "p.grad.add_(p.detach(), alpha=0.02). This rank's part, if it is meant: p.detach().to_local()",
         name=part.name,
     )

@@ -1,18 +1,16 @@
 """Checks of parameters of which a rank has a part as a plain tensor, cut by another axis than FSDP2's.
 
 For torch such a tensor is a whole parameter: a state dict would hold this rank's part under the parameter's name, an
-optimizer that mixes the elements of a matrix would update the part as if it were the matrix, and gradients would be clipped by
-the norm of this rank's parts. All three are refused here.
+optimizer that mixes the elements of a matrix would update the part as if it were the matrix. Both are refused here; what is read of
+a part is in :mod:`~shardwise.parallel.part_values`.
 """
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.clip import watch_total_norm
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_tensors
 from shardwise.parallel.runtime import Runtime
@@ -24,11 +22,8 @@ __all__ = [
     "plain_parts",
     "refuse_gathering",
     "refuse_mixing_optimizer",
-    "refuse_norms_of_parts",
     "refuse_states_of_parts",
 ]
-
-_cut: "weakref.WeakSet[Runtime]" = weakref.WeakSet()  # with plain parts
 
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
@@ -62,29 +57,6 @@ def refuse_mixing_optimizer(runtime: Runtime, optim: torch.optim.Optimizer) -> N
                 fix=f"use one of {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a layout without {axis}",
                 name=name,
             )
-
-
-def refuse_norms_of_parts(runtime: Runtime) -> None:
-    """Makes ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` raise UsageError for gradients, or values, of parameters of
-    ``runtime``, if there are plain parts among those: each rank would take another norm, and clip by another factor."""
-    if plain_parts(runtime.recipe):
-        _cut.add(runtime)
-        watch_total_norm(_refuse_norm)
-
-
-def _refuse_norm(tensors: list[Tensor]) -> None:
-    given = {id(tensor) for tensor in tensors}
-    for runtime in _cut:
-        for name, axis in plain_parts(runtime.recipe).items():
-            param = runtime.parameters[name]
-            if id(param) in given or (param.grad is not None and id(param.grad) in given):
-                raise UsageError(
-                    f"torch.nn.utils.clip_grad_norm_ of a model that is cut over {axis}",
-                    why="each rank has a part of this parameter as a plain tensor, and would take the norm of its parts: ranks would clip by "
-                    "other factors, and what they have whole would drift apart",
-                    fix="sw.clip_grad_norm_(model, max_norm), on every rank, which returns the norm too; or TrainStep(max_grad_norm=)",
-                    name=name,
-                )
 
 
 def refuse_gathering(runtime: Runtime) -> None:

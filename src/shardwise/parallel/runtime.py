@@ -139,22 +139,17 @@ class Pending(Protocol):
 
 
 class ShownClasses(Protocol):
-    """The parameters of which a rank has plain parts: outside of forward their classes refuse to give numbers of a part."""
+    """The parameters of which a rank has plain parts: while the user's code runs their classes refuse to give numbers of
+    a part."""
 
     def torchs(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: parameters have torch's own classes, of which attributes are read in less time."""
 
-    def begin_step(self) -> None:
-        """Called when an optimizer begins to step."""
+    def stepping(self, optim: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+        """Context manager: an optimizer steps. Its state refuses too afterwards."""
 
-    def show(self) -> None:
-        """Called when it has stepped."""
-
-    def show_states(self, optim: torch.optim.Optimizer) -> None:
-        """Called before the user's hooks around a step: the optimizer's state refuses too."""
-
-    def hide_states(self, optim: torch.optim.Optimizer) -> None:
-        """Called after them."""
+    def mark_state(self, optim: torch.optim.Optimizer) -> None:
+        """Makes the state of an optimizer refuse, where it is of parts. Called when it was loaded."""
 
 
 class Runtime:
@@ -403,8 +398,12 @@ class Runtime:
     def check_unchanged(self) -> None:
         """Raises UsageError if the module is no longer the one that was sharded; see :class:`ModuleSnapshot`."""
         with self.torchs_classes():
-            self._structure.check()
+            self._structure.check(self._partly_held)
         self.is_checked = True
+
+    def _partly_held(self) -> set[str]:
+        cut = (n for n, param in self.recipe.params.items() if any(each.axis != "fsdp" for each in param.cuts))
+        return {*cut, *itertools.chain.from_iterable(self.partial.values())}
 
 
 class _PartialSum:

@@ -1,6 +1,6 @@
 """Detects what no longer fits a sharded module: an optimizer built before sharding, a module changed after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -97,14 +97,18 @@ class ModuleSnapshot:
         self._hooks = self._accepted_hooks = hook_counts(self._real)
         self._named = {name: (param, param.requires_grad) for name, param in _named_parameters(root)}
 
-    def check(self) -> None:
+    def check(self, parts: Callable[[], Collection[str]]) -> None:
         """Raises UsageError if a module or parameter was added, removed, replaced, frozen, unfrozen, or cast to another
         dtype since: FSDP2 and DDP would continue without it, and the replicas would drift apart. Also if a hook was
-        registered on a parameter where it is not called, or sees only a part of the gradient."""
+        registered on a parameter where it is not called, or sees only a part of the gradient.
+
+        Args:
+            parts: returns the names of parameters of whose gradients this rank has a part, of the elements or of a sum.
+        """
         if list(map(_DTYPE, self._real)) != self._dtypes:
             raise self._other_dtype()
         if (hooks := hook_counts(self._real)) != self._accepted_hooks:
-            self._refuse_new_hooks()
+            self._refuse_new_hooks(parts())
             self._accepted_hooks = hooks
         children, params = self._now()
         same = list(map(id, children)) == self._child_ids and list(map(id, params)) == self._param_ids
@@ -132,12 +136,14 @@ class ModuleSnapshot:
             name=name,
         )
 
-    def _refuse_new_hooks(self) -> None:
+    def _refuse_new_hooks(self, parts: Collection[str]) -> None:
         before = {id(param): hooks for param, *hooks in zip(self._real, *self._hooks, strict=True)}
         for name, (param, _) in self._named.items():
             (on_tensor, after), (had_on_tensor, had_after) = num_hooks(param), before[id(param)]
             is_cut = isinstance(param, DTensor)
-            if (is_cut and on_tensor > had_on_tensor) or (after > had_after and (is_cut or self._num_ranks > 1)):
+            if ((is_cut or name in parts) and on_tensor > had_on_tensor) or (
+                after > had_after and (is_cut or self._num_ranks > 1)
+            ):
                 raise UsageError(
                     "a hook was put on a parameter after the module was sharded",
                     why="gradients come to the gathered parameter, so it is never called"

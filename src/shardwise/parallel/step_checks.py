@@ -7,11 +7,12 @@ sharded (a replaced head, a block unfrozen), the optimizer holds a parameter who
 warning, as it may be intended: a backward outside of windows sums gradients over the ranks where DDP averages.
 """
 
+import contextlib
 import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,24 +22,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise._torch.dtensor import local_tensor
-from shardwise._torch.optimizers import innermost_hooks, step_hooks
+from shardwise._torch.optimizers import step_hooks, step_within
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.buffers import end_outside
-from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
-from shardwise.parallel.runtime import Runtime, ShownClasses
+from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise, refuse_mixing_optimizer
+from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
 from shardwise.parallel.step_threads import HookedThreads
 
 __all__ = [
     "check_step",
-    "hide_parts_before",
-    "hide_states_after",
     "hooks_of",
     "refuse_in_window",
     "refuse_unreduced",
-    "show_parts_after",
     "stepped_by",
+    "stepping",
     "watch_steps",
 ]
 
@@ -52,16 +51,7 @@ _is_installed = False
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """The user's hooks before and after a step."""
-    own = (
-        check_step,
-        refuse_stale,
-        hide_parts_before,
-        show_parts_after,
-        hide_states_after,
-        _refuse_still,
-        _threads.end,
-    )
-    return step_hooks(optimizer, own)
+    return step_hooks(optimizer, (check_step, refuse_stale, _refuse_still, _threads.end))
 
 
 def watch_steps(runtime: Runtime) -> None:
@@ -72,7 +62,8 @@ def watch_steps(runtime: Runtime) -> None:
         register_optimizer_step_pre_hook(check_step)
         register_optimizer_step_post_hook(_threads.end)
         register_optimizer_step_post_hook(_refuse_still)
-        register_optimizer_step_post_hook(hide_states_after)
+        for cls in ELEMENTWISE:
+            step_within(cls, stepping)
         torch.optim.Optimizer.zero_grad = _notifying(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
         nn.Module.zero_grad = _notifying(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
@@ -104,35 +95,18 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         while runtime.before_first_step:
             runtime.before_first_step.pop(0)()
     _threads.begin(stepped)
-    if shown := _shown_by(optimizer):
-        innermost_hooks(optimizer, hide_parts_before, show_parts_after)
-        for parts in shown if hooks_of(optimizer)[0] else ():
-            parts.show_states(optimizer)
 
 
-def hide_parts_before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step begins, after the user's hooks: what is a part has torch's own class."""
-    for parts in _shown_by(optimizer):
-        parts.begin_step()
-        parts.hide_states(optimizer)
-
-
-def show_parts_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step has ended, before the user's hooks: parameters that are parts refuse to give numbers of them again."""
-    for parts in _shown_by(optimizer):
-        parts.show()
-        if hooks_of(optimizer)[1]:
-            parts.show_states(optimizer)
-
-
-def hide_states_after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """The user's hooks after a step have run."""
-    for parts in _shown_by(optimizer):
-        parts.hide_states(optimizer)
-
-
-def _shown_by(optimizer: torch.optim.Optimizer) -> list[ShownClasses]:
-    return [runtime.shown for runtime in stepped_by(optimizer) if runtime.shown is not None]
+@contextlib.contextmanager
+def stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager: what is a part has torch's own class, for the step without its hooks. It refuses again after it, also after one
+    that raised."""
+    shown = {runtime.shown for runtime in _watched} - {None}
+    with contextlib.ExitStack() as stack:
+        for parts in (runtime.shown for runtime in stepped_by(optimizer)) if shown else ():
+            if parts is not None:
+                stack.enter_context(parts.stepping(optimizer))
+        yield
 
 
 def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -124,6 +124,9 @@ def install_state(
         param = runtime.parameters[name]
         group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))
         optim.state[param] = {key: _placed(key, value, param, group) for key, value in values.items()}
+    if runtime.shown is not None:
+        with runtime.torchs_classes():
+            runtime.shown.mark_state(optim)
 
 
 def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:

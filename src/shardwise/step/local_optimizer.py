@@ -21,14 +21,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise
 from shardwise.parallel.stale import refuse_stale
-from shardwise.parallel.step_checks import (
-    check_step,
-    hide_parts_before,
-    hide_states_after,
-    hooks_of,
-    show_parts_after,
-    stepped_by,
-)
+from shardwise.parallel.step_checks import check_step, hooks_of, stepped_by, stepping
 from shardwise.parallel.step_threads import threads_of_step
 
 __all__ = ["has_own_step", "local_optimizer"]
@@ -104,14 +97,10 @@ class _LocalStep:
                 for hook in before:
                     if hook(optim, (optim,), {}) not in (None, ((optim,), {})):
                         raise _other_arguments(hook)
-                hide_parts_before(optim)
-                try:
+                with stepping(optim):
                     result = self._run(unhooked_step(optim))
-                finally:
-                    show_parts_after(optim)
                 for hook in after:
                     hook(optim, (optim,), {})
-                hide_states_after(optim)
                 return result
 
         step._shardwise_local = True  # type: ignore[attr-defined]

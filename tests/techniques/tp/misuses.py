@@ -170,6 +170,14 @@ def hooked_norm(world):
     sw.parallelize(model, world)
 
 
+def hooked_later(world):
+    known = models.get("linears: norm-of-heads")
+    batches = known.windows(1, 1)[0]
+    model = sw.parallelize(known.build(), world, example=batches[0])
+    model.blocks[0].attention.norm.weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))(batches)
+
+
 def clipping(clip):
     """A window whose gradients torch clips, or takes the norm of."""
 
@@ -209,6 +217,7 @@ MISUSES = {
     "another plan": other_plan,
     "a hook": hooked,
     "a hook on a norm of each head": hooked_norm,
+    "a hook on it, later": hooked_later,
     "a token that is none": lambda world: torch.no_grad()(cut(world))(torch.full((1, 4), 19)),
     "a mask that the example did not have": with_a_mask(False),
     "no example": lambda world: sw.parallelize(Plain, world),

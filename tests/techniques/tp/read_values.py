@@ -1,14 +1,18 @@
 """What loops read of single parameters and gradients, on a model that is cut over tp, and beside it in one plain process."""
 
+import contextlib
 import copy
 import functools
 import io
 import math
+import pickle
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from step.plain import mine
 from torch import nn
+from torch.nn.modules import module as all_modules
 from torch.nn.utils import parameters_to_vector
 
 import shardwise as sw
@@ -231,6 +235,14 @@ READS = {
     "whole of dp alone": lambda x: getattr(x, "full_tensor", None) and x.t().full_tensor(),
     "deepcopy": lambda x: copy.deepcopy(nn.Parameter(x.detach())).sum(),
     "new parameter": lambda x: nn.Parameter(x.detach().clone()).sum(),
+    "a view that keeps no dim": lambda x: x.view(-1, x.shape[1] // 2),
+    "torch.save": lambda x: torch.save(x.detach(), io.BytesIO()),
+    "pickle": lambda x: pickle.dumps({"weight": x}),
+    "copy": copy.copy,
+    "safetensors": lambda x: safetensors.torch.save({"weight": x.detach()}),
+    "dlpack": lambda x: torch.from_dlpack(x.detach()),
+    "memory": lambda x: x.untyped_storage(),
+    "vmap": lambda x: torch.vmap(torch.sum)(x.detach()),
 }
 
 
@@ -254,12 +266,159 @@ def single_reads(layout):
     return found
 
 
+# ---- moments: when a norm is read, of what and by whose code ---------------------------------------------------
+
+
+def _reads(result, of):
+    """A hook that reads a norm and gives back ``result`` of its arguments."""
+
+    def hook(*args):
+        of(*args).norm()
+        return result(*args)
+
+    return hook
+
+
+def _nothing(*_):
+    return None
+
+
+def _kept_gradient(run):
+    grad = run.up.grad
+    run.optim.step()
+    grad.norm()
+
+
+def _state(run):
+    run.optim.step()
+    run.optim.state[run.up]["momentum_buffer"].norm()
+
+
+def _saved_state(run):
+    run.optim.step()
+    torch.save(run.optim.state_dict(), io.BytesIO())
+
+
+def _loaded_state(run):
+    run.optim.step()
+    state = sw.full_optimizer_state_dict(run.model, run.optim)
+    other = torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9)
+    sw.load_full_optimizer_state_dict(run.model, other, state)
+    other.state[run.up]["momentum_buffer"].norm()
+
+
+def _after_a_step_that_raised(run):
+    run.optim.param_groups[0]["lr"] = "fast"
+    with contextlib.suppress(TypeError):
+        run.optim.step()
+    run.up.norm()
+
+
+def _after_a_local_step_that_raised(run):
+    sw.local_optimizer(run.optim)
+    _after_a_step_that_raised(run)
+
+
+def _in_a_closure(run):
+    run.optim.step(lambda: run.up.grad.norm())
+
+
+def _hook(register, of=lambda module, *_: module.weight):
+    def read(run):
+        getattr(run.model.blocks[0].up, register)(_reads(_nothing, of))
+        run.gradients()
+
+    return read
+
+
+def _global_hook(run):
+    with all_modules.register_module_forward_hook(_reads(_nothing, lambda *_: run.up)):
+        run.gradients()
+
+
+def _hook_of_a_block(run):
+    """Called by itself, not by the model."""
+    run.model.blocks[0].register_forward_hook(_reads(_nothing, lambda module, *_: module.up.weight))
+    with torch.no_grad():
+        run.model.blocks[0](torch.ones(1, 2, 8).double())
+
+
+def _hook_on_an_activation(run):
+    def put_on(_module, _args, output):
+        output.register_hook(_reads(_nothing, lambda _: run.up))
+
+    run.model.blocks[0].register_forward_hook(put_on)
+    run.gradients()
+
+
+def _tensor_hook(hook):
+    def read(run):
+        run.up.register_hook(hook)
+        run.gradients()
+
+    return read
+
+
+def _after_a_forward_that_raised(run):
+    with contextlib.suppress(IndexError), torch.no_grad():
+        run.model.blocks[1].register_forward_pre_hook(lambda *_: [].pop())
+        run.model(batches(0)[0]["input_ids"])
+    run.up.norm()
+
+
+MOMENTS = {
+    "a gradient that was kept, after the step": _kept_gradient,
+    "the optimizer's state": _state,
+    "the optimizer's state, saved": _saved_state,
+    "the optimizer's state, loaded": _loaded_state,
+    "after a step that raised": _after_a_step_that_raised,
+    "after a local step that raised": _after_a_local_step_that_raised,
+    "after a forward that raised": _after_a_forward_that_raised,
+    "in a step's closure": _in_a_closure,
+    "a hook before forward": _hook("register_forward_pre_hook"),
+    "a hook after forward": _hook("register_forward_hook"),
+    "a hook after backward": _hook("register_full_backward_hook"),
+    "a hook before backward": _hook("register_full_backward_pre_hook"),
+    "a hook of all modules": _global_hook,
+    "a hook of a block alone": _hook_of_a_block,
+    "a hook on an activation": _hook_on_an_activation,
+    "a hook on a parameter": _tensor_hook(lambda grad: grad / grad.norm()),
+    "a hook on a parameter, element by element": _tensor_hook(lambda grad: grad.clamp(-0.1, 0.1)),
+}
+
+
+class _Run:
+    def __init__(self, world):
+        self.model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.up, self._world = self.model.blocks[0].up.weight, world
+        self.gradients()
+
+    def gradients(self):
+        with sw.window(self.model, mine(batches(0), self._world)) as w:
+            for batch in w:
+                (loss_of(self.model, batch) / w.num_tokens).backward()
+
+
+def moments(layout):
+    """How each read ends on this rank."""
+    found = {}
+    for name, read in MOMENTS.items():
+        with sw.init(layout, device="cpu", timeout_s=30) as world:
+            run = _Run(world)
+            try:
+                found[name] = f"no error: {read(run)}"
+            except UsageError as error:
+                found[name] = str(error)
+    return found
+
+
 def allowed(layout):
     """What is right on a part, as it is or put together; and that the classes of torch are left where they must be."""
     found, seen = {}, []
     with sw.init(layout, device="cpu", timeout_s=30) as world:
         model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
-        model.blocks[0].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.norm().ndim))
+        model.blocks[0].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.norm(dim=1).ndim))
         optim = torch.optim.AdamW(model.parameters(), lr=0.1)
         optim.register_step_pre_hook(lambda *_: None)
         with sw.window(model, mine(batches(0), world)) as w:
@@ -281,8 +440,8 @@ def allowed(layout):
         model.double(), model.to("cpu")
         found["kept"] = type(copy.deepcopy(up.detach())) is not torch.Tensor and model.blocks[0].up.weight is up
         optim.step()
-        found["saved"] = torch.load(_saved(up.detach()), weights_only=True).shape == up.shape
-        found["class in forward"] = bool(seen)
+        found["saved"] = torch.load(_saved(sw.full_tensor(up.detach())), weights_only=True).shape == (16, 8)
+        found["hook"] = bool(seen)
     return found
 
 

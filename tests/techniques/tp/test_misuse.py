@@ -24,12 +24,15 @@ SAYS = {
     "an evaluation of other data": ("RankError: ranks 0 and 1 with other inputs in a forward (input_ids)", "DistributedSampler"),
     "a loop over other data": ("RankError: ranks 0 and 1 with other inputs in a forward (0)",),
     "sampling without a seed": ("RankError: ranks 0 and 1 with other inputs in a forward (", "input_ids", "torch.manual_seed with one seed"),
-    "torch's clipping": ("UsageError: embed.weight: torch.nn.utils.clip_grad_norm_ of a model that is cut over tp", "sw.clip_grad_norm_"),
-    "torch's norm": ("UsageError: embed.weight: torch.nn.utils.clip_grad_norm_ of a model that is cut over tp",),
+    "torch's clipping": ("UsageError: embed.weight: linalg_vector_norm of the gradient of a parameter that is cut over tp", "sw.clip_grad_norm_(model, max_norm)"),
+    "torch's norm": ("UsageError: embed.weight: linalg_vector_norm of the gradient of a parameter that is cut over tp",),
     "another plan": ("RankError: ", "plan", "colwise", "replicate"),
     "a hook": ("UnsupportedError: blocks.0.mlp.up.weight: a hook on a parameter that is cut over the ranks",),
     "a hook on a norm of each head": (
         "UnsupportedError: blocks.0.attention.norm.weight: a hook on a parameter whose gradients on the ranks along tp are parts of a sum",
+    ),
+    "a hook on it, later": (
+        "UsageError: blocks.0.attention.norm.weight: a hook was put on a parameter after the module was sharded",
     ),
     "a token that is none": ("IndexError: token 19 of a vocabulary of 19",),
     "a mask that the example did not have": (

@@ -9,6 +9,7 @@ import torch
 from step.plain import assert_close
 from techniques.tp.read_values import (
     LOOPS,
+    MOMENTS,
     READS,
     allowed,
     alone,
@@ -16,6 +17,7 @@ from techniques.tp.read_values import (
     batches,
     build,
     loss_of,
+    moments,
     of_ranks,
     single_reads,
 )
@@ -71,6 +73,13 @@ def test_every_read_of_a_part_is_refused(ranks, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_whenever_a_part_is_read_it_is_refused(ranks, layout):
+    for found in ranks.run(moments, size(layout), layout):
+        missed = {name: text for name, text in found.items() if not text.startswith(("blocks.0.", "embed.weight: "))}
+        assert missed == {} and len(found) == len(MOMENTS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_right_on_a_part_passes(ranks, layout):
     model, given = build(), batches(0)
     num = sum(batch["labels"].numel() for batch in given)
@@ -91,7 +100,5 @@ def test_what_is_right_on_a_part_passes(ranks, layout):
             assert found["largest of gradients"][name].item() == pytest.approx(p.grad.abs().max().item(), rel=1e-12)
             assert found["products"][name].item() == pytest.approx((p * p.grad).abs().sum().item(), rel=1e-12)
         assert found["number"] == sum(p.numel() for p in params.values())
-        assert (
-            found["is a parameter"] and found["saved"] and found["part"] and found["kept"] and found["class in forward"]
-        )
+        assert found["is a parameter"] and found["saved"] and found["part"] and found["kept"] and found["hook"]
         assert math.isfinite(found["norm of all"].item())
