@@ -456,8 +456,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "refused-hook-accepted",
-        "            self._refuse_new_hooks()\n            self._accepted_hooks = hooks",
-        "            self._accepted_hooks = hooks\n            self._refuse_new_hooks()",
+        "            self._refuse_new_hooks(parts())\n            self._accepted_hooks = hooks",
+        "            self._accepted_hooks = hooks\n            self._refuse_new_hooks(parts())",
         "tests/techniques/data/test_hooks.py -k wrong_hook",
         "a hook that was refused once, and the error caught, is never called",
     ),
@@ -2202,8 +2202,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-torchs-clipping-unnoticed",
-        "        _cut.add(runtime)\n",
-        "",
+        "            raise _refusal(name, part)\n        _mark(each,",
+        "            return result\n        _mark(each,",
         "tests/techniques/tp/test_misuse.py",
         "torch clips each rank by the norm of its own parts",
     ),

@@ -21,6 +21,7 @@ __all__ = [
     "checkpointed",
     "current_backward",
     "function_modes",
+    "has_users_hook",
     "hook_counts",
     "hooks_of_saved_tensors",
     "in_backward",
@@ -109,6 +110,12 @@ def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], T
 def num_hooks(tensor: Tensor) -> tuple[int, int]:
     """Number of hooks on ``tensor`` by ``register_hook`` and by ``register_post_accumulate_grad_hook``."""
     return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
+
+
+def has_users_hook(tensor: Tensor) -> bool:
+    """Whether one of its hooks by ``register_hook`` is not Shardwise's."""
+    hooks = (tensor._backward_hooks or {}).values()
+    return any(not (getattr(hook, "__module__", None) or "").startswith("shardwise.") for hook in hooks)
 
 
 def hook_counts(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise._torch.autograd import hook_counts, num_hooks
+from shardwise._torch.autograd import has_users_hook, hook_counts, num_hooks
 from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
@@ -141,9 +141,8 @@ class ModuleSnapshot:
         for name, (param, _) in self._named.items():
             (on_tensor, after), (had_on_tensor, had_after) = num_hooks(param), before[id(param)]
             is_cut = isinstance(param, DTensor)
-            if ((is_cut or name in parts) and on_tensor > had_on_tensor) or (
-                after > had_after and (is_cut or self._num_ranks > 1)
-            ):
+            is_wrong = is_cut or (name in parts and has_users_hook(param))
+            if (is_wrong and on_tensor > had_on_tensor) or (after > had_after and (is_cut or self._num_ranks > 1)):
                 raise UsageError(
                     "a hook was put on a parameter after the module was sharded",
                     why="gradients come to the gathered parameter, so it is never called"
