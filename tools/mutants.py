@@ -1770,6 +1770,27 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---- state: checkpoints ----------------------------------------------------------------------------------------
     Mutant(
+        "average-known-by-its-shape",
+        "    if marked is not None:\n        runtime, name = marked",
+        "    if False:\n        runtime, name = marked",
+        "tests/state/test_checkpoint_extra.py -k look_alike",
+        "an average of a part is saved as one of another parameter that has its shape on a rank",
+    ),
+    Mutant(
+        "average-of-two-possible-parameters",
+        "    if len(by_cuts) > 1:",
+        "    if False:",
+        "tests/state/test_checkpoint_extra.py -k two_ways",
+        "a shard that fits two parameters is saved as the first of them",
+    ),
+    Mutant(
+        "loaded-average-forgets-its-parameter",
+        "    return marked_as(made, own)",
+        "    return made",
+        "tests/state/test_checkpoint_extra.py -k look_alike",
+        "an average that was loaded cannot be saved again",
+    ),
+    Mutant(
         "checksums-not-compared",
         "if sum_of(memory[begin : begin + BLOCK]) != int(sums[number]):",
         "if sum_of(memory[begin : begin + BLOCK]) < 0:",

@@ -19,7 +19,7 @@ The files contain full tensors under canonical names, whatever the layout of the
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -222,7 +222,7 @@ def contents_of(
     groups = [group for prefix, other in models.items() for group in _weights(prefix, other, found, notes)]
     # The user's code may fail on one rank only: the others would wait for that rank in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
-    cut = CutTensors()
+    cut = CutTensors([runtime_of(other) for other in models.values()])
     mine: dict[str, Tensor] = {}
     plain, data = collectively(
         world,
@@ -265,17 +265,17 @@ def _plain_states(
         for prefix, other in models.items()
     }
     plain["extra"] = {
-        name: to_plain(_state_of(name, value), f"{EXTRA}/{name}", tensors, cut.note)
+        name: to_plain(_state_of(name, value, cut.models), f"{EXTRA}/{name}", tensors, cut.note)
         for name, value in extra.items()
         if saved_of(name, value) == STATE_OF_ITS_OWN
     }
     return plain
 
 
-def _state_of(name: str, value: Any) -> Any:
+def _state_of(name: str, value: Any, models: Sequence[Runtime]) -> Any:
     state = value.state_dict()
     if not isinstance(value, torch.optim.Optimizer):  # else it is one of plain parameters
-        refuse_numbered(f"{EXTRA}/{name}", state)
+        refuse_numbered(f"{EXTRA}/{name}", state, models)
     return state
 
 
