@@ -1770,6 +1770,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---- state: checkpoints ----------------------------------------------------------------------------------------
     Mutant(
+        "own-methods-on-buffers-of-the-beginning",
+        '                self._bare[name] = torch.empty(shape, dtype=dtype, device="meta")',
+        "                pass",
+        "tests/state/test_own_state.py -k 'as_it_is_now'",
+        "a buffer that has grown is cut back where a module answers for its state itself",
+    ),
+    Mutant(
+        "own-length-of-each-rank-in-a-file",
+        "        every |= runtime.saved_buffers(of_main=True)",
+        "        every |= runtime.saved_buffers()",
+        "tests/state/test_own_state.py -k 'as_rank_0_has_it'",
+        "ranks plan one file with other lengths of a buffer",
+    ),
+    Mutant(
         "average-known-by-its-shape",
         "    if marked is not None:\n        runtime, name = marked",
         "    if False:\n        runtime, name = marked",

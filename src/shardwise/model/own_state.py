@@ -145,6 +145,12 @@ class OwnState:
             for name, values in plain_attributes(module).items()
         }
 
+    def follow(self, buffers: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Gives buffers of the copy the shapes and dtypes, by canonical name, that those of the sharded module have now."""
+        for name, (shape, dtype) in buffers.items():
+            if name in self._bare:
+                self._bare[name] = torch.empty(shape, dtype=dtype, device="meta")
+
     # ---- out -------------------------------------------------------------------------------------------------
 
     def encode(self, module: nn.Module | None = None, values: Mapping[str, Tensor] | None = None) -> Encoded:

@@ -48,7 +48,6 @@ from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
-from shardwise.state.naming import shapes_of
 from shardwise.state.optimizer import agreed_kinds, settings_of
 from shardwise.state.own_values import computed_values, not_stored
 from shardwise.state.sidecars import sidecar_files
@@ -353,8 +352,10 @@ def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list
     local = runtime.local_tensors()
     groups = [Group(prefix, runtime, file_layout, {**local, **computed_values(runtime, "a checkpoint")})]
     if exact := not_stored(runtime):
-        views = {name: view_of_all(name, shapes_of(runtime)[name]) for name in exact}
-        facts = {name: (views[name].shape, dtype_name(local[name].dtype)) for name in exact}
+        every = {name: (param.shape, param.storage) for name, param in runtime.recipe.params.items()}
+        every |= runtime.saved_buffers(of_main=True)
+        facts = {name: every[name] for name in exact}
+        views = {name: view_of_all(name, shape) for name, (shape, _) in facts.items()}
         files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=EXACT)
         groups.append(Group(prefix, runtime, FileLayout(files, views), {name: local[name] for name in exact}))
     return groups
