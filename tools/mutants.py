@@ -1770,6 +1770,27 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---- state: checkpoints ----------------------------------------------------------------------------------------
     Mutant(
+        "load-through-a-transpose",
+        "tensor.nbytes == tensor.untyped_storage().nbytes() and _layout(tensor) == whole",
+        "tensor.nbytes == tensor.untyped_storage().nbytes()",
+        "tests/state/test_own_state.py -k any_view",
+        "what a module's own method writes through a transposed view is not transposed",
+    ),
+    Mutant(
+        "load-by-data-that-is-set",
+        "            is_own = now is tensor and trace.is_in_place(HELD + name, now)",
+        "            is_own = now is tensor",
+        "tests/state/test_own_state.py -k any_view",
+        "a module's own method sets weight.data, and nothing is loaded",
+    ),
+    Mutant(
+        "conjugate-taken-for-the-tensor",
+        "    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()",
+        "    return *place, tensor.dtype",
+        "tests/state/test_own_state.py -k any_view",
+        "a conjugate is stored, or loaded, as the tensor itself",
+    ),
+    Mutant(
         "own-methods-on-buffers-of-the-beginning",
         '                self._bare[name] = torch.empty(shape, dtype=dtype, device="meta")',
         "                pass",

@@ -455,3 +455,87 @@ def test_a_buffer_is_saved_as_it_is_now(ranks, tmp_path, kind, value):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_buffer_that_one_rank_has_replaced_is_saved_as_rank_0_has_it(ranks, tmp_path, kind, rank):
     ranks.run(saved_when_grown, 2, kind, "of many dims", "dp_shard=2", rank, tmp_path)
+
+
+# ---- how a method writes ---------------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Stores its weight by one way, and takes it by another that undoes it."""
+
+    def __init__(self, how, columns, dtype):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(6, columns, dtype=dtype))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "stored"] = WRITES[self.how][0](self.weight.detach())
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        with torch.no_grad():
+            WRITES[self.how][1](self.weight, state[prefix + "stored"])
+
+
+def turn(weight):
+    return weight.t().contiguous()
+
+
+def in_chunks(weight, stored):
+    for mine, given in zip(weight.chunk(2), stored.chunk(2)[::-1], strict=True):
+        mine.copy_(given)
+
+
+def in_steps(weight, stored):
+    weight[::2].copy_(stored[:3])
+    weight[1::2] = stored[3:]
+
+
+def twice(weight, stored):
+    weight.copy_(stored)
+    weight.t().copy_(stored.t().flip(0))
+
+
+WRITES = {
+    "a transposed view": (turn, lambda w, v: w.t().copy_(v)),
+    "a transposed view of its data": (turn, lambda w, v: w.data.T.copy_(other=v)),
+    "swapped dims, one by one": (turn, lambda w, v: [row.copy_(given) for row, given in zip(w.T, v, strict=True)]),
+    "other strides": (turn, lambda w, v: w.as_strided(v.shape, (1, w.shape[1])).copy_(v)),
+    "as one row": (lambda w: w.flatten(), lambda w, v: w.view(-1).copy_(v)),
+    "chunks, changed about": (lambda w: w.roll(3, 0), in_chunks),
+    "every second row": (lambda w: torch.cat([w[::2], w[1::2]]), in_steps),
+    "from the last to the first": (lambda w: w.flip(0), lambda w, v: w.copy_(v.flip(0))),
+    "whole, then through a view": (lambda w: w.flip(1), twice),
+    "many at once, stored as a view": (lambda w: w.t(), lambda w, v: torch._foreach_copy_([w.t()], [v])),
+    "one row for all": (lambda w: w[0].clone(), lambda w, v: w.copy_(v)),
+    "conjugated": (lambda w: w.conj(), lambda w, v: w.copy_(v.conj())),
+    "its data, replaced": (turn, lambda w, v: setattr(w, "data", v.t())),
+    "its data, replaced by a copy": (lambda w: 2 * w, lambda w, v: setattr(w, "data", v / 2)),
+    "as it is": (lambda w: w, lambda w, v: w.copy_(v)),
+}
+
+
+def written(columns, dtype, layout):
+    with sw.init(layout, device="cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for how in WRITES:
+            torch.manual_seed(1)
+            source, plain, begin = (
+                nn.Sequential(nn.Linear(6, 6).double(), Written(how, columns, dtype)) for _ in range(3)
+            )
+            state = source.state_dict()
+            plain.load_state_dict(state)
+            model = sw.parallelize(begin, world, sharding=EVERY, example={"input": X})
+            sw.load_full_state_dict(model, state)
+            assert (outputs(model) - outputs(plain)).abs().max() < 1e-12, how
+            again = sw.full_state_dict(model)
+            for name, value in plain.state_dict().items() if world.is_main else ():
+                assert torch.equal(again[name], value), (how, name)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+@pytest.mark.parametrize(("columns", "dtype"), [(6, torch.float64), (4, torch.float64), (6, torch.complex128)])
+def test_a_method_may_write_through_any_view(ranks, columns, dtype, layout):
+    ranks.run(written, 2, columns, dtype, layout)

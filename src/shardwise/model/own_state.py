@@ -224,10 +224,13 @@ class OwnState:
         for name, tensor in homes.items():
             held, attr = self._places[name][0]
             now = held.get(attr)
-            if not isinstance(now, Tensor) or (now is tensor and not trace.was_written(now)):
+            if not isinstance(now, Tensor):
+                continue
+            is_own = now is tensor and trace.is_in_place(HELD + name, now)
+            if is_own and not trace.was_written(now):
                 continue
             trace.refuse_foreign(now)
-            source = trace.copied_from(now) if now is tensor else now
+            source = trace.copied_from(now) if is_own else now
             origin = None if source is None else trace.origin(source)
             if origin in given:
                 found.direct[name] = str(origin)
