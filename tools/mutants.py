@@ -697,6 +697,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---- data: fine-tuning -------------------------------------------------------------------------------------------
     Mutant(
+        "any-key-taken-as-read",
+        "            if text({name}) != whole:",
+        "            if True:",
+        "tests/data/sft/test_keys.py -k 'another_without_it'",
+        "thoughts and calls that the chat template leaves out are not trained on, without a word",
+    ),
+    Mutant(
+        "key-behind-another-one",
+        "            return _is_double(name, messages) and",
+        "            return",
+        "tests/data/sft/test_keys.py -k 'one_value'",
+        "a key is left out for another one that says something else",
+    ),
+    Mutant(
         "bos-twice",
         "if first is not None and ids[:2] == [first, first]:",
         "if False:",
