@@ -1599,6 +1599,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---- recipe ----------------------------------------------------------------------------------------------------
     Mutant(
+        "any-word-for-a-buffer",
+        "        _check_buffer(name, buffer)\n",
+        "        pass\n",
+        "tests/techniques/test_make.py -k end_of_a_window",
+        "a recipe sums a buffer over an axis that is not read, or has a policy that does nothing",
+    ),
+    Mutant(
         "uneven-rows-lost",
         "chunk = -(-part.size // chunks)",
         "chunk = max(1, part.size // chunks)",
