@@ -11,12 +11,7 @@ __all__ = ["TRAINING_KEYS", "ReadKeys", "check_message", "check_record", "is_tra
 
 Messages = Sequence[Mapping[str, Any]]
 
-_SAYS: Mapping[str, Mapping[Any, bool]] = {
-    "weight": {0: False, 1: True},
-    **{name: {False: False, True: True} for name in ("train", "training", "loss")},
-    "masked": {True: False, False: True},
-}
-"""Keys of a message that say whether it is trained on: value -> whether."""
+_SAYS = {name: key.says for name, key in KEYS_OF["message"].items() if key.says}
 TRAINING_KEYS = frozenset(_SAYS)
 
 
