@@ -229,14 +229,15 @@ def contents_of(
         lambda: (_plain_states(own(), models, extra, tensors, cut), to_plain(of_rank(), f"data/{world.rank}", mine)),
     )
     if optim is not None:
-        group, plain["optimizer"] = _optimizer(runtime, optim, tensors)
-        groups += [group] if group is not None else []
+        own_cut = CutTensors(cut.models)
+        plain["optimizer"] = _optimizer(runtime, "optimizer", "", optim, tensors, own_cut)
+        groups += _groups(own_cut, OPTIMIZER)
     plain["optimizers"] = {
-        name: _extra_optimizer(owner, name, value, tensors, cut)
+        name: _optimizer(owner, f"optimizers/{name}", f"{EXTRA}/{name}/", value, tensors, cut)
         for name, value in extra.items()
         if (owner := owner_of(name, value)) is not None
     }
-    groups += [Group("", *each, by_stored=True) for each in cut.layouts(CUT, lambda sizes: _align(sum(sizes)))]
+    groups += _groups(cut, CUT)
     digests = _digests(plain, tensors)
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
@@ -361,29 +362,20 @@ def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list
     return groups
 
 
-def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> tuple[Group | None, Any]:
-    parts: dict[str, tuple[str, Tensor]] = {}
-    told = _optimizer_state(runtime, optim, "", parts)
-    cut = {stored: tensor for stored, (_, tensor) in parts.items()}
-    views = {stored: view_of_all(name, runtime.recipe.params[name].shape) for stored, (name, _) in parts.items()}
-    facts = {stored: (views[stored].shape, dtype_name(tensor.dtype)) for stored, tensor in cut.items()}
-    group = None
-    if cut:
-        align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in facts.values()))
-        files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=OPTIMIZER)
-        group = Group("", runtime, FileLayout(files, views), cut, by_stored=True)
-    return group, to_plain(told, "optimizer", tensors)
+def _groups(cut: CutTensors, stem: str) -> list[Group]:
+    return [Group("", *each, by_stored=True) for each in cut.layouts(stem, lambda sizes: _align(sum(sizes)))]
 
 
-def _extra_optimizer(
-    owner: Runtime, name: str, optim: torch.optim.Optimizer, tensors: dict[str, Tensor], cut: CutTensors
+def _optimizer(
+    runtime: Runtime, place: str, prefix: str, optim: torch.optim.Optimizer, tensors: dict[str, Tensor], cut: CutTensors
 ) -> Any:
-    """What is saved of the optimizer of a sharded model in ``extra``; its sharded tensors are added to ``cut``."""
+    """What is saved of an optimizer of a sharded model, at ``place``; its sharded tensors are added to ``cut``, their names behind
+    ``prefix``."""
     parts: dict[str, tuple[str, Tensor]] = {}
-    told = _optimizer_state(owner, optim, f"{EXTRA}/{name}/", parts)
+    told = _optimizer_state(runtime, optim, prefix, parts)
     for stored, (param, tensor) in parts.items():
-        cut.add(owner, stored, param, tensor)
-    return to_plain(told, f"optimizers/{name}", tensors)
+        cut.add(runtime, stored, param, tensor)
+    return to_plain(told, place, tensors)
 
 
 def _optimizer_state(
