@@ -16,7 +16,7 @@ from shardwise.config.axis_words import axis_answer
 from shardwise.config.suggest import closest
 from shardwise.errors import LayoutError, UnsupportedError
 
-__all__ = ["AXES", "DERIVED_AXES", "NODE", "Coord", "Layout", "layout_of", "parse_layout"]
+__all__ = ["AXES", "DERIVED_AXES", "NODE", "Coord", "Layout", "layout_of", "num_ranks_of", "parse_layout"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DERIVED_AXES = {
@@ -162,6 +162,13 @@ def layout_of(
     return Layout(
         **_infer(found, num_ranks, f"layout {text!r} on {ranks}" + (f", {size} on each node" if size else ""))
     )
+
+
+def num_ranks_of(value: "str | Layout | Mapping[str, int | str]") -> int | None:
+    """The number of ranks that the degrees of a layout multiply to; None where one of them is to be inferred."""
+    degrees = value.degrees if isinstance(value, Layout) else parse_layout(value)
+    numbers = [degree for degree in degrees.values() if isinstance(degree, int) and degree > 0]
+    return math.prod(numbers) if len(numbers) == len(degrees) else None
 
 
 def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = AXES) -> dict[str, int | str]:

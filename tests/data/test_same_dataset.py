@@ -57,6 +57,7 @@ OTHERS = {  # as scripts give them, behind sw.init
     "a random split": lambda rank: random_split(SAMPLES, [12, 4])[0],
     "a random split of files": lambda rank: random_split(Named(list(range(16))), [12, 4])[0],
     "a split of a shuffled list": lambda rank: Subset(shuffled(rank), range(8)),
+    "two neighbours exchanged": lambda rank: [*SAMPLES[: 4 + rank], *reversed(SAMPLES[4 + rank : 8]), *SAMPLES[8:]],
     "one sample in the middle": lambda rank: [*SAMPLES[:8], {"x": torch.full((3,), 9.0 + rank)}, *SAMPLES[9:]],
     "of other lengths": lambda rank: SAMPLES[: 16 - rank],
     "of one window less": lambda rank: SAMPLES[: 16 - 4 * rank],
@@ -75,18 +76,49 @@ ALIKE = {
 }
 
 
-def refused():
+def evaluated(model, loader):
+    sw.evaluate(model, loader, loss=lambda output, _: output.sum(), count=lambda given: len(given["x"]))
+
+
+def trained(model, windows):
+    for window in windows:
+        with sw.window(model, window, count=lambda given: len(given["x"])) as w:
+            for given in w:
+                (model(given["x"]).sum() / w.num_tokens).backward()
+
+
+def stepped(model, windows):
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = sw.TrainStep(model, optim, loss=lambda output, _: output.sum(), count=lambda given: len(given["x"]))
+    for window in windows:
+        step(window)
+
+
+def list_trained(model, loader):
+    """The windows are read before, and the Loader is gone."""
+    windows = list(loader)
+    del loader
+    trained(model, windows)
+
+
+def mapped(model, loader):
+    evaluated(model, (window for window in list(loader)))
+
+
+READERS = [trained, stepped, list_trained, evaluated, mapped]
+
+
+def refused(read=trained):
     told = {}
     with sw.init("dp_shard=2", device="cpu") as world:
         model = sw.parallelize(nn.Linear(3, 1), world)
         for name, make in (*OTHERS.items(), *(("alike: " + name, make) for name, make in ALIKE.items())):
             dataset = make(world.rank)
             loader = sw.Loader(dataset, world, global_batch=4, micro_batch=2, prepare=None, collate=collated)
+            given = [loader]  # so that nothing else holds it
+            del loader
             try:
-                for window in loader:
-                    with sw.window(model, window, count=lambda given: len(given["x"])) as w:
-                        for given in w:
-                            (model(given["x"]).sum() / w.num_tokens).backward()
+                read(model, given.pop())
                 told[name] = None
             except sw.RankError as error:
                 told[name] = str(error)
@@ -99,8 +131,9 @@ def collated(samples):
     return {"x": torch.stack(xs)}
 
 
-def test_a_loader_whose_ranks_have_other_samples_is_refused(ranks):
-    first, second = ranks.run(refused, 2)
+@pytest.mark.parametrize("read", READERS)
+def test_a_loader_whose_ranks_have_other_samples_is_refused(ranks, read):
+    first, second = ranks.run(refused, 2, read)
     assert first == second
     for name in OTHERS:
         assert first[name] is not None and "the ranks have other samples in their datasets" in first[name], name

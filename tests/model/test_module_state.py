@@ -1,5 +1,6 @@
 """What a forward writes into modules goes back whole: buffers as the objects they were, and the Python state beside them, deep."""
 
+import itertools
 import types
 from array import array
 from collections import Counter, OrderedDict, deque
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import UnsupportedError
 from shardwise.model.module_state import ModuleState, plain_numbers
 
 
@@ -114,9 +116,9 @@ def test_however_a_buffer_is_written_the_state_beside_it_goes_back(how):
     elif how == "persistence":
         module.register_buffer("absent", torch.ones(1))
     else:
-        module.norm(torch.randn(4, 2))  # torch's kernel; the norm keeps no Python state, its parent's stays
+        module.norm(torch.randn(4, 2))  # torch's kernel; the norm keeps no Python state, its parent's goes back
     state.restore()
-    assert module.rows == (9 if how == "kernel" else 0)
+    assert module.rows == 0
     assert torch.equal(module.table, before) and not hasattr(module, "later") and module.absent is None
     assert "absent" in module._non_persistent_buffers_set
     assert torch.equal(module.norm.running_mean, torch.zeros(2)) and module.norm.num_batches_tracked == 0
@@ -129,6 +131,86 @@ def test_modules_of_which_no_buffer_was_written_are_left_alone():
     other.rows = 4
     state.restore()
     assert (writer.rows, other.rows) == (0, 4)
+
+
+class Holder(nn.Module):
+    """Knows how much of a buffer is filled that a module below it has, registered or not."""
+
+    def __init__(self, where: str, cache: nn.Module) -> None:
+        super().__init__()
+        self.rows, self.where = 0, where
+        if where == "child":
+            self.cache = cache
+        elif where == "in a list of modules":
+            self.caches = nn.ModuleList([nn.Sequential(nn.Identity(), cache)])
+        elif where == "in a plain list":
+            self.caches = [cache]
+        elif where == "hidden in an object":
+            self.space = types.SimpleNamespace(caches=({"a": nn.Sequential(cache)},))
+        else:
+            self.inner = Holder("child", cache)
+
+
+@pytest.mark.parametrize(
+    "where", ["child", "in a list of modules", "in a plain list", "hidden in an object", "two levels below"]
+)
+@pytest.mark.parametrize("kind", [Keeper, lambda: nn.BatchNorm1d(2)], ids=["own", "norm"])
+def test_state_of_what_holds_a_written_buffer_goes_back_with_it(where, kind):
+    cache = kind()
+    module, beside = Holder(where, cache), Holder("child", Keeper())
+    state = ModuleState(nn.ModuleList([module, beside]).modules())
+    buffer = next(cache.buffers())
+    before = buffer.clone()
+    buffer += 1
+    module.rows = beside.rows = 5
+    state.restore()
+    assert module.rows == 0 and torch.equal(buffer, before)
+    assert beside.rows == 5  # its buffers were not written
+
+
+ITERATORS = {
+    "count": lambda: itertools.count(3, 2),
+    "floats": lambda: itertools.count(0.5, 0.25),
+    "cycle": lambda: itertools.cycle([1, 2, 3]),
+    "list": lambda: iter([1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    "range": lambda: iter(range(1, 20, 2)),
+    "text": lambda: iter("abcdefghi"),
+    "cycle of pairs": lambda: itertools.cycle(zip([1, 2, 3], itertools.count(), strict=False)),
+    "numbered": lambda: enumerate([5, 6, 7, 8, 9, 10, 11, 12]),
+    "chain": lambda: itertools.chain([1, 2], map(str, range(9))),
+    "sums": lambda: itertools.accumulate(range(9)),
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+@pytest.mark.parametrize("passed", [0, 2, 4])
+def test_an_iterator_goes_on_from_where_it_was(kind, passed):
+    module = Keeper()
+    module.steps, plain = ITERATORS[kind](), ITERATORS[kind]()
+    for _ in range(passed):
+        assert next(module.steps) == next(plain)
+    module.also, module.within = module.steps, {"deep": [module.steps]}
+    state = ModuleState([module])
+    for _ in range(2):
+        module.table += 1
+        next(module.steps), next(module.steps)
+        state.restore()
+        assert module.steps is module.also is module.within["deep"][0]
+    assert [next(module.steps) for _ in range(4)] == [next(plain) for _ in range(4)]
+
+
+def test_a_generator_that_has_run_is_refused():
+    module = Keeper()
+    module.steps = (i for i in range(3))
+    next(module.steps)
+    state = ModuleState([module])
+    module.table += 1
+    state.restore()
+    assert not module.table.any()
+    next(module.steps)
+    module.table += 1
+    with pytest.raises(UnsupportedError, match="a generator in a Keeper"):
+        state.restore()
 
 
 def test_a_buffer_with_two_names_stays_one():

@@ -41,9 +41,10 @@ def test_a_model_compiled_after_sharding_is_told_so():
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, layer=nn.Linear):
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        sizes = (4, 4) if layer is nn.Linear else (4,)
+        self.blocks = nn.ModuleList([nn.Sequential(layer(*sizes), nn.Tanh()) for _ in range(3)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -55,7 +56,8 @@ def not_gathered(what: str, layout: str):
     """What is said of a gradient penalty, or of a feature caught inside a block that the loss uses alone."""
     with init(layout, device="cpu", timeout_s=20) as world:
         keep = {} if "replicate" in layout else {"min_unit_bytes": 0}
-        model = parallelize(Net(), world, sharding=Sharding(**keep))
+        layer = nn.LayerNorm if what == "feature of a norm" else nn.Linear
+        model = parallelize(Net(layer), world, sharding=Sharding(**keep))
         caught = []
         model.blocks[1][0].register_forward_hook(lambda _m, _a, output: caught.append(output))
         try:
@@ -74,11 +76,17 @@ def not_gathered(what: str, layout: str):
         return None
 
 
-@pytest.mark.parametrize("what", ["penalty", "feature"])
-def test_a_gradient_of_a_gradient_is_explained(ranks, what):
+@pytest.mark.parametrize(
+    ("what", "given"),
+    [
+        ("penalty", "a gradient of a gradient (create_graph=True) through a module whose parameters are cut"),
+        ("feature", "a backward that reaches a unit whose parameters are not gathered"),
+        ("feature of a norm", "a backward that reaches a unit whose parameters are not gathered"),
+    ],
+)
+def test_a_backward_of_what_is_freed_is_explained(ranks, what, given):
     assert ranks.run(not_gathered, 2, what, "dp_replicate=2") == [None, None]
-    for said in ranks.run(not_gathered, 2, what, "dp_shard=2"):
-        assert said == ("UnsupportedError", "a backward that reaches a unit whose parameters are not gathered")
+    assert ranks.run(not_gathered, 2, what, "dp_shard=2") == [("UnsupportedError", given)] * 2
 
 
 def weight_penalty(options: dict):

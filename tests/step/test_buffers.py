@@ -5,6 +5,7 @@ import contextlib
 import tempfile
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,17 @@ from shardwise.testing import RankPool
 
 LAYOUTS = {"dp_replicate=2": 2, "dp_shard=2": 2, "dp_shard=1,tp=2": 2}
 NUM_EXPERTS = 4
+
+
+PRODUCTS = {  # of counts [2, 4], added to a buffer [4]
+    "by addmv": lambda load, rows: load.addmv_(rows.t(), torch.ones(2).to(rows)),
+    "by addmm": lambda load, rows: load.view(1, -1).addmm_(torch.ones(1, 2).to(rows), rows),
+    "by baddbmm": lambda load, rows: load.view(1, 1, -1).baddbmm_(torch.ones(1, 1, 2).to(rows), rows[None]),
+    "by addbmm": lambda load, rows: load.view(1, -1).addbmm_(torch.ones(2, 1, 1).to(rows), rows[:, None]),
+    "by addr": lambda load, rows: load.view(2, 2).addr_(torch.ones(2).to(rows), rows[0, :2], alpha=3),
+    "by addcmul": lambda load, rows: load.addcmul_(rows[0], rows[1], value=2),
+    "by addcdiv": lambda load, rows: load.addcdiv_(rows[0], torch.full((4,), 0.5).to(rows)),
+}
 
 
 class Experts(nn.Module):
@@ -56,6 +68,15 @@ class Experts(nn.Module):
             self.load = self.load + counts
         elif self.how == "by index":
             self.load.index_add_(0, torch.arange(NUM_EXPERTS), counts.to(self.load.dtype))
+        elif self.how == "by scatter":
+            self.load.scatter_add_(0, torch.arange(NUM_EXPERTS), counts.to(self.load.dtype))
+        elif self.how in PRODUCTS:
+            rows = torch.stack((counts, 2 * counts)).to(self.load.dtype)
+            PRODUCTS[self.how](self.load, rows)
+        elif self.how == "decayed by a product":
+            self.load.addmv_(torch.eye(NUM_EXPERTS).to(self.load), counts.to(self.load.dtype), beta=0.5)
+        elif self.how == "product with itself":
+            self.load.addcmul_(self.load, counts.to(self.load.dtype))
         elif self.how == "element by element":
             for i, num in enumerate(counts.tolist()):
                 self.load[i] += num
@@ -70,11 +91,33 @@ class Experts(nn.Module):
                 self.load.zero_()
 
 
-class Reading(Experts):
-    """A forward that reads the counts: each rank would go by its own."""
+class Late(Experts):
+    """From the fifth forward on the counts are set anew, or read."""
+
+    calls = 0
 
     def forward(self, x):
-        return super().forward(x) * (1 + 0.1 * self.load.double().mean())
+        self.calls += 1
+        if self.calls > 4 and self.how == "set anew later":
+            self.load.zero_()
+        found = super().forward(x)
+        return found * (1 + 0.1 * self.load.double().mean()) if self.calls > 4 and self.how == "read later" else found
+
+
+class Reading(Experts):
+    """A forward that reads the counts, ``how`` says by what: each rank would go by its own."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 0.1 * READS[self.how](self.load))
+
+
+READS = {
+    "mean": lambda load: load.double().mean(),
+    "item": lambda load: load[0].item(),
+    "tolist": lambda load: sum(load.tolist()),
+    "numpy": lambda load: float(load.numpy().mean()),
+    "__array__": lambda load: float(np.abs(load).sum()),
+}
 
 
 def rows(window: int, sizes=(2, 3, 1, 4)):
@@ -158,8 +201,18 @@ def assert_refused(found, name: str, *words: str) -> None:
 
 # ---- sums ------------------------------------------------------------------------------------------------------------
 
-ADDED = ("added to", "out of place", "by index", "element by element", "never zeroed")
-NOT_ADDED = ("set anew", "replaced", "zeroed in it", "moved towards", "doubled", "by a difference", "scaled")
+ADDED = ("added to", "out of place", "by index", "by scatter", "element by element", "never zeroed")
+NOT_ADDED = (
+    "decayed by a product",
+    "product with itself",
+    "set anew",
+    "replaced",
+    "zeroed in it",
+    "moved towards",
+    "doubled",
+    "by a difference",
+    "scaled",
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -182,9 +235,26 @@ def test_counts_that_are_set_anew_in_a_forward_are_no_sum(ranks: RankPool, layou
         assert_refused(found, "load", "not only added to")
 
 
-def test_counts_that_a_forward_reads_are_no_sum(ranks: RankPool):
-    found = ranks.run(trained, 2, "dp_shard=2", _experts("added to", torch.float64, kind=Reading), {"*load": "sum"})
-    assert_refused(found, "load", "computes with it", "post_optimizer_step")
+@pytest.mark.parametrize("how", READS)
+def test_counts_that_a_forward_reads_are_no_sum(ranks: RankPool, how):
+    found = ranks.run(trained, 2, "dp_shard=2", _experts(how, torch.float64, kind=Reading), {"*load": "sum"})
+    word = "_local_scalar_dense" if how == "item" else how
+    assert_refused(found, "load", f"it ({word})", "post_optimizer_step")
+
+
+@pytest.mark.parametrize("how", ["set anew later", "read later"])
+def test_what_forwards_do_later_is_seen_in_the_next_window_that_is_watched(ranks: RankPool, how):
+    found = ranks.run(trained, 2, "dp_shard=2", _experts(how, torch.int64, kind=Late), {"load": "sum"})
+    assert_refused(found, "load", "not only added to", "windows 1, 2, 4, 8")
+
+
+@pytest.mark.parametrize("how", PRODUCTS)
+def test_products_that_are_added_are_sums(ranks: RankPool, how):
+    for dtype in (torch.float64, torch.int64) if how != "by addcdiv" else (torch.float64,):
+        losses, buffers = one_process(_experts(how, dtype))
+        for found in ranks.run(trained, 2, "dp_replicate=2", _experts(how, dtype), {"load": "sum"}):
+            assert found[0] == pytest.approx(losses, rel=1e-12)
+            assert torch.equal(found[1]["load"], buffers["load"]) and torch.equal(found[1]["bias"], buffers["bias"])
 
 
 LOOPS = ["step", "window", "accumulate", "bare"]
@@ -324,6 +394,9 @@ class Table(nn.Module):
             self.table.mul_(1 + rank * 1e-13)  # the same in twelve digits
         elif self.write == "data":
             self.table.data.add_(rank * 1e-9)
+        elif self.write in ("counts", "fractions"):  # beside a number of which rounding is larger than their difference
+            self.table.copy_(torch.tensor([1e15, *[3.0] * 7]) + (0.25 if self.write == "fractions" else 0))
+            self.table[1:] += rank
         elif self.write == "shape" and rank:
             self.table = torch.zeros(9).double()
         elif self.write == "dtype" and rank:
@@ -357,6 +430,8 @@ def test_a_difference_within_rounding_is_made_equal(ranks: RankPool, layout):
     ("write", "name", "words"),
     [
         ("data", "table", ("values differ", "rank 1 has")),
+        ("counts", "table", ("values differ", "rank 1 has")),
+        ("fractions", "table", ("values differ", "rank 1 has")),
         ("digits", "table", ("values differ", "rank 1 has")),
         (
             "shape",
@@ -465,6 +540,75 @@ def test_in_a_mapping_statistics_stay_those_of_rank_0_unless_they_are_matched(ra
     assert torch.equal(word[0], word[1]) and torch.equal(mean[0], mean[1])
     assert torch.equal(word[0], mapping[0]) and torch.equal(mapping[0], mapping[1])
     assert torch.equal(mean[0], matched[0]) and not torch.equal(word[0], mean[0])
+
+
+# ---- ranges that a forward reads ---------------------------------------------------------------------------------------
+
+
+class Ranged(nn.Module):
+    """Keeps the range of its inputs, and computes with it or not, as ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.out, self.how = nn.Linear(6, 6), nn.Linear(6, 3), how
+        self.register_buffer("high", torch.ones(()))
+        self.register_buffer("low", -torch.ones(()))
+        self.register_buffer("seen", torch.tensor(False))
+
+    def observe(self, x) -> None:
+        if self.how == "by torch.where":
+            self.high = torch.where(x.max() > self.high, x.max(), self.high)
+            self.low = torch.where(x.min() < self.low, x.min(), self.low)
+        elif self.how == "averaged":
+            self.high.lerp_(x.max(), 0.1)
+        else:
+            self.high.copy_(torch.maximum(self.high, x.max()))
+            torch.minimum(self.low, x.min(), out=self.low)
+        self.seen.fill_(bool(self.seen) or bool(x.max() > 2.5))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x)) * 3
+        if self.how != "frozen":
+            with torch.no_grad():
+                self.observe(hidden)
+        if self.how in ("scaled", "frozen", "by torch.where", "averaged"):
+            scale = (self.high - self.low) / 255
+            hidden = hidden + (torch.round(hidden / scale) * scale - hidden).detach()
+        elif self.how == "as a number":
+            hidden = torch.fake_quantize_per_tensor_affine(hidden, float(self.high) / 127, 0, -128, 127)
+        elif self.how == "as a list":
+            hidden = torch.fake_quantize_per_tensor_affine(hidden, self.high.tolist() / 127, 0, -128, 127)
+        elif self.how == "given to a function":
+            hidden = hidden.clamp(self.low, self.high)
+        return self.out(hidden)
+
+
+def _ranged(how, layout="dp_replicate=2"):
+    with sw.init(layout, device="cpu", timeout_s=30) as world, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        words = {"high": "mean" if how == "averaged" else "max", "low": "min", "seen": "max"}
+        model = sw.parallelize(Ranged(how).double(), world, sharding=sw.Sharding(buffers=words, min_unit_bytes=0))
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=ce, forward=by_x)
+        for window in range(4):
+            step(mine(world, rows(window)))
+        told = [str(w.message) for w in seen if "computes with it" in str(w.message)]
+        return told, [line for line in sw.describe(model).splitlines() if line.startswith("ranges:")]
+
+
+@pytest.mark.parametrize(
+    "how", ["scaled", "by torch.where", "averaged", "as a number", "as a list", "given to a function"]
+)
+def test_a_range_that_a_forward_writes_and_reads_is_named_once(ranks: RankPool, how):
+    (told, lines), (other, _) = ranks.run(_ranged, 2, how, "dp_shard=2" if how == "scaled" else "dp_replicate=2")
+    assert len(told) == 1 and not other and len(lines) == 1
+    assert "high" in told[0] and "seen" not in told[0] and "post_optimizer_step" in told[0]
+    assert ("low" in told[0]) == (how in ("scaled", "by torch.where", "given to a function"))
+
+
+@pytest.mark.parametrize("how", ["only observed", "frozen"])
+def test_a_range_that_is_written_or_read_alone_is_not_named(ranks: RankPool, how):
+    assert all(not told and not lines for told, lines in ranks.run(_ranged, 2, how))
 
 
 # ---- plain numbers ------------------------------------------------------------------------------------------------------
@@ -621,6 +765,28 @@ def test_trials_of_a_loss_leave_what_it_keeps(ranks: RankPool):
     for kind in ("object", "closure"):
         assert ranks.run(_losses, 1, kind)[0] == ((12, 12), []), kind
     assert [kept[0] for kept, _ in ranks.run(_losses, 2, "inside", "dp_shard=2")] == [30.0, 30.0]
+
+
+def _large(writes: bool):
+    with sw.init("dp_shard=1", device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(WithCriterion().double(), world)
+        bank = torch.zeros(9_000_000, dtype=torch.float64)
+
+        def loss(output, batch):
+            if writes:
+                bank[:3] += output.detach().sum(0)
+            return ce(output, batch) + 0 * bank[0]
+
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, forward=by_x)
+        try:
+            return step(rows(0)).num_tokens
+        except sw.ShardwiseError as error:
+            return str(error)
+
+
+def test_a_loss_that_writes_more_than_is_copied_is_refused(ranks: RankPool):
+    assert ranks.run(_large, 1, False) == [10]
+    assert "writes a tensor of its own, of 68 MiB" in ranks.run(_large, 1, True)[0]
 
 
 def test_a_loss_that_writes_a_buffer_of_its_own_is_named(ranks: RankPool):

@@ -22,6 +22,7 @@ class Place(tuple[int, int]):
         loader: number of the Loader; a number, since the batch may pass through threads and processes that read ahead.
         num_micro: micro-batches of the window over all ranks, without paddings.
         digest: of the dataset, of a stream of what was read of it until there: the same on every rank.
+        num_samples: of the dataset; None: of a stream.
         waited_s: seconds that reading the window has kept this rank from training.
     """
 
@@ -29,11 +30,12 @@ class Place(tuple[int, int]):
     num_micro: int | None = None
     waited_s: float = 0.0
     digest: int = 0
+    num_samples: int | None = None
 
     @classmethod
-    def of(cls, epoch: int, start: int, loader: int, digest: int = 0) -> "Place":
+    def of(cls, epoch: int, start: int, loader: int, digest: int = 0, num_samples: int | None = None) -> "Place":
         found = cls((epoch, start))
-        found.loader, found.digest = loader, digest
+        found.loader, found.digest, found.num_samples = loader, digest, num_samples
         return found
 
 

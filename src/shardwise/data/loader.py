@@ -212,7 +212,7 @@ class Loader:
         batches = self._batches()
         while self._position < self._length:
             began = time.perf_counter()
-            place = Place.of(self.epoch, self._position, self._number, self._digest)
+            place = Place.of(self.epoch, self._position, self._number, self._digest, self.num_samples)
             self._reading(place)
             place.num_micro = self._num_micro(place[1])
             own = self._own(place[1])

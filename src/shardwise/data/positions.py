@@ -23,11 +23,21 @@ _OTHERS = re.compile(
 _UNSURE = re.compile(
     r"(audio|video|vision|visual|images?)_(\w+_)?masks?(?<!attention_mask)"
 )  # of tokens that stand for a picture, or of pictures
-_ROWS = re.compile(r"inputs_embeds|bbox|(cross|image)_attention_mask|\w*logits|token_\w+|images_seq_mask")
-_MASKS = re.compile(r"(\w+_)?masks?|(attention|attn|causal)_bias")
+_ROWS = re.compile(
+    r"inputs_embeds|bbox|(cross|image)_attention_mask|\w*logits|images_seq_mask"
+    r"|token_(embed(ding)?s|features|states|weights?|labels|losses|scores|masks?)"
+)
+# Which words the field has for masks and numbers of tokens. A mask of frames, patches, nodes or experts, and rewards of steps, may happen to
+# be as long.
+_MASKS = re.compile(
+    r"((attention|attn|causal|(causal|text|sliding|full)_(attention|attn)|loss|train(ing)?|labels?|targets?|inputs?|tokens?|special_tokens?"
+    r"|(key_)?pad(ding)?|valid|ignore|prompts?|completions?|responses?|answers?|assistants?|assistant_tokens?|actions?|tools?|user|system"
+    r"|generat(ion|ed)|positions?|segments?|sequences?|seq|doc(ument)?s?|text|mlm|eos)_)?masks?|(attention|attn|causal)_bias"
+)
 _LAST = re.compile(
     r"(input|position|token_type|mm_token_type|segment|sequence|seq|doc|document)_ids|cache_position|positions?|seq_idx"
-    r"|(loss_)?weights?|labels|(\w+_)?(logprobs|logps|advantages|rewards|returns)"
+    r"|(loss_)?weights?|labels"
+    r"|((per_)?token_|old_|ref(erence)?_|policy_|teacher_|rollout_|sampling_|behaviou?r_|vllm_)*(logprobs|logps|advantages|rewards|returns)"
 )
 
 

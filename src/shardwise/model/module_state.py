@@ -16,14 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.autograd import unseen
+from shardwise.model.iterators import Iteration, is_iterator
 from shardwise.model.names import own_attributes
+from shardwise.model.tensors import bytes_of, same_bytes, version_of, write_values
 
-__all__ = ["REPLACES", "Attributes", "FunctionState", "ModuleState", "keeps_attributes", "plain_numbers"]
+__all__ = [
+    "REPLACES",
+    "Attributes",
+    "FunctionState",
+    "ModuleState",
+    "keeps_attributes",
+    "plain_numbers",
+    "with_holders",
+]
 
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 
 _DEPTH = 32  # containers within containers that are looked into, each once
+_MOST_COPIED = 64 << 20  # bytes of the tensors that functions keep
 _MOST_PARTS, _LONGEST = 2000, 1000  # of what a function reaches: it may hold on to a trainer with its dataset
 _OPAQUE = frozenset({"torch", "shardwise", "builtins"})
 
@@ -31,22 +42,34 @@ _OPAQUE = frozenset({"torch", "shardwise", "builtins"})
 class ModuleState:
     """Buffers of modules as they are now, with the Python state of the modules; :meth:`restore` puts back what has changed.
 
-    Python state goes back only for modules of which a buffer was written, replaced, registered or removed. Modules of torch have
-    none beside their buffers, and are looked at only if they have buffers.
+    Python state goes back for modules of which a buffer was written, replaced, registered or removed, and for those that hold them: how
+    much of a cache is filled may be known to its parent. Modules of torch have none beside their buffers, and are looked at only if they
+    have buffers.
 
     Args:
-        modules: those that a forward may write.
+        modules: those that a forward may write. Those that they hold without having registered them, as in a list, are added.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._values: dict[int, _Value] = {}  # by id, so that a buffer with two names stays one tensor
         self._owners: list[_Owner] = []
-        for module in {id(module): module for module in modules}.values():
+        self._modules: dict[int, nn.Module] = {}
+        waiting = deque(modules)
+        while waiting:
+            module = waiting.popleft()
+            if id(module) in self._modules:
+                continue
+            self._modules[id(module)] = module
             if module._buffers or keeps_attributes(module):
-                self._owners.append(_Owner(module))
-                for buffer in module._buffers.values():
-                    if buffer is not None and id(buffer) not in self._values:
-                        self._values[id(buffer)] = _Value(buffer, of_torch=not keeps_attributes(module))
+                self._add(owner := _Owner(module))
+                held = owner.attributes.modules if owner.attributes is not None else ()
+                waiting += (each for one in held for each in one.modules())
+
+    def _add(self, owner: "_Owner") -> None:
+        self._owners.append(owner)
+        for buffer in owner.buffers.values():
+            if buffer is not None and id(buffer) not in self._values:
+                self._values[id(buffer)] = _Value(buffer, of_torch=not keeps_attributes(owner.module))
 
     @property
     def written_buffers(self) -> list[tuple[nn.Module, str]]:
@@ -63,14 +86,43 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """Puts back the buffers (the same objects, with their values) that have changed, and the Python state of their
-        modules. May be called again. On a device it reads nothing for layers of torch: their buffers are written in any case."""
+        modules. May be called again. On a device it reads nothing for layers of torch: their buffers are written in any case.
+
+        Raises:
+            UnsupportedError: what Python state cannot be put back; see :meth:`Attributes.restore`.
+        """
         with unseen():  # what only compares is no use of a buffer
             changed = _changed(self._values)
-        for owner in self._owners:
-            if not owner.holds_same() or any(id(b) in changed for b in owner.buffers.values()):
-                owner.restore()
+        written = {
+            id(owner.module)
+            for owner in self._owners
+            if not owner.holds_same() or any(id(b) in changed for b in owner.buffers.values())
+        }
+        if written:
+            attributes = [owner.attributes for owner in self._owners if owner.attributes is not None]
+            written = with_holders(written, self._modules.values(), attributes)
+            for owner in self._owners:
+                if id(owner.module) in written:
+                    owner.restore()
         for key in changed:
             self._values[key].restore()
+
+
+def with_holders(written: set[int], modules: Iterable[nn.Module], attributes: Iterable["Attributes"]) -> set[int]:
+    """Modules, by id, and all that hold one of them: as a child, or in their ``attributes``."""
+    holders: dict[int, list[int]] = {}
+    for module in modules:
+        for child in module._modules.values():
+            holders.setdefault(id(child), []).append(id(module))
+    for each in attributes:
+        for child in each.modules:
+            holders.setdefault(id(child), []).append(id(each.module))
+    found, waiting = set(written), list(written)
+    while waiting:
+        new = set(holders.get(waiting.pop(), ())) - found
+        found |= new
+        waiting += new
+    return found
 
 
 class _Owner:
@@ -79,7 +131,7 @@ class _Owner:
     def __init__(self, module: nn.Module):
         self.module, self.buffers = module, dict(module._buffers)
         self._computed = set(module._non_persistent_buffers_set)
-        self._attributes = Attributes(module) if keeps_attributes(module) else None
+        self.attributes = Attributes(module) if keeps_attributes(module) else None
 
     def holds_same(self) -> bool:
         """Whether the module has the same buffer objects."""
@@ -91,8 +143,8 @@ class _Owner:
         self.module._buffers.update(self.buffers)
         self.module._non_persistent_buffers_set.clear()
         self.module._non_persistent_buffers_set.update(self._computed)
-        if self._attributes is not None:
-            self._attributes.restore()
+        if self.attributes is not None:
+            self.attributes.restore()
 
 
 class _Value:
@@ -100,20 +152,17 @@ class _Value:
 
     def __init__(self, tensor: Tensor, *, of_torch: bool = False):
         self.tensor, self.of_torch = tensor, of_torch
-        self._version, self.value = tensor._version, tensor.detach().clone()
+        self._version, self.value = version_of(tensor), tensor.detach().clone()
 
     @property
     def shows_change(self) -> bool:
         """Whether the tensor was written, as far as that shows without a look at its values."""
         now = self.tensor
-        return now._version != self._version or now.shape != self.value.shape or now.dtype != self.value.dtype
+        return version_of(now) != self._version or now.shape != self.value.shape or now.dtype != self.value.dtype
 
     def restore(self) -> None:
-        if self.tensor.shape == self.value.shape and self.tensor.dtype == self.value.dtype:
-            self.tensor.detach().copy_(self.value)
-        else:
-            self.tensor.data = self.value.clone()
-        self._version = self.tensor._version
+        write_values(self.tensor, self.value)
+        self._version = version_of(self.tensor)
 
 
 def _changed(values: dict[int, _Value]) -> set[int]:
@@ -125,7 +174,7 @@ def _changed(values: dict[int, _Value]) -> set[int]:
         if key in found or value.tensor.is_meta:
             continue
         if value.tensor.is_cpu:
-            if not torch.equal(value.tensor.detach(), value.value):
+            if not same_bytes(value.tensor, value.value):
                 found.add(key)
         elif value.of_torch:
             found.add(key)
@@ -133,26 +182,52 @@ def _changed(values: dict[int, _Value]) -> set[int]:
             away.append(key)
     for device in {values[key].tensor.device for key in away}:
         keys = [key for key in away if values[key].tensor.device == device]
-        flags = torch.stack([(values[key].tensor.detach() != values[key].value).any() for key in keys])
+        flags = torch.stack([(bytes_of(values[key].tensor) != bytes_of(values[key].value)).any() for key in keys])
         found |= {key for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
     return found
 
 
 class Attributes:
-    """The plain Python state of a module: its own attributes, and what is in lists, dicts, sets, arrays, and objects of the user's
-    classes there. Tensors there are kept with their values if the module has buffers."""
+    """The plain Python state of a module: its own attributes, and what is in lists, dicts, sets, arrays, iterators, and objects of the
+    user's classes there. Tensors there are kept with their values if the module has buffers.
+
+    Attributes:
+        modules: that it holds there.
+    """
 
     def __init__(self, module: nn.Module):
         self.module, self._attributes = module, _own(module)
-        self._parts = [(part, _content(part)) for part in _mutable_parts(self._attributes.values())]
+        self.modules: list[nn.Module] = []
+        iterators: dict[int, Any] = {}
+        self._parts = [
+            (part, _content(part)) for part in _mutable_parts(self._attributes.values(), self.modules, iterators)
+        ]
         tensors = _loose(self._parts, self._attributes) if module._buffers else ()
         self._tensors = {id(tensor): _Value(tensor) for tensor in tensors}
+        self._iterators = {key: Iteration(iterator) for key, iterator in iterators.items()}
 
     def restore(self) -> None:
+        """Puts back what has changed. Iterators are replaced by others at the same place.
+
+        Raises:
+            UnsupportedError: a generator, or another iterator that cannot be copied, has run, or may have.
+        """
         for name in _own(self.module).keys() - self._attributes.keys():
             del self.module.__dict__[name]
-        self.module.__dict__.update(self._attributes)
-        _restore(self._parts, self._tensors)
+        parts, attributes = self._parts, self._attributes
+        if self._iterators:
+            again = {key: iteration.again(self.module) for key, iteration in self._iterators.items()}
+            attributes = _with(attributes, again)
+            parts = [(part, _with(content, again)) for part, content in parts]
+        self.module.__dict__.update(attributes)
+        _restore(parts, self._tensors)
+
+
+def _with(content: Any, again: dict[int, Any]) -> Any:
+    """The content of a part with other iterators in it."""
+    if isinstance(content, dict):
+        return {key: again.get(id(value), value) for key, value in content.items()}
+    return [again.get(id(value), value) for value in content] if isinstance(content, list) else content
 
 
 def _restore(parts: Iterable[tuple[Any, Any]], tensors: dict[int, _Value]) -> None:
@@ -170,16 +245,29 @@ class FunctionState:
     the object whose method they are, and modules there with their buffers; :meth:`restore` puts back what has changed. What lies in
     lists of more than a thousand items, and in globals, is not looked at.
 
-    Attributes:
-        modules: those that the functions use.
+    Args:
+        functions: the functions.
+        known: ids of modules that are not looked at.
     """
 
-    def __init__(self, functions: Iterable[Any]):
-        self.modules: list[nn.Module] = []
-        found = _reached(functions, self.modules)
-        self._parts = [(part, _content(part)) for part in found]
-        self._tensors = {id(tensor): _Value(tensor) for tensor in _loose(self._parts, {})}
-        self._state = ModuleState(each for module in self.modules for each in module.modules())
+    def __init__(self, functions: Iterable[Any], known: Collection[int] = ()):
+        modules: list[nn.Module] = []
+        self._parts = [(part, _content(part)) for part in _reached(functions, modules)]
+        self._tensors: dict[int, _Value] = {}
+        self._large: list[tuple[Tensor, int]] = []  # with their versions: too large for a copy
+        left = _MOST_COPIED
+        for tensor in _loose(self._parts, {}):
+            left -= tensor.nbytes
+            if left > 0:
+                self._tensors[id(tensor)] = _Value(tensor)
+            else:
+                self._large.append((tensor, version_of(tensor)))
+        self._state = ModuleState(each for module in modules if id(module) not in known for each in module.modules())
+
+    @property
+    def lost(self) -> list[Tensor]:
+        """Tensors that have changed and are not put back, as no copy of them was made."""
+        return [tensor for tensor, version in self._large if version_of(tensor) != version]
 
     @property
     def written_buffers(self) -> list[tuple[nn.Module, str]]:
@@ -218,16 +306,22 @@ def _reached(functions: Iterable[Any], modules: list[nn.Module]) -> list[Any]:
     return list(found.values())
 
 
-def _mutable_parts(values: Iterable[Any]) -> list[Any]:
-    """The containers, arrays and objects of the user's classes among ``values`` and within them, each once."""
+def _mutable_parts(values: Iterable[Any], modules: list[nn.Module], iterators: dict[int, Any]) -> list[Any]:
+    """The containers, arrays and objects of the user's classes among ``values`` and within them, each once; the modules and iterators
+    there are added to ``modules`` and, by id, ``iterators``."""
     found: dict[int, Any] = {}
     waiting = [(value, _DEPTH) for value in values]
     while waiting:
         value, depth = waiting.pop()
-        if value.__class__ in _ATOMS or id(value) in found or depth == 0:
+        kind = value.__class__
+        if kind in _ATOMS or id(value) in found or depth == 0:
             continue
         if isinstance(value, tuple | frozenset):
             waiting += [(item, depth - 1) for item in value]
+        elif isinstance(value, nn.Module):
+            modules.append(value)
+        elif is_iterator(kind):
+            iterators[id(value)] = value
         elif _is_mutable(value):
             found[id(value)] = value
             waiting += [(item, depth - 1) for item in _items(_content(value))]

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardwise.model.pytrees import leaves_of
+from shardwise.model.tensors import version_of
 
 __all__ = ["NeedsValuesError", "StateTrace", "storage_key"]
 
@@ -42,7 +43,7 @@ class StateTrace(TorchFunctionMode):
         for tensor in given:
             self.refuse_foreign(tensor)
         made_of = frozenset().union(*map(self.made_of, given))
-        versions = [tensor._version for tensor in given]
+        versions = list(map(version_of, given))
         try:
             found = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -50,7 +51,7 @@ class StateTrace(TorchFunctionMode):
                 raise NeedsValuesError(made_of) from error
             raise
         for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 self._note_written(tensor, made_of, _source(args, kwargs) if func is Tensor.copy_ else None)
         for tensor in leaves_of(found):
             if isinstance(tensor, Tensor):

@@ -1,5 +1,6 @@
 """A module's tensors by canonical name: reading them, moving them to meta, replacing them; ties are always kept."""
 
+import contextlib
 import ctypes
 import functools
 import types
@@ -30,9 +31,12 @@ __all__ = [
     "like_parameter",
     "loose_tensors",
     "replace_tensors",
+    "same_bytes",
     "tensors_of",
     "to_meta",
     "unregistered_parameters",
+    "version_of",
+    "write_values",
 ]
 
 _IS_CPU = attrgetter("is_cpu")
@@ -166,8 +170,8 @@ def give_memory(module: nn.Module, device: torch.device, *, without: Collection[
     def make(tensor: Tensor) -> Tensor:
         if id(tensor) in skipped:
             return tensor
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-            tensor = tensor.contiguous()  # an expanded tensor cannot be written in place
+        if _is_expanded(tensor):
+            tensor = tensor.contiguous()  # it cannot be written in place
         if tensor.device == device:
             return tensor
         return torch.empty_like(tensor, device=device) if tensor.device.type == "meta" else tensor.to(device)
@@ -211,6 +215,32 @@ def like_parameter(value: Any, param: nn.Parameter) -> Any:
     return cut_like(value, param)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written in place; -1: made under ``torch.inference_mode()``, where that is not counted."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@torch.no_grad()
+def write_values(tensor: Tensor, values: Tensor) -> None:
+    """Gives a buffer, the same object, these values, with their shape and dtype. It may have been made in any way: under
+    ``torch.inference_mode()``; or by ``expand``, which torch does not write: then it gets memory of its own."""
+    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+        if tensor.shape != values.shape or tensor.dtype != values.dtype or _is_expanded(tensor):
+            tensor.data = values.clone(memory_format=torch.contiguous_format)
+        else:
+            tensor.detach().copy_(values)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, so that torch refuses to write it."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype on the CPU have equal bytes: of every dtype, and NaN equals itself."""
+    return torch.equal(bytes_of(a), bytes_of(b))
+
+
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """A :func:`checksum` of each, int64 [len(tensors)], on the device of the first. Small ones are computed together: a model
     may have two buffers for each block, and a checksum is six operators."""
@@ -227,7 +257,9 @@ def change_marks(tensors: Sequence[Tensor]) -> Tensor:
     On the CPU they are made without operators, of which one takes longer than a small buffer's checksum."""
     if not (set(map(type, tensors)) <= {Tensor} and all(map(_IS_CPU, tensors))):
         return checksums(tensors)
-    return torch.tensor([_crc32c(tensor.contiguous()) for tensor in tensors], dtype=torch.int64)
+    return torch.tensor(
+        [_crc32c(tensor.resolve_conj().resolve_neg().contiguous()) for tensor in tensors], dtype=torch.int64
+    )
 
 
 def combined(marks: Tensor) -> Tensor:
@@ -268,7 +300,7 @@ def _mixed(words: Tensor, start: Tensor | int = 0) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor in row-major order, flat: a view if the tensor is contiguous, else of a copy."""
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not reshape: a view of one element keeps a stride above 1, and torch cannot view that as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

@@ -24,7 +24,7 @@ from shardwise.model.closures import rebind_functions
 from shardwise.model.computed import with_plain_weights
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
-from shardwise.model.module_state import Attributes, keeps_attributes
+from shardwise.model.module_state import Attributes, keeps_attributes, with_holders
 from shardwise.model.names import canonical_modules, canonical_tensors, module_of_error
 from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.run import Call, Place, Run
@@ -207,6 +207,7 @@ class Trial:
                 if not is_same or id(buffer) in self._statistics:
                     self.written[name] = owner, attr, value
             homes = {id(owner) for owner, _, _ in self.written.values()}
+            homes = with_holders(homes, self.module.modules(), [attributes for *_, attributes in before])
             for module, names, attributes in before:
                 registered = module._buffers.keys() - names
                 for attr in registered:

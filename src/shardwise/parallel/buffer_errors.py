@@ -27,7 +27,8 @@ def not_only_added_to(runtime: Runtime, use: tuple[str, str] | None, place: str)
     name, what = next(use for use in found if use is not None)
     return UsageError(
         'a buffer of the policy "sum" that is not only added to',
-        why=f"a forward {what}: it has what this rank's micro-batches make of it, and its sum over the ranks is not what one process has",
+        why=f"a forward {what}: it has what this rank's micro-batches make of it, and its sum over the ranks is not what one process has. "
+        "Operators are watched in windows 1, 2, 4, 8, ... of a process: those since the last of them may have done it too",
         fix="add to it in place (self.tokens += counts), and read and clear it after the step (post_optimizer_step); or give it another policy: "
         '"rank0", "mean", "own"',
         name=name,

@@ -10,6 +10,7 @@ in a loss, too).
 """
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.config.suggest import first_few
 from shardwise.errors import RankError, UsageError
 from shardwise.model.read import dtype_name
-from shardwise.model.tensors import change_marks, checksums, combined
-from shardwise.parallel.added_only import AddedOnly
+from shardwise.model.tensors import change_marks, checksums, combined, same_bytes, write_values
+from shardwise.parallel.added_only import AddedOnly, HostReads, ReadWhereWritten
 from shardwise.parallel.buffer_errors import (
     Fact,
     described,
@@ -30,15 +32,17 @@ from shardwise.parallel.buffer_errors import (
     other_values,
 )
 from shardwise.parallel.runtime import Runtime
-from shardwise.recipe.records import SUMMED_OVER
+from shardwise.recipe.records import STATISTICS, SUMMED_OVER
 from shardwise.world.agreement import Entry, digest_of_text
 
 __all__ = ["BufferExchange", "begin_outside", "end_outside", "make_equal", "watch_outside", "watched_outside"]
 
 _ROUNDING = 16  # times the spacing of a dtype's numbers: ranks that compute one thing differ by no more
 _ROUNDING_OF_HALF = 2
+_CANCELLED = 1e-3  # of the largest number of a buffer: below it, differences are relative to this
 _SLOT = (1 << 50) - 1  # the bits of a digest that a float64 holds
 _SYNCED = frozenset({"rank0", "mean", "min", "max"})  # policies by which values are reduced where they differ
+_RANGES = frozenset({"mean", "min", "max"})
 _UNKNOWN = "unknown"  # of a persistent buffer that the recipe does not have
 
 
@@ -54,20 +58,32 @@ class BufferExchange:
         words = set(runtime.buffer_policies.values())  # equal on all ranks, as are the names of entries
         self._has_equal, self._has_sums = "equal" in words, "sum" in words
         self._has_synced = bool(words & _SYNCED)
+        self._has_ranges = bool(words & _RANGES)
         sums = _by_policy(runtime).get("sum", {}) if self._has_sums else {}
         self._begin = {name: tensor.clone() for name, tensor in sums.items()}
+        self._is_watched: bool | None = None
         self._added_only: AddedOnly | None = None
+        self._reads: ReadWhereWritten | None = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context manager around a micro-batch of the first windows: :meth:`apply` then refuses buffers of the policy "sum" that a forward
-        does not only add to."""
-        sums = _by_policy(self._runtime).get("sum", {}) if self._has_sums else {}
-        if not sums:
+        """Context manager around a micro-batch. In windows 1, 2, 4, 8, ... of a process its operators are watched: :meth:`apply` then refuses
+        buffers of the policy "sum" that a forward does not only add to, and names ranges that its results depend on."""
+        if self._is_watched is None:
+            self._runtime.num_watchable += 1
+            self._is_watched = self._runtime.num_watchable.bit_count() == 1  # a power of two
+        if not self._is_watched or not (self._has_sums or self._has_ranges):
             yield
             return
-        self._added_only = self._added_only or AddedOnly(sums)
-        with self._added_only:
+        held = _by_policy(self._runtime)
+        if sums := held.get("sum", {}):
+            self._added_only = self._added_only or AddedOnly(sums)
+        if ranges := _ranges(held):
+            self._reads = self._reads or ReadWhereWritten(ranges)
+        watches = [watch for watch in (self._added_only, self._reads) if watch is not None]
+        with contextlib.ExitStack() as stack:
+            for watch in (*watches, *([HostReads(watches)] if watches else ())):
+                stack.enter_context(watch)
             yield
 
     def entries(self, *, is_idle: bool) -> dict[str, Entry]:
@@ -113,6 +129,8 @@ class BufferExchange:
                 raise not_only_added_to(self._runtime, self._wrong_use(), place)
             if bool(summed["buffers added to"]):
                 self._add_up(summed.get("added buffers"), place)
+        if self._reads is not None:
+            self._name_ranges(self._reads.found(_ranges(self._held)))
         if self._has_synced and not all_same(summed["values of buffers with a policy"]):
             make_equal(self._runtime, {w: list(self._held.get(w, {}).values()) for w in sorted(_SYNCED)}, place)
         if self._has_equal and not all_same(summed["values of buffers"]):
@@ -129,6 +147,20 @@ class BufferExchange:
 
     def _wrong_use(self) -> tuple[str, str] | None:
         return None if self._added_only is None else self._added_only.wrong_use(self._held.get("sum", {}))
+
+    def _name_ranges(self, names: Sequence[str]) -> None:
+        runtime, num = self._runtime, self._runtime.world.axis("loss").size
+        if names and num > 1 and "ranges" not in runtime.chosen:
+            runtime.chosen["ranges"] = (
+                f"{first_few(names)}: a forward reads what it writes there, of this rank only until the window ends"
+            )
+            if runtime.world.is_main:
+                warnings.warn(
+                    f"{first_few(names)}: a forward writes this buffer and computes with it. Until the end of a window, when {num} data ranks "
+                    "bring its values together, each has its own, so results differ from those of one process. For the same results write it "
+                    "in post_optimizer_step(), from values that forwards keep in another buffer",
+                    stacklevel=2,
+                )
 
     @property
     def _shares_data(self) -> bool:
@@ -172,9 +204,8 @@ class BufferExchange:
         counts = runtime.world.counts  # of ranks that run the same data one counts
         added = [_wide(x) - _wide(self._begin[n]) if counts else torch.zeros_like(_wide(x)) for n, x in now.items()]
         totals = runtime.world.agreement.reduce_tensors(added, "sum", f"{place}, adding up buffers")
-        with torch.no_grad():
-            for (name, tensor), total in zip(now.items(), totals, strict=True):
-                tensor.copy_(_wide(self._begin[name]) + total)
+        for (name, tensor), total in zip(now.items(), totals, strict=True):
+            write_values(tensor, (_wide(self._begin[name]) + total).to(tensor.dtype))
 
     def _refuse_other_counts(self, marks: Sequence[float], name: str, place: str) -> None:
         """Refuses ranks that run the same data and have added other values."""
@@ -259,10 +290,9 @@ def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place:
             _take(own, runtime.world.agreement.reduce_tensors(own, word, f"{place}, making buffers equal"))
 
 
-@torch.no_grad()
 def _take(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value)
+        write_values(buffer, value)
 
 
 def _by_policy(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
@@ -280,6 +310,16 @@ def _by_policy(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
             word = runtime.buffer_policies.get(name, "own") if is_known else _UNKNOWN
             found.setdefault(word, {})[name] = buffer
     return found
+
+
+def _ranges(held: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Those that a forward should not read before ranks have brought their values together; layers of torch that do are known."""
+    return {
+        name: buffer
+        for word in _RANGES
+        for name, buffer in held.get(word, {}).items()
+        if name.rpartition(".")[2] not in STATISTICS
+    }
 
 
 def _facts(held: Mapping[str, Mapping[str, Tensor]]) -> list[Fact]:
@@ -304,12 +344,18 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _is_rounding(a: Tensor, b: Tensor) -> bool:
-    """Whether two values of a buffer differ by rounding at most, relative to its largest number."""
+    """Whether two values of a buffer differ by rounding at most: no counts, and each number relative to itself. Numbers far below the
+    largest may come of larger ones that cancel."""
     if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
+        return same_bytes(a, b)
     finfo = torch.finfo(a.dtype)
     a, b = _wide(a), _wide(b)
-    if not bool((a.isfinite() & b.isfinite()).all()):
+    if not bool((a.isfinite() & b.isfinite()).all()) or (_is_whole(a) and _is_whole(b)):
         return torch.equal(a, b)
+    size = torch.maximum(a.abs(), b.abs())
     limit = (_ROUNDING if finfo.bits >= 32 else _ROUNDING_OF_HALF) * finfo.eps
-    return bool((a - b).abs().max() <= limit * torch.maximum(a.abs(), b.abs()).max())
+    return bool(((a - b).abs() <= limit * size.clamp(min=_CANCELLED * float(size.max()))).all())
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return not tensor.is_complex() and torch.equal(tensor, tensor.round())

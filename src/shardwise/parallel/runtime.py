@@ -180,6 +180,7 @@ class Runtime:
         # Backwards outside of windows have summed gradients, and buffers were not compared since; what those began with.
         self.has_loose_buffers = False
         self.loose_buffers: object = None
+        self.num_watchable = 0  # windows so far whose operators may be watched, for what they do with buffers
         self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
         # Called before gradients are cleared, with the parameters (by id), and whether gradients become None.
         self.on_zero_grad: ZeroGrad = _nothing

@@ -19,14 +19,15 @@ def init(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> World:
     """Starts or joins the process group and lays its ranks out on a mesh.
 
     Every rank must call it, with the same arguments. The ranks come from an existing process group, else the
     environment of torchrun, else that of a SLURM step. Otherwise there is one rank, with a real process group, so that
     one process takes the same code path as many. With torch's backend ``"fake"`` there are no peers: one process sees
-    what a rank among any number of them would hold, and exchanges work as if the others had sent what this rank sends.
+    what a rank among any number of them would hold, and exchanges work as if the others had sent what this rank sends:
+    ``sw.init("dp_shard=8", backend="fake")`` is rank 0 of 8, or RANK where the environment has a WORLD_SIZE of 8.
 
     Args:
         layout: degrees of the mesh axes, such as ``"dp_shard=4"`` or ``"dp_replicate=2,dp_shard=-1"``;
@@ -37,7 +38,8 @@ def init(
             existing group: the group's own backend, or an error.
         timeout_s: seconds a collective may wait for a peer; None: 600. With an existing group: its own timeout, or an
             error.
-        seed: seed of every random stream of the run.
+        seed: seed of every random stream of the run, of torch's, numpy's and Python's own numbers too, which each rank draws for
+            itself from here on; None: 0. One that was given to torch before is lost: a warning says so.
 
     Raises:
         LayoutError: the layout does not fit the number of ranks (raised before any process group starts).

@@ -33,6 +33,7 @@ from shardwise.step.mode import eval_mode
 from shardwise.step.model_loss import ModelLoss
 from shardwise.step.model_loss_check import ModelLossCheck
 from shardwise.step.no_gradient import refuse_autocast
+from shardwise.step.same_data import digest_of_dataset, other_datasets
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 
@@ -216,19 +217,24 @@ def _in_step(runtime: Runtime, batches: Iterator[_Item], check: SumCheck, counte
     every entry, it ends on all."""
     agreement = runtime.world.agreement
     last: _Item | None = None
+    window: tuple[Any] | None = None  # of this rank's last batch of its own; None: it had none
     seen: Tensor | None = torch.zeros(3)  # label comparison, separate from the training's: these are other data
     for i in itertools.count():
         item = next(batches, None)
         check.begin(i)
+        window = window if item is None else (getattr(item.batch, "window", None),)
         have = agreement.sum(
             {
                 "have": float(item is not None),
                 "seen": float(last is not None or item is not None),
+                "dataset": (*agreement.same(digest_of_dataset(*window)), 1.0) if window else (0.0,) * 7,
                 "due": float(check.is_due),
                 "labels": compare_labels(seen, [] if item is None else [item.batch], counter),
             },
             "evaluation, a batch",
         )
+        if not agreement.all_same(have["dataset"][:-1], int(have["dataset"][-1])):
+            raise other_datasets(runtime, *(window or (None,)), "an evaluation")
         check.is_due = float(have["due"]) == runtime.world.size
         seen = judge_labels(seen, have["labels"], "in this evaluation")
         if not float(have["have"]):

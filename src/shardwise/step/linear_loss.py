@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise._torch.collectives import group_name, max_over, sum_over
 from shardwise.data.batch import IGNORED
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import ConfigError, UnsupportedError, UsageError
 from shardwise.world.axis import Axis
 
 __all__ = ["linear_cross_entropy"]
@@ -191,8 +190,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "a gradient of a gradient (create_graph=True) through a cross entropy that is computed with its head",
+                why="its logits are not kept, and its gradient is computed with the loss",
+                fix="leave fused=True out, or take F.cross_entropy of the logits",
+            )
         if ctx.is_late:
             rows, weight, bias, labels = ctx.saved_tensors
             wanted = tuple(ctx.needs_input_grad[:3])

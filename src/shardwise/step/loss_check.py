@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.config.suggest import first_few
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import ConfigError, RankError, ShardwiseError, first_line
+from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError, first_line
 from shardwise.launch.failure import is_lost_peer
 from shardwise.model.module_state import FunctionState
 from shardwise.parallel import Runtime
@@ -130,7 +130,9 @@ class SumCheck:
                 self._error = error
                 return {}, ""
             finally:
-                written = self._buffers_outside(kept)
+                written, lost = self._buffers_outside(kept), kept.lost
+        if lost:
+            raise _too_large(lost[0])
         if written:
             self._warn_of_buffers(written)
         return growths_of(runs, of_forward=False), self._worth(copies)
@@ -139,8 +141,7 @@ class SumCheck:
         """The buffers that the loss has written and the model does not have."""
         if self._has_warned or self._runtime.world.axis("loss").size == 1:
             return []
-        inside = {id(module) for runtime in runtimes_in_use() for _, module in runtime.modules}
-        return [f"{type(owner).__name__}.{name}" for owner, name in kept.written_buffers if id(owner) not in inside]
+        return [f"{type(owner).__name__}.{name}" for owner, name in kept.written_buffers]
 
     def _warn_of_buffers(self, names: list[str]) -> None:
         self._has_warned = True
@@ -298,7 +299,8 @@ def _part(name: str, growth: Growth) -> ConfigError:
 def without_a_trace(runtime: Runtime, *functions: Any) -> Iterator[FunctionState]:
     """Within: no warnings. Buffers of the models, the Python state beside them, and what ``functions`` keep, are restored afterwards;
     yields the latter."""
-    state, kept = runtime.module_state(), FunctionState(functions)
+    known = {id(module) for each in runtimes_in_use() for _, module in each.modules}
+    state, kept = runtime.module_state(), FunctionState(functions, known)
     try:
         with _without_warnings():
             yield kept
@@ -313,6 +315,15 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _too_large(tensor: Tensor) -> UsageError:
+    return UsageError(
+        f"a loss that writes a tensor of its own, of {tensor.nbytes >> 20} MiB",
+        why="the loss is tried on copies of the first micro-batches, and what it writes is put back after that: of tensors that it keeps, "
+        "64 MiB at most",
+        fix="make it a buffer of the model, before parallelize: model = sw.TaskModel(model, loss); or write it after the step",
+    )
 
 
 def _warn_of_square(name: str) -> None:

@@ -1,5 +1,5 @@
 """Whether ranks train on the right samples: data-parallel ranks each on their own, ranks that share a model's layers (along
-``tp``) on the same ones.
+``tp``) on the same ones; and whether their Loaders read one dataset.
 
 Micro-batches are compared by digests, in an exchange that is made anyway. Where data-parallel ranks have the same
 samples, as with a DataLoader without a DistributedSampler and equal seeds, the user is warned after a few windows that
@@ -9,16 +9,25 @@ along ``tp`` have other samples than each other, gradients would be of no data a
 
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
-from shardwise.data.batch import is_padding
+from shardwise.data.batch import Place, is_padding
 from shardwise.errors import RankError
 from shardwise.model.digest import digest_of_values
 from shardwise.parallel import Runtime
 from shardwise.step.loss import Batch
+from shardwise.world.agreement import minority
 
-__all__ = ["compare_shared", "digest_of_data", "judge_data", "refuse_others"]
+__all__ = [
+    "compare_shared",
+    "digest_of_data",
+    "digest_of_dataset",
+    "judge_data",
+    "other_datasets",
+    "refuse_others",
+]
 
 _WINDOWS = 3  # equal ones in a row; two ranks may draw the same few samples once
 
@@ -95,3 +104,37 @@ def judge_data(runtime: Runtime, digest: int, is_same: bool) -> None:
             "sampler=DistributedSampler(dataset), and call its set_epoch(epoch) in every epoch.",
             stacklevel=5,
         )
+
+
+def digest_of_dataset(window: Any) -> int:
+    """Of the dataset that a micro-batch with this ``window`` is from; 0: of no Loader."""
+    return window.digest if isinstance(window, Place) else 0
+
+
+def other_datasets(runtime: Runtime, window: Any, place: str) -> RankError:
+    """The error for ranks whose Loaders read other samples; all ranks must call it, each with the ``window`` of a micro-batch."""
+    own = (window.digest, window.num_samples) if isinstance(window, Place) else None
+    told = runtime.world.agreement.gather(own, place)
+    usual, ranks = minority(told)
+    if all(each is not None and each[1] is None for each in told):
+        return RankError(
+            f"sw.Loader: rank {ranks[0]} has read other samples of its stream than rank {told.index(usual)}",
+            why=f"{place}: each rank reads the whole stream and keeps its part of it, so that samples would be seen twice, and others never",
+            fix="let the stream give the same samples in the same order on every rank: no part for each rank (split_by_node), no random numbers but "
+            "from a generator of its own with one seed, and no shorter file on one of them",
+            ranks=ranks,
+        )
+    return RankError(
+        "sw.Loader: the ranks have other samples in their datasets",
+        why=f"rank {ranks[0]} has {_samples(told[ranks[0]])}, rank {told.index(usual)} {_samples(usual)}, which are others. A Loader gives each rank its part of one "
+        "order of one dataset: some samples would be seen twice, and others never",
+        fix="give every rank the whole dataset in the same order, not a part for each rank. Loader shuffles it, by the seed of sw.init; to shuffle or split it before, use one "
+        "seed on all ranks: random.Random(0).shuffle(data), random_split(data, sizes, torch.Generator().manual_seed(0))",
+        ranks=ranks,
+    )
+
+
+def _samples(told: tuple[int, int | None] | None) -> str:
+    if told is not None and told[1] is None:
+        return "a stream"
+    return "no Loader" if told is None else f"{told[1]} sample{'s' if told[1] != 1 else ''}"

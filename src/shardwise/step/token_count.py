@@ -10,11 +10,17 @@ from torch import Tensor
 
 from shardwise.data.batch import MicroBatch, is_padding
 from shardwise.data.labels import Batch, compare_labels, judge_labels, valid_labels
-from shardwise.data.loader import Loader, loader_of
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.step.no_gradient import refuse_gradless
-from shardwise.step.same_data import compare_shared, digest_of_data, judge_data, refuse_others
+from shardwise.step.same_data import (
+    compare_shared,
+    digest_of_data,
+    digest_of_dataset,
+    judge_data,
+    other_datasets,
+    refuse_others,
+)
 from shardwise.world.agreement import digest_of_text, minority
 from shardwise.world.signals import EndOfRun
 
@@ -74,13 +80,12 @@ def agree_on_count(
     data = getattr(batches[0], "window", None) if batches else None
     samples = digest_of_data(runtime, batches) if problem is None else 0
     shared = compare_shared(runtime, batches if problem is None else [])
-    loader = loader_of(data)
     sums = agreement.sum(
         {
             "samples": agreement.same(samples),
             **shared,
             "data": agreement.same(digest_of_text(repr(data))),
-            "dataset": agreement.same(0 if loader is None else getattr(data, "digest", 0)),
+            "dataset": agreement.same(digest_of_dataset(data)),
             "tokens": tokens if runtime.world.counts else 0,
             "labels": labels,
             "positions": _num_labels(counted) if runtime.world.counts and counter is valid_labels else 0,
@@ -98,7 +103,7 @@ def agree_on_count(
         raise EndOfRun
     _refuse_problem(runtime, sums, problem, place)
     if not agreement.all_same(sums["dataset"]):
-        raise _datasets_differ(runtime, loader, data, place)
+        raise other_datasets(runtime, data, place)
     if runtime.world.size * sums["length2"] != sums["length"] ** 2:
         raise _lengths_differ(runtime, len(batches), place)
     if not agreement.all_same(sums["data"]):
@@ -175,33 +180,6 @@ def _data_differ(runtime: Runtime, data: tuple[int, int] | None, place: str) -> 
         fix="take as many windows from the Loader on every rank; to leave one out, do so on all ranks",
         ranks=ranks,
     )
-
-
-def _datasets_differ(runtime: Runtime, loader: Loader | None, data: Any, place: str) -> RankError:
-    told = runtime.world.agreement.gather(None if loader is None else (data.digest, loader.num_samples), place)
-    usual, ranks = minority(told)
-    if all(each is not None and each[1] is None for each in told):
-        return RankError(
-            f"sw.Loader: rank {ranks[0]} has read other samples of its stream than rank {told.index(usual)}",
-            why=f"{place}: each rank reads the whole stream and keeps its part of it, so that samples would be seen twice, and others never",
-            fix="let the stream give the same samples in the same order on every rank: no part for each rank (split_by_node), no random numbers but "
-            "from a generator of its own with one seed, and no shorter file on one of them",
-            ranks=ranks,
-        )
-    return RankError(
-        "sw.Loader: the ranks have other samples in their datasets",
-        why=f"rank {ranks[0]} has {_samples(told[ranks[0]])}, rank {told.index(usual)} {_samples(usual)}, which are others. A Loader gives each rank its part of one "
-        "order of one dataset: some samples would be seen twice, and others never",
-        fix="give every rank the whole dataset in the same order, not a part for each rank. Loader shuffles it, by the seed of sw.init; to shuffle or split it before, use one "
-        "seed on all ranks: random.Random(0).shuffle(data), random_split(data, sizes, torch.Generator().manual_seed(0))",
-        ranks=ranks,
-    )
-
-
-def _samples(told: tuple[int, int | None] | None) -> str:
-    if told is not None and told[1] is None:
-        return "a stream"
-    return "no Loader" if told is None else f"{told[1]} sample{'s' if told[1] != 1 else ''}"
 
 
 def _refuse_problem(runtime: Runtime, sums: Mapping[str, Tensor], problem: ShardwiseError | None, place: str) -> None:

@@ -195,8 +195,7 @@ class Window:
         self._undo.enter_context(_not_counted(runtime, batch.padding))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
         self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
-        if self._first is not None:
-            self._undo.enter_context(self._buffers.watched())
+        self._undo.enter_context(self._buffers.watched())
 
     def _end_micro_batch(self) -> None:
         """Ends a micro-batch. Not a with block around the yield: an exception in the caller's loop would not close
@@ -415,7 +414,7 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     first = written_state(runtime)
     try:
         with (
-            watched_outside(runtime) if first is not None else contextlib.nullcontext(),
+            watched_outside(runtime),
             _not_counted(runtime, padding),
         ):
             yield

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from shardwise.config.suggest import first_few
 from shardwise.model.module_state import plain_numbers
-from shardwise.model.tensors import change_marks
+from shardwise.model.tensors import change_marks, version_of
 from shardwise.parallel import Runtime
 
 __all__ = ["WrittenState", "written_state"]
@@ -108,7 +108,7 @@ class _Buffers:
 
     def __init__(self, runtime: Runtime):
         buffers = runtime.buffers()
-        self._objects = {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
+        self._objects = {name: (id(buffer), version_of(buffer)) for name, buffer in buffers.items()}
         self._marks = change_marks(list(buffers.values()))
 
     def changed_since(self, before: "_Buffers") -> list[str]:

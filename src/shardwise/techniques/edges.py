@@ -89,26 +89,36 @@ def refuse_changed(views: Views) -> None:
             )
 
 
-def hand_out(output: Any, reached: Callable[[Tensor], None], views: Views) -> tuple[Any, bool]:
-    """``output`` of a forward, whose tensors call ``reached`` when a gradient reaches them; and whether it may hold
-    tensors that cannot be found (in a closure or a generator).
+def hand_out(
+    output: Any, reached: Callable[[Tensor], None], views: Views, through: Callable[[Any], None] | None = None
+) -> tuple[Any, bool]:
+    """``output`` of a forward, whose tensors call ``reached`` when a gradient reaches them, and ``through`` when it goes on into the
+    forward; and whether it may hold tensors that cannot be found (in a closure or a generator).
 
     Views are replaced by tensors that are not views: an in-place operation on a view drops its hooks, a Linear on 3-D
     input returns one, and ``y = block(x); y += x`` is common. Nothing is copied; ``views`` records each for
     :func:`refuse_changed`.
     """
 
-    output = map_leaves(lambda leaf: _handed_out(leaf, reached, views), output)
+    output = map_leaves(lambda leaf: _handed_out(leaf, reached, views, through), output)
     others, is_complete = tensors_within(output)
     for tensor in others:
         if tensor.requires_grad:
-            tensor.register_hook(reached)
+            _hook(tensor, reached, through)
     return output, not is_complete
 
 
-def _handed_out(leaf: Any, reached: Callable[[Tensor], None], views: Views) -> Any:
+def _hook(tensor: Tensor, reached: Callable[[Tensor], None], through: Callable[[Any], None] | None) -> None:
+    tensor.register_hook(reached)
+    if through is not None and tensor.grad_fn is not None:
+        tensor.grad_fn.register_prehook(through)
+
+
+def _handed_out(
+    leaf: Any, reached: Callable[[Tensor], None], views: Views, through: Callable[[Any], None] | None = None
+) -> Any:
     if isinstance(leaf, Tensor) and leaf.requires_grad:
-        leaf.register_hook(reached)
+        _hook(leaf, reached, through)
         if leaf._is_view():
             views.append((weakref.ref(leaf), leaf._version))
             return _NotAView.apply(leaf)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwise.errors import ConfigError, LayoutError
 from shardwise.launch.environment import given_in, has_slurm_step, number
 
-__all__ = ["Env", "is_distributed", "ranks_per_node", "read_env"]
+__all__ = ["Env", "imagined_env", "is_distributed", "ranks_per_node", "read_env"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -16,7 +16,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Env:
-    """One process's ranks and address. ``source`` is ``"torchrun"``, ``"slurm"`` or ``"single"`` (no address)."""
+    """One process's ranks and address. ``source`` is ``"torchrun"``, ``"slurm"``, ``"single"`` or ``"imagined"`` (no address)."""
 
     source: str
     rank: int = 0
@@ -48,6 +48,28 @@ def read_env(environ: Mapping[str, str] | None = None) -> Env:
     if has_slurm_step(environ):
         return _slurm(environ)
     return Env("single")
+
+
+def imagined_env(num_ranks: int | None, environ: Mapping[str, str] | None = None) -> Env:
+    """The rank that one process stands for on torch's fake backend, which needs no address: RANK of WORLD_SIZE where the environment
+    has them, and its layout is not of another number of ranks; else rank 0 of ``num_ranks``, those of the layout.
+
+    Raises:
+        ConfigError: neither says how many ranks there are.
+    """
+    given = given_in(os.environ if environ is None else environ, "RANK", "WORLD_SIZE")
+    size = number("WORLD_SIZE", given["WORLD_SIZE"]) if "WORLD_SIZE" in given else None
+    rank = number("RANK", given.get("RANK", "0")) if num_ranks in (None, size) else 0
+    size = size if num_ranks is None else num_ranks
+    if size is None:
+        raise ConfigError(
+            'backend="fake" without a number of ranks',
+            why="one process stands for a rank of any number of them, and a degree of the layout is to be inferred from it",
+            fix='give each degree a number: sw.init("dp_replicate=2,dp_shard=4", backend="fake"); or set WORLD_SIZE (and RANK)',
+        )
+    env = Env("imagined", rank, size)
+    _check_ranges(env)
+    return env
 
 
 def ranks_per_node(env: Env, environ: Mapping[str, str] | None = None) -> int:
@@ -173,7 +195,7 @@ def _check_ranges(env: Env) -> None:
             why="ranks are 0 to world size - 1",
             fix="correct RANK and WORLD_SIZE in the environment",
         )
-    if not 0 < env.master_port < 1 << 16:
+    if env.source != "imagined" and not 0 < env.master_port < 1 << 16:
         raise ConfigError(
             f"MASTER_PORT={env.master_port}", why="a port is a number from 1 to 65535", fix="correct MASTER_PORT"
         )

@@ -21,6 +21,7 @@ from shardwise.world.liveness import Watch
 __all__ = [
     "check_group",
     "choose_device",
+    "chosen_backend",
     "env_of_group",
     "has_cpu_backend",
     "is_fake_group",
@@ -98,6 +99,11 @@ def check_group(backend: str | None, device: torch.device, timeout_s: float | No
         )
 
 
+def chosen_backend(backend: str | None) -> str | None:
+    """The backend that was asked for, by an argument or the environment."""
+    return backend or os.environ.get("TORCH_DISTRIBUTED_BACKEND") or None
+
+
 def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: float) -> None:
     """Starts torch's default process group; leaves nothing behind if that fails.
 
@@ -105,16 +111,16 @@ def start_group(env: Env, backend: str | None, device: torch.device, timeout_s: 
         ConfigError: a backend this torch does not have, or that does not suit the device.
         RankError: the peers cannot be reached at the address.
     """
-    named = os.environ.get("TORCH_DISTRIBUTED_BACKEND")
-    chosen = backend or named or ("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
+    named = chosen_backend(backend)
+    chosen = named or ("gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo")
     timeout = timedelta(seconds=timeout_s)
     where = f"backend={chosen!r}{'' if backend or not named else ' from TORCH_DISTRIBUTED_BACKEND'} on {device.type}"
     unknown = [name for part in chosen.split(",") if not dist.is_backend_available(name := part.rpartition(":")[2])]
     if unknown:
         raise ConfigError(where, why=f"this torch has no {', '.join(unknown)}", fix=_FIX_BACKEND)
     try:
-        # A world of one uses no port, so that many can run on one machine.
-        store = dist.HashStore() if env.source == "single" else _join(env, timeout)
+        # A world of one process uses no port, so that many can run on one machine.
+        store = dist.HashStore() if env.source in ("single", "imagined") else _join(env, timeout)
         with _without_flight_recorder() if chosen == "gloo" else contextlib.nullcontext(), one_gloo_thread():
             dist.init_process_group(
                 chosen,

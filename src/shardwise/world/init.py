@@ -14,15 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._torch.dtensor import forget_meshes
 from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
 from shardwise.launch.failure import is_lost_peer
-from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of
+from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of, num_ranks_of
 from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
-from shardwise.world.env import Env, ranks_per_node, read_env
+from shardwise.world.env import Env, imagined_env, ranks_per_node, read_env
 from shardwise.world.exit_notice import owe_exit_notice, owe_no_notice
 from shardwise.world.fingerprint import agree_on, package_versions
 from shardwise.world.group import (
     check_group,
     choose_device,
+    chosen_backend,
     env_of_group,
     has_cpu_backend,
     is_fake_group,
@@ -32,7 +33,7 @@ from shardwise.world.group import (
     start_watch,
 )
 from shardwise.world.liveness import Watch
-from shardwise.world.rng import seed_all
+from shardwise.world.rng import seed_all, warn_of_lost_seed
 from shardwise.world.signals import StopRequest
 from shardwise.world.termination import listen, stop_listening
 from shardwise.world.threads import set_threads, threads_of_offloaded_step
@@ -47,12 +48,17 @@ def init(
     device: str | torch.device | None = None,
     backend: str | None = None,
     timeout_s: float | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     axes: Collection[str] = AXES,
 ) -> "World":
     """:func:`shardwise.init` with ``axes``: those that some technique uses; a degree above 1 on another is refused."""
     existing = dist.is_initialized()
-    env = env_of_group() if existing else read_env()
+    if existing:
+        env = env_of_group()
+    elif chosen_backend(backend) == "fake":
+        env = imagined_env(num_ranks_of(layout))
+    else:
+        env = read_env()
     show_before_world(env)
     resolved = layout_of(layout, env.world_size, lambda: ranks_per_node(env), axes)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
@@ -64,7 +70,9 @@ def init(
     if not existing:
         start_group(env, backend, chosen, timeout_s)
     try:
-        return World(resolved, env, chosen, timeout_s=timeout_s, seed=seed, owns_group=not existing)
+        if seed is None and env.rank == 0:
+            warn_of_lost_seed()
+        return World(resolved, env, chosen, timeout_s=timeout_s, seed=seed or 0, owns_group=not existing)
     except BaseException:
         if not existing and dist.is_initialized():
             dist.destroy_process_group()

@@ -12,6 +12,7 @@ import hashlib
 import random
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -34,9 +35,11 @@ __all__ = [
     "snapshot",
     "state_of",
     "streams",
+    "warn_of_lost_seed",
 ]
 
 _SCRATCH = np.random.MT19937()  # numpy's global functions draw from it inside forked_streams
+_seeded: int | None = None  # torch's seed, as the last world of this process has set it
 _NUM_WORDS = 624  # of 32 bits, in the state of a Mersenne twister
 
 
@@ -326,10 +329,24 @@ def set_state(generator: Any, state: Any) -> None:
 def seed_all(seed: int, rank: int) -> None:
     """Seeds Python, numpy and torch: rank 0 with ``seed`` itself, so that it draws what one process would; the other
     ranks with seeds of their own."""
-    own = seed if rank == 0 else derive_seed(seed, "rank", rank)
+    global _seeded
+    own = _seeded = seed if rank == 0 else derive_seed(seed, "rank", rank)
     random.seed(own)
     np.random.seed(own % 2**32)
     seed_torch(own)
+
+
+def warn_of_lost_seed() -> None:
+    """Warns of a seed that the user has given to torch: :func:`seed_all` replaces it. Torch's own first one is of 64 random bits."""
+    seed = torch.initial_seed()
+    if seed < 2**32 and seed != _seeded:
+        warnings.warn(
+            f"torch was seeded ({seed}) before sw.init, which seeds torch, numpy and Python anew by its own seed, 0, and each rank otherwise: what is "
+            "drawn from here on is not what that seed gives, and differs between ranks. Pass it: "
+            f"sw.init(seed={seed}); draw what all ranks must have alike, such as a split of the data, from a generator of its own: "
+            "torch.Generator().manual_seed(0)",
+            stacklevel=4,
+        )
 
 
 def seed_torch(seed: int) -> None:

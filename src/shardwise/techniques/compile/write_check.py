@@ -19,6 +19,7 @@ from shardwise._torch.graphs import changed_in_graphs
 from shardwise._torch.modules import BatchNormBase, is_spectral_norm
 from shardwise.errors import UnsupportedError
 from shardwise.model import canonical_modules
+from shardwise.model.tensors import version_of
 
 __all__ = ["watch_cast_inputs", "watch_compiled"]
 
@@ -68,7 +69,7 @@ def _is_harmless(module: nn.Module, *, runs_again: bool) -> bool:
 def _watch(target: nn.Module, owners: dict[str, nn.Module], name: str) -> None:
     def versions() -> list[tuple[str, int, int]]:
         return [
-            (f"{prefix}.{attr}" if prefix else attr, id(buffer), buffer._version)
+            (f"{prefix}.{attr}" if prefix else attr, id(buffer), version_of(buffer))
             for prefix, owner in owners.items()
             for attr, buffer in owner._buffers.items()
             if buffer is not None

@@ -4,17 +4,19 @@ By default running statistics of normalisation layers are those of rank 0, or th
 equal on all ranks; and one that is not persistent is each rank's own.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from shardwise.config.suggest import did_you_mean
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.recipe import Anatomy
 from shardwise.recipe.records import STATISTICS, TensorFact
 from shardwise.techniques.data.options import Sharding
 
 __all__ = ["buffer_policies", "statistics_of"]
 
+_STORAGE_ONLY = re.compile(r"u?int[1-7]|qu?int\w+|bits\w+|float4\w+")  # dtypes
 _ITERATED = ("_u", "_v")  # how names of a spectral norm's vectors end
 
 
@@ -29,7 +31,16 @@ def buffer_policies(anatomy: Anatomy, sharding: Sharding, advancing: Sequence[st
 
     Raises:
         PlanError: a pattern matches no buffer, or its word does not fit the buffer's dtype.
+        UnsupportedError: a buffer's dtype is one that torch only stores.
     """
+    for name, fact in anatomy.buffers.items():
+        if _STORAGE_ONLY.fullmatch(fact.dtype):
+            raise UnsupportedError(
+                f"a buffer of dtype {fact.dtype}",
+                why="torch does not copy, fill or compare such tensors: ranks could not agree on what a forward writes, or put it back",
+                fix="keep its bytes in a buffer of torch.uint8; for a quantized tensor its int_repr(), scale and zero point",
+                name=name,
+            )
     given = sharding.buffers
     by_pattern: Mapping[str, str] = given if isinstance(given, dict) else {}
     found = dict.fromkeys(statistics_of(anatomy, advancing), given if isinstance(given, str) else "rank0")

@@ -20,13 +20,12 @@ _PENALTY = (
 
 def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
     """The ShardwiseError for ``error``, raised in a forward or backward of ``root``; None if its cause is not known."""
-    if "setStorage" in str(error) and "storage of size 0" in str(error):
+    text = str(error)
+    if ("setStorage" in text and "storage of size 0" in text) or "its data is not allocated yet" in text:
         return UnsupportedError(
             "a backward that reaches a unit whose parameters are not gathered",
-            why="a unit is gathered when a gradient comes to what it returned; it comes from inside it here (a feature that a "
-            "hook has caught), or a second time after the unit was freed (create_graph=True)",
-            fix="let the block return what the loss needs; for a gradient penalty keep parameters "
-            'whole on every rank: sw.init("dp_replicate=-1")',
+            why="a unit is gathered when a gradient comes to what it returned; it comes from inside it here: a feature that a hook has caught",
+            fix='let the block return what the loss needs; or keep parameters whole on every rank: sw.init("dp_replicate=-1")',
             name=module_of_error(root, error),
         )
     if WhenLeft.__name__ in str(error):  # of the node in the graph

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.autograd import PausableGradientHooks, RunningBackward, current_backward
 from shardwise._torch.reads import on_host
-from shardwise.errors import RankError
+from shardwise.errors import RankError, UnsupportedError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
 from shardwise.techniques.data.buckets import Bucket, make_buckets
@@ -209,6 +209,12 @@ class DDPEngine:
             # With create_graph the result is part of a loss, whose backward comes later.
             self.has_own = self.has_own or not torch.is_grad_enabled()
             return
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "backward(create_graph=True) on several ranks",
+                why="gradients are summed over the ranks in place, and these would be part of a graph",
+                fix="torch.autograd.grad(loss, x, create_graph=True) of what is differentiated again, and one backward() of the sum",
+            )
         self._end_failed()
         if not self.penalties.before(i):
             self._put_aside(i)

@@ -194,7 +194,7 @@ class Order:
         try:
             if torch.is_grad_enabled():
                 refuse_changed(self._forward.views)
-                output, _ = hand_out(output, self._reached(None), [])
+                output, _ = hand_out(output, self._reached(None), [], self._refuse_graph(None))
             self._end_forward()
         except BaseException:
             self._leave_failed()
@@ -266,7 +266,7 @@ class Order:
         if torch.is_grad_enabled() and not has_failed:
             if inputs is not None:
                 inputs.hand_out(self._reached(number), forward.views)
-            output, hides = hand_out(output, self._reached(number), forward.views)
+            output, hides = hand_out(output, self._reached(number), forward.views, self._refuse_graph(number))
             if hides and not self._is_held:
                 self.units.kept.add(number)
         forward.leave(number, module)
@@ -320,6 +320,22 @@ class Order:
             self._reach(number)
 
         return hook
+
+    def _refuse_graph(self, number: int | None) -> Callable[[Any], None] | None:
+        """A hook on what has made an output of a unit, which refuses a backward that makes a graph of itself: to differentiate that, torch
+        would read the memory of parameters that are freed by then, for most layers without a check."""
+        name = self.units.unit(number).name or None
+
+        def refuse(_grads: Any) -> None:
+            if torch.is_grad_enabled():
+                raise UnsupportedError(
+                    "a gradient of a gradient (create_graph=True) through a module whose parameters are cut",
+                    why="its parameters are gathered for one backward and freed when that ends: a second one through it would find none",
+                    fix='keep the parameters whole on every rank: sw.init("dp_replicate=-1")',
+                    name=name,
+                )
+
+        return None if self._is_held else refuse
 
     def _left(self, number: int) -> Callable[[], None]:
         def call() -> None:

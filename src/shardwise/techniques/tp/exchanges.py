@@ -1,12 +1,12 @@
 """What ranks along ``tp`` exchange in a forward and in its backward, as autograd functions: a sum, a gather, or nothing in one
-direction, and its counterpart in the other. (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3)
+direction, and its counterpart in the other. (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3) Backwards are made of
+these functions too, so that gradients can be differentiated again.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise._torch.collectives import gather_over, sum_over
 
@@ -22,9 +22,8 @@ class SumGradient(torch.autograd.Function):
         return x.detach()  # not a view, which a model could not change in place
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return sum_over(grad, ctx.group), None
+        return SumParts.apply(grad, ctx.group), None
 
 
 class SumParts(torch.autograd.Function):
@@ -32,12 +31,12 @@ class SumParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
         return sum_over(x, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad, None
+        return SumGradient.apply(grad, ctx.group) if torch.is_grad_enabled() else grad, None
 
 
 class Gather(torch.autograd.Function):
@@ -45,14 +44,18 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int, has_part: bool) -> Tensor:
-        ctx.group, ctx.rank, ctx.dim, ctx.width, ctx.has_part = group, rank, dim, x.shape[dim], has_part
+        ctx.group, ctx.size, ctx.rank, ctx.dim, ctx.has_part = group, size, rank, dim, has_part
         return _gathered(x, group, size, dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        grad = sum_over(grad, ctx.group) if ctx.has_part else grad
-        return grad.narrow(ctx.dim, ctx.rank * ctx.width, ctx.width), None, None, None, None, None
+        grad = SumParts.apply(grad, ctx.group) if ctx.has_part else grad
+        if torch.is_grad_enabled():
+            part = Scatter.apply(grad, ctx.group, ctx.size, ctx.rank, ctx.dim)
+        else:  # without a copy
+            width = grad.shape[ctx.dim] // ctx.size
+            part = grad.narrow(ctx.dim, ctx.rank * width, width)
+        return part, None, None, None, None, None
 
 
 class Scatter(torch.autograd.Function):
@@ -61,14 +64,13 @@ class Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int) -> Tensor:
-        ctx.group, ctx.size, ctx.dim = group, size, dim
+        ctx.group, ctx.size, ctx.rank, ctx.dim = group, size, rank, dim
         width = x.shape[dim] // size
         return x.narrow(dim, rank * width, width).clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _gathered(grad, ctx.group, ctx.size, ctx.dim), None, None, None, None
+        return Gather.apply(grad, ctx.group, ctx.size, ctx.rank, ctx.dim, False), None, None, None, None
 
 
 def _gathered(x: Tensor, group: str, size: int, dim: int) -> Tensor:
