@@ -145,8 +145,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "every-rank-draws-the-same",
-        'own = seed if rank == 0 else derive_seed(seed, "rank", rank)',
-        "own = seed",
+        'own = _seeded = seed if rank == 0 else derive_seed(seed, "rank", rank)',
+        "own = _seeded = seed",
         "tests/step/test_streams.py -k code_of_ones_own",
         "code of the user's own draws the same random numbers on every rank",
     ),
@@ -1556,8 +1556,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all-differences-are-rounding",
-        "return bool((a - b).abs().max() <= limit",
-        "return bool((a - b).abs().max() >= limit",
+        "return bool(((a - b).abs() <= limit *",
+        "return bool(((a - b).abs() >= limit *",
         "tests/step/test_buffers.py -k 'within_rounding or hold_differently'",
         "buffers that differ are made equal to rank 0's, and those that differ by rounding are refused",
     ),
