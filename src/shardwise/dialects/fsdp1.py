@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from shardwise.config.keywords import public_call
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
@@ -39,6 +40,7 @@ _WRITTEN = {  # state_dict_type -> what is written instead; the default, full we
 }
 
 
+@public_call()
 def from_fsdp1(
     sharding_strategy: str | Enum = "FULL_SHARD",
     *,

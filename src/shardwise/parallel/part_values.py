@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch.autograd import in_backward, without_subclasses
 from shardwise._torch.modules import CALLS
+from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
 from shardwise.model.tensors import bytes_of
@@ -166,6 +167,7 @@ def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
         runtime.module.register_forward_hook(shown.end_forward, always_call=True)
 
 
+@public_call()
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole value of a parameter, its gradient, or what is computed from them element by element, on every rank, under any
     layout. All ranks must call it in the same order.

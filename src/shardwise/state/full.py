@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.keywords import public_call
 from shardwise.model import canonical_modules
 from shardwise.model.own_state import ExtraState, OwnState, with_metadata
 from shardwise.parallel import Runtime, runtime_of
@@ -20,6 +21,7 @@ from shardwise.world.collectively import collectively
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
 
+@public_call({"cpu_offload": "leave it out: rank 0 has the values in host memory"})
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
     """The full state dict of a sharded model: every parameter and persistent buffer, unsharded, on rank 0's CPU; ``{}``
     on the other ranks. All ranks must call it.
@@ -88,6 +90,7 @@ def _by_own_methods(
     return with_metadata(state, getattr(told, "_metadata", None))
 
 
+@public_call()
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, rename: Rename = (), cast: bool = False
 ) -> LoadReport:
