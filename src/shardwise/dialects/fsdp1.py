@@ -114,7 +114,7 @@ def from_fsdp1(
     precision = said.mixed_precision if said.is_enabled else None
     made = Parallel(layout=said.layout(), precision=precision, sharding=said.sharding())
     for given, why in said.changes():
-        warnings.warn(f"{given}: {why}", stacklevel=2)
+        warnings.warn(f"{given}: {why}", stacklevel=3)  # of the caller of a public call
     return made
 
 
