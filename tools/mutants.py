@@ -145,8 +145,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "every-rank-draws-the-same",
-        'own = seed if rank == 0 else derive_seed(seed, "rank", rank)',
-        "own = seed",
+        'own = _seeded = seed if rank == 0 else derive_seed(seed, "rank", rank)',
+        "own = _seeded = seed",
         "tests/step/test_streams.py -k code_of_ones_own",
         "code of the user's own draws the same random numbers on every rank",
     ),
@@ -696,6 +696,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "padding tokens are trained on",
     ),
     # ---- data: fine-tuning -------------------------------------------------------------------------------------------
+    Mutant(
+        "any-key-taken-as-read",
+        "            if text({name}) != whole:",
+        "            if True:",
+        "tests/data/sft/test_keys.py -k 'another_without_it'",
+        "thoughts and calls that the chat template leaves out are not trained on, without a word",
+    ),
+    Mutant(
+        "key-behind-another-one",
+        "            return _is_double(name, messages) and",
+        "            return",
+        "tests/data/sft/test_keys.py -k 'one_value'",
+        "a key is left out for another one that says something else",
+    ),
     Mutant(
         "bos-twice",
         "if first is not None and ids[:2] == [first, first]:",
@@ -1556,8 +1570,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all-differences-are-rounding",
-        "return bool((a - b).abs().max() <= limit",
-        "return bool((a - b).abs().max() >= limit",
+        "return bool(((a - b).abs() <= limit *",
+        "return bool(((a - b).abs() >= limit *",
         "tests/step/test_buffers.py -k 'within_rounding or hold_differently'",
         "buffers that differ are made equal to rank 0's, and those that differ by rounding are refused",
     ),
@@ -1682,6 +1696,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "model.train_only freezes what it names, and trains the rest",
     ),
     # ---- recipe ----------------------------------------------------------------------------------------------------
+    Mutant(
+        "any-word-for-a-buffer",
+        "        _check_buffer(name, buffer)\n",
+        "        pass\n",
+        "tests/techniques/test_make.py -k end_of_a_window",
+        "a recipe sums a buffer over an axis that is not read, or has a policy that does nothing",
+    ),
     Mutant(
         "uneven-rows-lost",
         "chunk = -(-part.size // chunks)",
@@ -1867,6 +1888,62 @@ MUTANTS: tuple[Mutant, ...] = (
         "groups in another order get each other's learning rates, or are refused",
     ),
     # ---- state: checkpoints ----------------------------------------------------------------------------------------
+    Mutant(
+        "load-through-a-transpose",
+        "tensor.nbytes == tensor.untyped_storage().nbytes() and _layout(tensor) == whole",
+        "tensor.nbytes == tensor.untyped_storage().nbytes()",
+        "tests/state/test_own_state.py -k any_view",
+        "what a module's own method writes through a transposed view is not transposed",
+    ),
+    Mutant(
+        "load-by-data-that-is-set",
+        "            is_own = now is tensor and trace.is_in_place(HELD + name, now)",
+        "            is_own = now is tensor",
+        "tests/state/test_own_state.py -k any_view",
+        "a module's own method sets weight.data, and nothing is loaded",
+    ),
+    Mutant(
+        "conjugate-taken-for-the-tensor",
+        "    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()",
+        "    return *place, tensor.dtype",
+        "tests/state/test_own_state.py -k any_view",
+        "a conjugate is stored, or loaded, as the tensor itself",
+    ),
+    Mutant(
+        "own-methods-on-buffers-of-the-beginning",
+        '                self._bare[name] = torch.empty(shape, dtype=dtype, device="meta")',
+        "                pass",
+        "tests/state/test_own_state.py -k 'as_it_is_now'",
+        "a buffer that has grown is cut back where a module answers for its state itself",
+    ),
+    Mutant(
+        "own-length-of-each-rank-in-a-file",
+        "        every |= runtime.saved_buffers(of_main=True)",
+        "        every |= runtime.saved_buffers()",
+        "tests/state/test_own_state.py -k 'as_rank_0_has_it'",
+        "ranks plan one file with other lengths of a buffer",
+    ),
+    Mutant(
+        "average-known-by-its-shape",
+        "    if marked is not None:\n        runtime, name = marked",
+        "    if False:\n        runtime, name = marked",
+        "tests/state/test_checkpoint_extra.py -k look_alike",
+        "an average of a part is saved as one of another parameter that has its shape on a rank",
+    ),
+    Mutant(
+        "average-of-two-possible-parameters",
+        "    if len(by_cuts) > 1:",
+        "    if False:",
+        "tests/state/test_checkpoint_extra.py -k two_ways",
+        "a shard that fits two parameters is saved as the first of them",
+    ),
+    Mutant(
+        "loaded-average-forgets-its-parameter",
+        "    return marked_as(made, own)",
+        "    return made",
+        "tests/state/test_checkpoint_extra.py -k look_alike",
+        "an average that was loaded cannot be saved again",
+    ),
     Mutant(
         "checksums-not-compared",
         "if sum_of(memory[begin : begin + BLOCK]) != int(sums[number]):",

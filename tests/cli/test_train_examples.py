@@ -22,6 +22,7 @@ def run_script(path: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch was seeded")  # by a test before it, in this process
         runpy.run_path(path, run_name="__main__")
     return printed.getvalue()
 

@@ -330,6 +330,50 @@ def test_a_request_behind_the_last_window_is_heard_at_the_end(ranks, tmp_path, c
     assert sum(told in text for text in capfd.readouterr()) == 1  # rank 0 alone: Python says nothing of a SystemExit
 
 
+def asked_without_a_figure(root, loop: str) -> tuple[str, int, int]:
+    """A run with ``best=`` by a figure that only evaluations have; it is asked to stop in its second window."""
+    world, _, step = make("dp_shard=2")
+    try:
+        with world, sw.CheckpointManager(root, step, extra={"average": Average()}, best="val_loss") as manager:
+            for window in manager.resume(sw.Loader(Texts(), world, global_batch=12, micro_batch=1)):
+                if step.num_steps == 1 and world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                out = step(window)
+                if loop == "save_every":
+                    manager.save_every(None, out)
+                elif loop == "save" and step.num_steps % 2:
+                    manager.save(metrics={"val_loss": 1.0} if step.num_steps == 1 else None)
+                if step.num_steps == 4:
+                    break
+    except sw.Stopped as stop:
+        return stop.reason, stop.step, step.num_steps
+    return "", 0, step.num_steps
+
+
+@pytest.mark.parametrize(
+    ("loop", "last", "kept"),
+    [("save_every", 2, [2]), ("save", 3, [1, 3]), ("none", 4, [4])],
+    ids=lambda given: str(given),
+)
+def test_a_save_for_a_stop_needs_no_figure_of_best(ranks, tmp_path, capfd, loop, last, kept):
+    """Nothing that was trained since the last save is lost; a loop that does not ask is told what it waits for."""
+    assert ranks.run(asked_without_a_figure, 2, tmp_path, loop) == [("SIGTERM", last, last)] * 2
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("step-*")) == kept
+    waits = "".join(capfd.readouterr()).count("SIGTERM: this loop goes on until its next manager.save()")
+    assert waits == (loop != "save_every")
+    # The figure that is there stays the best, and a run goes on from the newest.
+    with pytest.raises(sw.RankError, match="best='val_loss' and a save without val_loss"):
+        ranks.run(saved_without_a_figure, 2, tmp_path)
+
+
+def saved_without_a_figure(root) -> None:
+    world, _, step = make("dp_shard=2")
+    with world, sw.CheckpointManager(root, step, extra={"average": Average()}, best="val_loss") as manager:
+        windows = manager.resume(sw.Loader(Texts(), world, global_batch=12, micro_batch=1))
+        step(next(iter(windows)))
+        manager.save()
+
+
 def asked_again(root) -> tuple[object, float]:
     """SIGTERM, its echo, and SIGTERM again where no window comes any more."""
     world, _, step = make("dp_shard=1")

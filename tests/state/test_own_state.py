@@ -355,3 +355,187 @@ def saved_after_a_step(kind, layout):
 def test_a_model_that_keeps_what_a_forward_computed_is_saved_after_training(ranks, kind, layout, num):
     state = ranks.run(saved_after_a_step, num, kind, layout)[0]
     assert torch.equal(state["1.scale"], torch.ones(8).double()) if kind == "kept" else "1.weight_orig" in state
+
+
+# ---- buffers that are no longer as the module had them when it was sharded -------------------------------------------
+
+
+class Table(nn.Module):
+    """Has a persistent buffer that training replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + self.rows.sum()
+
+
+class Doubled(Table):
+    """Stores it twice as large, and takes a table of any length."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "double"] = self.rows * 2
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.rows = state[prefix + "double"] // 2
+
+
+class Beside(Table):
+    """Stores it beside a number that is made of it."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "total"] = self.rows.sum()
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.rows = state[prefix + "rows"].clone()
+        self.total = state[prefix + "total"]
+
+
+TABLES = {"plain": Table, "doubled": Doubled, "beside": Beside}
+GROWN = {
+    "longer": torch.arange(5.0, dtype=torch.float64),
+    "of two dims": torch.arange(6.0, dtype=torch.float64).view(2, 3),
+    "of whole numbers": torch.tensor([7, 8]),
+    "empty": torch.zeros(0, dtype=torch.float64),
+    "of many dims": torch.ones(1000, 1, 1, 1, 1, 1, dtype=torch.float64),  # so that the header of a file is longer too
+}
+
+
+def tabled(kind, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), TABLES[kind](), STORING["logarithm"]().middle, nn.Linear(8, 3)).double()
+    nn.init.normal_(model[2].scale)
+    return model
+
+
+def saved_when_grown(kind, value, layout, who, root):
+    with sw.init(layout, device="cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        def make(seed=0):
+            policy = {} if who == "all" else {"*.rows": "own"}
+            sharding = sw.Sharding(min_unit_bytes=0, buffers=policy) if policy else EVERY
+            return sw.parallelize(tabled(kind, seed), world, sharding=sharding, example={"x": X})
+
+        model, plain = make(), tabled(kind)
+        if who in ("all", world.rank):
+            model[1].rows = GROWN[value].clone()
+        is_grown = who in ("all", 0)
+        plain[1].rows = GROWN[value].clone() if is_grown else plain[1].rows
+        expected = plain.state_dict()
+        full = sw.full_state_dict(model)
+        sw.save_weights(model, root / "weights")
+        files = load_file(root / "weights" / "model.safetensors")
+        for found in [files, full] if world.is_main else [files]:
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[n], v) and found[n].dtype == v.dtype for n, v in expected.items())
+        with sw.CheckpointManager(root / "run", Run(model), async_save=False) as checkpoints:
+            checkpoints.save()
+        fresh, again = make(1), make(2)
+        again[1].rows = model[1].rows.clone()
+        for other in (fresh, again):
+            with sw.CheckpointManager(root / "run", Run(other), async_save=False) as checkpoints:
+                checkpoints.load()
+            assert torch.equal(other[1].rows, plain[1].rows) and other[1].rows.dtype == plain[1].rows.dtype
+            assert (outputs(other) - outputs(plain)).abs().max() < 1e-12
+        sw.load_weights(again, expected)  # as the plain one that was grown alike does
+        assert torch.equal(again[1].rows, plain[1].rows) and (outputs(again) - outputs(plain)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("value", GROWN)
+def test_a_buffer_is_saved_as_it_is_now(ranks, tmp_path, kind, value):
+    layout, num_ranks = {"plain": ("dp_shard=2", 2), "doubled": ("tp=2", 2), "beside": ("dp_replicate=2", 2)}[kind]
+    ranks.run(saved_when_grown, num_ranks, kind, value, layout, "all", tmp_path)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_buffer_that_one_rank_has_replaced_is_saved_as_rank_0_has_it(ranks, tmp_path, kind, rank):
+    ranks.run(saved_when_grown, 2, kind, "of many dims", "dp_shard=2", rank, tmp_path)
+
+
+# ---- how a method writes ---------------------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Stores its weight by one way, and takes it by another that undoes it."""
+
+    def __init__(self, how, columns, dtype):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(6, columns, dtype=dtype))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "stored"] = WRITES[self.how][0](self.weight.detach())
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        with torch.no_grad():
+            WRITES[self.how][1](self.weight, state[prefix + "stored"])
+
+
+def turn(weight):
+    return weight.t().contiguous()
+
+
+def in_chunks(weight, stored):
+    for mine, given in zip(weight.chunk(2), stored.chunk(2)[::-1], strict=True):
+        mine.copy_(given)
+
+
+def in_steps(weight, stored):
+    weight[::2].copy_(stored[:3])
+    weight[1::2] = stored[3:]
+
+
+def twice(weight, stored):
+    weight.copy_(stored)
+    weight.t().copy_(stored.t().flip(0))
+
+
+WRITES = {
+    "a transposed view": (turn, lambda w, v: w.t().copy_(v)),
+    "a transposed view of its data": (turn, lambda w, v: w.data.T.copy_(other=v)),
+    "swapped dims, one by one": (turn, lambda w, v: [row.copy_(given) for row, given in zip(w.T, v, strict=True)]),
+    "other strides": (turn, lambda w, v: w.as_strided(v.shape, (1, w.shape[1])).copy_(v)),
+    "as one row": (lambda w: w.flatten(), lambda w, v: w.view(-1).copy_(v)),
+    "chunks, changed about": (lambda w: w.roll(3, 0), in_chunks),
+    "every second row": (lambda w: torch.cat([w[::2], w[1::2]]), in_steps),
+    "from the last to the first": (lambda w: w.flip(0), lambda w, v: w.copy_(v.flip(0))),
+    "whole, then through a view": (lambda w: w.flip(1), twice),
+    "many at once, stored as a view": (lambda w: w.t(), lambda w, v: torch._foreach_copy_([w.t()], [v])),
+    "one row for all": (lambda w: w[0].clone(), lambda w, v: w.copy_(v)),
+    "conjugated": (lambda w: w.conj(), lambda w, v: w.copy_(v.conj())),
+    "its data, replaced": (turn, lambda w, v: setattr(w, "data", v.t())),
+    "its data, replaced by a copy": (lambda w: 2 * w, lambda w, v: setattr(w, "data", v / 2)),
+    "as it is": (lambda w: w, lambda w, v: w.copy_(v)),
+}
+
+
+def written(columns, dtype, layout):
+    with sw.init(layout, device="cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for how in WRITES:
+            torch.manual_seed(1)
+            source, plain, begin = (
+                nn.Sequential(nn.Linear(6, 6).double(), Written(how, columns, dtype)) for _ in range(3)
+            )
+            state = source.state_dict()
+            plain.load_state_dict(state)
+            model = sw.parallelize(begin, world, sharding=EVERY, example={"input": X})
+            sw.load_full_state_dict(model, state)
+            assert (outputs(model) - outputs(plain)).abs().max() < 1e-12, how
+            again = sw.full_state_dict(model)
+            for name, value in plain.state_dict().items() if world.is_main else ():
+                assert torch.equal(again[name], value), (how, name)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+@pytest.mark.parametrize(("columns", "dtype"), [(6, torch.float64), (4, torch.float64), (6, torch.complex128)])
+def test_a_method_may_write_through_any_view(ranks, columns, dtype, layout):
+    ranks.run(written, 2, columns, dtype, layout)

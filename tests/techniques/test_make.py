@@ -9,7 +9,7 @@ from recipe.anatomies import fact, tower
 from shardwise import Precision, Sharding
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
-from shardwise.recipe import Recipe, check_recipe, dtype_groups, fingerprint_of
+from shardwise.recipe import Buffer, Recipe, check_recipe, dtype_groups, fingerprint_of
 from shardwise.techniques.fold import check_entries, describe, make_recipe
 from shardwise.techniques.precision.options import precision_of
 
@@ -324,3 +324,14 @@ def test_a_recipe_of_version_1_is_read():
 def test_what_a_recipe_says_of_a_technique_is_checked_before_it_is_carried_out(entries, words):
     with pytest.raises(PlanError, match=words):
         check_entries(msgspec.structs.replace(make(), techniques=entries))
+
+
+@pytest.mark.parametrize(("field", "value"), [("axis", "tp"), ("axis", "dp_shard"), ("policy", "sums"), ("policy", "")])
+def test_a_buffer_that_the_end_of_a_window_does_not_know_is_refused_by_name(field, value):
+    buffer = Buffer(shape=(4,), dtype="float32", persistent=True)
+    recipe = msgspec.structs.replace(make(), buffers={"table": buffer})
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    other = msgspec.structs.replace(recipe, buffers={"table": msgspec.structs.replace(buffer, **{field: value})})
+    with pytest.raises(PlanError, match=f"{field} {value!r}") as caught:
+        Recipe.from_json(other.to_json())
+    assert caught.value.name == "table"

@@ -1,38 +1,71 @@
-"""An unknown keyword of a constructor is an error with the nearest name, as that of an option is. Torch-free."""
+"""An unknown keyword of a public call is an error with the nearest name, as that of an option is. Torch-free."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 
-__all__ = ["answers_keywords", "known_keywords"]
+__all__ = ["known_keywords", "public_call"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def public_call(answers: Mapping[str, str] | None = None) -> Callable[[F], F]:
+    """Decorator of a public function or an ``__init__``: a call with an unknown keyword, without a needed argument or with too many
+    raises ConfigError. It costs nothing where the call is right, and the signature stays that of the function, for readers and for type
+    checkers.
+
+    Args:
+        answers: keyword of another library, or the name of an argument that may be missing -> what to write.
+    """
+    return functools.partial(_explained, answers or {})
+
+
 def known_keywords(init: F) -> F:
-    """Decorator of an ``__init__`` without ``**kwargs``: an unknown keyword raises ConfigError, not a TypeError. Its signature stays
-    that of ``init``, for readers and for type checkers."""
-    return answers_keywords({})(init)
+    """:func:`public_call` without answers."""
+    return _explained({}, init)
 
 
-def answers_keywords(answers: Mapping[str, str]) -> Callable[[F], F]:
-    """:func:`known_keywords` that also knows keywords of another library. ``answers``: keyword -> what to write in its place."""
-    return functools.partial(_checked, answers)
+def _explained(answers: Mapping[str, str], function: F) -> F:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def explained(*args: Any, **given: Any) -> Any:
+        try:
+            return function(*args, **given)
+        except TypeError as error:
+            fault = _fault_of_call(function, signature, answers, args, given)
+            if fault is None:  # it was raised within
+                raise
+            raise fault from error
+
+    return explained  # type: ignore[return-value]
 
 
-def _checked(answers: Mapping[str, str], init: F) -> F:
-    code, name = init.__code__, init.__qualname__.removesuffix(".__init__")
-    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-
-    @functools.wraps(init)
-    def checked(*args: Any, **given: Any) -> Any:
-        for key, value in given.items():
-            if key not in known:
-                fix = answers.get(key) or did_you_mean(key, known, what=f"arguments of {name}")
-                raise ConfigError(f"{name}({key}={value!r:.60})", why="it has no argument of this name", fix=fix)
-        return init(*args, **given)
-
-    return checked  # type: ignore[return-value]
+def _fault_of_call(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    answers: Mapping[str, str],
+    args: tuple[Any, ...],
+    given: Mapping[str, Any],
+) -> ConfigError | None:
+    try:
+        signature.bind(*args, **given)
+        return None
+    except TypeError as error:
+        text = str(error)
+    name, known = function.__qualname__.removesuffix(".__init__"), list(signature.parameters)
+    if function.__name__ == "__init__":
+        known, args = known[1:], args[1:]
+    for key, value in given.items():
+        if key not in known:
+            fix = answers.get(key) or did_you_mean(key, known, what=f"arguments of {name}")
+            return ConfigError(f"{name}({key}={value!r:.60})", why="it has no argument of this name", fix=fix)
+    call = f"sw.{name}({', '.join(known)})"
+    missing = next((each for each in known[len(args) :] if each not in given and f"'{each}'" in text), None)
+    if missing is not None:
+        return ConfigError(f"{name} without {missing}", why="it is needed", fix=answers.get(missing, call))
+    return ConfigError(f"{name} with {len(args)} positional arguments", why=text, fix=f"name them: {call}")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.config.keywords import answers_keywords
+from shardwise.config.keywords import public_call
 from shardwise.data.batch import IGNORED, MicroBatch, Place, default_collate
 from shardwise.data.dataset_state import DatasetState, states_in
 from shardwise.data.labels import make_labels, shift_labels
@@ -134,7 +134,7 @@ class Loader:
             out = step(window)
     """
 
-    @answers_keywords(OF_DATA_LOADER)
+    @public_call(OF_DATA_LOADER)
     def __init__(
         self,
         dataset: Any,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from shardwise.config.keywords import public_call
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
@@ -39,6 +40,7 @@ _WRITTEN = {  # state_dict_type -> what is written instead; the default, full we
 }
 
 
+@public_call()
 def from_fsdp1(
     sharding_strategy: str | Enum = "FULL_SHARD",
     *,
@@ -112,7 +114,7 @@ def from_fsdp1(
     precision = said.mixed_precision if said.is_enabled else None
     made = Parallel(layout=said.layout(), precision=precision, sharding=said.sharding())
     for given, why in said.changes():
-        warnings.warn(f"{given}: {why}", stacklevel=2)
+        warnings.warn(f"{given}: {why}", stacklevel=3)  # of the caller of a public call
     return made
 
 

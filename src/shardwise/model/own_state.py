@@ -145,6 +145,12 @@ class OwnState:
             for name, values in plain_attributes(module).items()
         }
 
+    def follow(self, buffers: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Gives buffers of the copy the shapes and dtypes, by canonical name, that those of the sharded module have now."""
+        for name, (shape, dtype) in buffers.items():
+            if name in self._bare:
+                self._bare[name] = torch.empty(shape, dtype=dtype, device="meta")
+
     # ---- out -------------------------------------------------------------------------------------------------
 
     def encode(self, module: nn.Module | None = None, values: Mapping[str, Tensor] | None = None) -> Encoded:
@@ -218,10 +224,13 @@ class OwnState:
         for name, tensor in homes.items():
             held, attr = self._places[name][0]
             now = held.get(attr)
-            if not isinstance(now, Tensor) or (now is tensor and not trace.was_written(now)):
+            if not isinstance(now, Tensor):
+                continue
+            is_own = now is tensor and trace.is_in_place(HELD + name, now)
+            if is_own and not trace.was_written(now):
                 continue
             trace.refuse_foreign(now)
-            source = trace.copied_from(now) if now is tensor else now
+            source = trace.copied_from(now) if is_own else now
             origin = None if source is None else trace.origin(source)
             if origin in given:
                 found.direct[name] = str(origin)

@@ -32,7 +32,7 @@ class StateTrace(TorchFunctionMode):
         super().__init__()
         self._foreign = foreign
         self._kept: list[Any] = [*given.values()]  # alive, so that no storage is another's later
-        self._given = {storage_key(tensor): (name, tensor) for name, tensor in reversed(list(given.items()))}
+        self._given = {storage_key(t): (name, _layout(t)) for name, t in reversed(list(given.items()))}
         self._made_of = {key: frozenset([name]) for key, (name, _) in self._given.items()}
         self._copied: dict[int, Tensor] = {}  # a storage that was written whole -> the tensor that was copied to it
         self._written: set[int] = set()
@@ -52,7 +52,7 @@ class StateTrace(TorchFunctionMode):
             raise
         for tensor, version in zip(given, versions, strict=True):
             if version_of(tensor) != version:
-                self._note_written(tensor, made_of, args[1] if func is Tensor.copy_ else None)
+                self._note_written(tensor, made_of, _source(args, kwargs) if func is Tensor.copy_ else None)
         for tensor in leaves_of(found):
             if isinstance(tensor, Tensor):
                 self._kept.append(tensor)
@@ -63,10 +63,15 @@ class StateTrace(TorchFunctionMode):
         key = storage_key(tensor)
         self._written.add(key)
         self._copied.pop(key, None)
-        if copied is not None and tensor.nbytes == tensor.untyped_storage().nbytes():
+        if copied is not None and copied.shape == tensor.shape and self._is_whole(tensor):
             self._made_of[key], self._copied[key] = self.made_of(copied), copied
         else:
             self._made_of[key] = self._made_of.get(key, frozenset()) | made_of
+
+    def _is_whole(self, tensor: Tensor) -> bool:
+        """Whether it is all of the memory that it is in, in the order of the given tensor there: not that one's transpose."""
+        _, whole = self._given.get(storage_key(tensor), ("", _layout(tensor)))
+        return tensor.nbytes == tensor.untyped_storage().nbytes() and _layout(tensor) == whole
 
     def made_of(self, tensor: Tensor) -> frozenset[str]:
         return self._made_of.get(storage_key(tensor), frozenset())
@@ -79,14 +84,28 @@ class StateTrace(TorchFunctionMode):
 
     def origin(self, tensor: Tensor) -> str | None:
         """The name of the given tensor that ``tensor`` is all of, in its order, unless it was written."""
-        name, given = self._given.get(storage_key(tensor), (None, tensor))
-        there = (given.shape, given.stride(), given.dtype, given.storage_offset())
-        here = (tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset())
-        return name if here == there and not self.was_written(tensor) else None
+        name, whole = self._given.get(storage_key(tensor), (None, None))
+        return name if _layout(tensor) == whole and not self.was_written(tensor) else None
+
+    def is_in_place(self, name: str, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is in the memory of the given tensor of that name, and not, by ``data =`` or ``set_``, in another."""
+        return self._given.get(storage_key(tensor), (None, None))[0] == name
 
     def refuse_foreign(self, tensor: Tensor) -> None:
         if storage_key(tensor) in self._foreign:
             raise RuntimeError("it uses a tensor of the module by itself, not through the module that it is given")
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What its elements are of the memory that it is in: equal for two tensors in one memory, so are their values."""
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    return *place, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _source(args: Any, kwargs: Any) -> Any:
+    """What ``copy_`` is given; None: no tensor."""
+    source = args[1] if len(args) > 1 else kwargs.get("other")
+    return source if isinstance(source, Tensor) else None
 
 
 def storage_key(tensor: Tensor) -> int:

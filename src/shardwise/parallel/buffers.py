@@ -32,7 +32,7 @@ from shardwise.parallel.buffer_errors import (
     other_values,
 )
 from shardwise.parallel.runtime import Runtime
-from shardwise.recipe.records import STATISTICS
+from shardwise.recipe.records import STATISTICS, SUMMED_OVER
 from shardwise.world.agreement import Entry, digest_of_text
 
 __all__ = ["BufferExchange", "begin_outside", "end_outside", "make_equal", "watch_outside", "watched_outside"]
@@ -165,7 +165,7 @@ class BufferExchange:
     @property
     def _shares_data(self) -> bool:
         world = self._runtime.world
-        return world.axis("loss").size < world.size
+        return world.axis(SUMMED_OVER).size < world.size
 
     def _refuse_unsaved(self) -> None:
         """Refuses persistent buffers that the recipe does not know, or does and that are gone; all ranks have the same here."""
@@ -212,7 +212,7 @@ class BufferExchange:
         grid = self._runtime.recipe.grid
         first: dict[int, int] = {}
         for rank, mark in enumerate(marks):
-            one = first.setdefault(grid.coord(rank).index("loss"), rank)
+            one = first.setdefault(grid.coord(rank).index(SUMMED_OVER), rank)
             if marks[one] != mark:
                 raise RankError(
                     f'buffers of the policy "sum", such as this one, at the end of {place}',

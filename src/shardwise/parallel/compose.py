@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.modules import DDPModule
+from shardwise.config.keywords import public_call
 from shardwise.config.record import Options
 from shardwise.errors import PlanError, UsageError
 from shardwise.model import read_anatomy
@@ -57,6 +58,7 @@ __all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "shard", "wor
 M = TypeVar("M", bound=nn.Module)
 
 
+@public_call({"world": 'world = sw.init("dp_shard=-1"), and sw.parallelize(module, world)'})
 def parallelize(
     model: M | Callable[[], M],
     world: World,
@@ -253,6 +255,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     return runtime
 
 
+@public_call()
 def describe(model: nn.Module) -> str:
     """The recipe of a sharded module as a table, with the reason of every choice, and what was chosen since training
     began. Any rank may call it alone.
@@ -265,6 +268,7 @@ def describe(model: nn.Module) -> str:
     )
 
 
+@public_call()
 def recipe_of(model: nn.Module) -> Recipe:
     """The recipe by which a model was sharded.
 
@@ -274,6 +278,7 @@ def recipe_of(model: nn.Module) -> Recipe:
     return runtime_of(model).recipe
 
 
+@public_call()
 def world_of(model: nn.Module) -> World:
     """The world over which a model was sharded.
 

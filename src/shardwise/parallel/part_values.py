@@ -25,6 +25,7 @@ from torch.nn.modules import module as all_modules
 
 from shardwise._torch.autograd import in_backward, without_subclasses
 from shardwise._torch.modules import CALLS
+from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
 from shardwise.model.tensors import bytes_of
@@ -32,7 +33,7 @@ from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Param, extents, local_shape
 
-__all__ = ["full_tensor", "show_parts"]
+__all__ = ["cut_of_part", "full_tensor", "marked_as", "show_parts"]
 
 _MARK = "_shardwise_part"
 # Each module of a model with parts.
@@ -232,6 +233,7 @@ def _in_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
 _IN_HOOK = _in_hook(print).__code__
 
 
+@public_call()
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole value of a parameter, its gradient, or what is computed from them element by element, on every rank, under any
     layout. All ranks must call it in the same order.
@@ -245,6 +247,24 @@ def full_tensor(tensor: Tensor) -> Tensor:
         >>> norms = {name: sw.full_tensor(p.grad).norm() for name, p in model.named_parameters()}  # doctest: +SKIP
     """
     return tensor.full_tensor() if isinstance(tensor, _Part | DTensor) else tensor
+
+
+def cut_of_part(tensor: Tensor) -> tuple[Runtime | None, str] | None:
+    """The model, and the name of the parameter that a part is cut as; no model: it is gone, or the part is cut otherwise, as a
+    transposed one is. None: ``tensor`` does not show what it is a part of."""
+    part = _part_of(tensor)
+    if part is None:
+        return None
+    runtime = part.runtime()
+    own = None if runtime is None else getattr(runtime.parameters[part.name], _MARK, None)
+    return (runtime if own is not None and own.cuts == part.cuts else None), part.name
+
+
+def marked_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """``tensor``, which is cut as ``other`` is and from now on shows it if that does."""
+    if (part := _part_of(other)) is not None:
+        _mark(tensor, part)
+    return tensor
 
 
 # ---- classes --------------------------------------------------------------------------------------------------

@@ -476,6 +476,12 @@ def runtime_of(module: nn.Module) -> Runtime:
     Raises:
         UsageError: the module was not sharded by Shardwise.
     """
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"a {type(module).__name__} in place of a model",
+            why="it is one module, which parallelize has returned",
+            fix="pass the model; a loss over several models needs the window of one of them only",
+        )
     runtime = module.__dict__.get(_KEY)
     if runtime is None and type(module).__name__ == "OptimizedModule":
         raise UsageError(

@@ -73,7 +73,7 @@ def refuse_deepcopy(_memo: Any) -> NoReturn:
 def refuse_pickling(_protocol: Any) -> NoReturn:
     """Replaces ``__reduce_ex__`` of a sharded module: raises UnsupportedError."""
     raise UnsupportedError(
-        "torch.save or pickle of a sharded module",
+        "torch.save, pickle or copy.copy of a sharded module",
         why="hooks and process groups belong to this process, and of most parameters it has a part",
         fix="on every rank: sw.save_weights(model, directory) for its values, sw.CheckpointManager to go on with the run later",
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from shardwise.config.importing import refuse_while_imported
+from shardwise.config.keywords import public_call
 from shardwise.layout import Layout
 from shardwise.techniques import AXES_IN_USE
 from shardwise.world import World
@@ -13,6 +14,14 @@ from shardwise.world import init as init_world
 __all__ = ["init"]
 
 
+_DEGREES = {
+    axis: f'degrees are one text, or a mapping: sw.init("{axis}=2"), sw.init({{"{axis}": 2}})' for axis in AXES_IN_USE
+}
+
+
+@public_call(
+    {**_DEGREES, "world_size": "leave it out: the launcher says it", "rank": "leave it out: the launcher says it"}
+)
 def init(
     layout: str | Layout | Mapping[str, int | str] = "dp_shard=-1",
     *,

@@ -14,7 +14,19 @@ from shardwise.errors import PlanError
 from shardwise.layout import AXES, Coord, Layout
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
-from shardwise.recipe.records import DTYPE_BYTES, ROOT, STATISTICS, Buffer, Edit, Note, Param, Record, Unit
+from shardwise.recipe.records import (
+    DTYPE_BYTES,
+    POLICIES,
+    ROOT,
+    STATISTICS,
+    SUMMED_OVER,
+    Buffer,
+    Edit,
+    Note,
+    Param,
+    Record,
+    Unit,
+)
 
 __all__ = ["RECIPE_VERSION", "Engine", "RankView", "Recipe", "check_recipe"]
 
@@ -150,6 +162,8 @@ def check_recipe(recipe: Recipe) -> None:
                 name=name,
             )
         check_param(name, param, layout)
+    for name, buffer in recipe.buffers.items():
+        _check_buffer(name, buffer)
     aliases = [alias for param in recipe.params.values() for alias in param.aliases]
     twice = sorted({alias for alias in aliases if alias in recipe.params or aliases.count(alias) > 1})
     if twice:
@@ -205,6 +219,17 @@ def _check_layout(degrees: dict[str, int]) -> None:
             why=f"{wrong[0]!r} is not an axis with a degree of 1 or more",
             fix=f"use the axes {', '.join(AXES)}",
         )
+
+
+def _check_buffer(name: str, buffer: Buffer) -> None:
+    for field, value, known in (("policy", buffer.policy, POLICIES), ("axis", buffer.axis, (SUMMED_OVER,))):
+        if value not in known:
+            raise PlanError(
+                f"a buffer of the {field} {value!r}",
+                why=f"the end of a window knows the {field} {' or '.join(map(repr, known))} alone",
+                fix=f"use {known[-1]!r}",
+                name=name,
+            )
 
 
 def _check_dtypes(name: str, param: Param) -> None:

@@ -115,13 +115,17 @@ class Param(Record, frozen=True):
     reduce: str
 
 
+SUMMED_OVER = "loss"  # ranks that differ on it have other data, and have added other values to a buffer
+POLICIES = ("sum", "mean", "min", "max", "rank0", "own", "equal")
+
+
 class Buffer(Record, frozen=True):
     """One buffer: replicated on every rank, kept in its own dtype.
 
     Attributes:
         policy: what becomes of it at a window's end, where ranks have written it: a word of ``Sharding(buffers=...)``, or
             "equal": it must be equal on all ranks.
-        axis: the axis whose ranks each add to a "sum".
+        axis: the axis whose ranks each add to a "sum"; one value so far.
     """
 
     shape: tuple[int, ...]
@@ -129,7 +133,7 @@ class Buffer(Record, frozen=True):
     persistent: bool
     aliases: tuple[str, ...] = ()
     policy: str = "equal"
-    axis: str = "loss"
+    axis: str = SUMMED_OVER
 
 
 class Unit(Record, frozen=True):

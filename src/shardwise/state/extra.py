@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from shardwise.model import canonical_modules
 from shardwise.model.own_state import EXTRA_STATE, ExtraState
 from shardwise.parallel import runtime_of
+from shardwise.state.own_values import own_of
 
 __all__ = ["EXTRA_STATE", "extra_names", "extra_states", "set_extra_states"]
 
@@ -25,8 +26,8 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     """Key in the state dict -> what the module's ``get_extra_state`` returns. Must run on every rank: it may
     communicate. And what modules put into the state dict themselves that is no tensor."""
     found = {name: module.get_extra_state() for name, module in extra_names(model).items()}
-    own = runtime_of(model).own_state
-    state = {} if own is None else own.encode(model).state
+    runtime = runtime_of(model)
+    state = {} if runtime.own_state is None else own_of(runtime).encode(model).state
     return found | {n: value for n, value in state.items() if not isinstance(value, Tensor | ExtraState)}
 
 

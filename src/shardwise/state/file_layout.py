@@ -121,7 +121,7 @@ def file_layout_of(
         align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
         of_main: with the buffers of rank 0: all ranks must call it. Else those of this rank.
     """
-    stored = stored_tensors(runtime, of_main=of_main)
+    stored = stored_tensors(runtime, runtime.saved_buffers(of_main=of_main))
     dtypes = stored_dtypes(stored, dtype)
     views = naming_of(runtime.module, {name: entry.shape for name, entry in stored.items()}).views
     facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}

@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.keywords import public_call
 from shardwise.model import canonical_modules
 from shardwise.model.own_state import ExtraState, OwnState, with_metadata
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
 from shardwise.state.match_names import Rename
+from shardwise.state.own_values import own_of
 from shardwise.state.report import LoadReport
 from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world.collectively import collectively
@@ -19,6 +21,7 @@ from shardwise.world.collectively import collectively
 __all__ = ["full_state_dict", "load_full_state_dict"]
 
 
+@public_call({"cpu_offload": "leave it out: rank 0 has the values in host memory"})
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
     """The full state dict of a sharded model: every parameter and persistent buffer, unsharded, on rank 0's CPU; ``{}``
     on the other ranks. All ranks must call it.
@@ -40,7 +43,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
     found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: it may communicate
     if runtime.own_state is not None:
-        return _by_own_methods(runtime, runtime.own_state, found, trainable_only=trainable_only)
+        return _by_own_methods(runtime, own_of(runtime), found, trainable_only=trainable_only)
     wanted = {name: param for name, param in runtime.recipe.params.items() if param.trainable or not trainable_only}
     gathered = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in wanted))
     for (name, param), whole in zip(wanted.items(), gathered, strict=True):
@@ -87,6 +90,7 @@ def _by_own_methods(
     return with_metadata(state, getattr(told, "_metadata", None))
 
 
+@public_call()
 def load_full_state_dict(
     model: nn.Module, state: Mapping[str, Any], *, strict: bool = True, rename: Rename = (), cast: bool = False
 ) -> LoadReport:

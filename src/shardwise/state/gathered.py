@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from shardwise._torch.fully_shard import gathered_parameters
+from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.plain_parts import refuse_gathering
@@ -14,6 +15,7 @@ from shardwise.parallel.plain_parts import refuse_gathering
 __all__ = ["gathered"]
 
 
+@public_call({"writeback": "leave it out: values are for reading; load_full_state_dict(model, state) writes them"})
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """Within, every parameter of ``model`` is unsharded on every rank, in its compute dtype, and read only. All ranks

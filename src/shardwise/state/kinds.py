@@ -10,6 +10,7 @@ from torch.distributed.fsdp import StateDictType as TorchStateDictType
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
+from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra import extra_names, extra_states, set_extra_states
@@ -45,6 +46,7 @@ class StateDictType(StrEnum):
         return TorchStateDictType[self.name]
 
 
+@public_call()
 def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT) -> dict[str, Any]:
     """The state dict of a sharded model: parameters and persistent buffers by canonical name. For FULL all ranks must
     call it.
@@ -81,6 +83,7 @@ def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARD
     return found
 
 
+@public_call()
 def load_state_dict(
     model: nn.Module,
     state: Mapping[str, Any],

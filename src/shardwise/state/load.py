@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.copies import Sums, sums_of_copies, unequal
@@ -31,6 +32,7 @@ from shardwise.world.collectively import collectively
 __all__ = ["load_by", "load_weights"]
 
 
+@public_call({"map_location": "leave it out: each rank reads its part onto its device"})
 def load_weights(
     model: nn.Module,
     source: str | os.PathLike[str] | Mapping[str, Any],

@@ -30,7 +30,11 @@ def match_own(
     }
     asked |= {name: want for name, want in wanted.items() if name not in homes and name not in stored}
     found = match_names(runtime.module, asked, computed, source, rename)
+    buffers = runtime.saved_buffers()
     odd = {name: s for name, s in found.tensors.items() if name in asked and s.shape != asked[name].shape}
+    resized = {n: stored[n].key for n in odd if n in stored and stored[n].key in buffers}
+    buffers |= {key: (odd[name].shape, odd[name].dtype) for name, key in resized.items()}
+    odd = {name: s for name, s in odd.items() if name not in resized}
     told = {name: s for name, s in found.tensors.items() if name not in odd or stored[name].made_of is not None}
     tensors: dict[str, TensorSource] = {}
     for name, tensor in told.items():
@@ -38,7 +42,8 @@ def match_own(
     names = {name: found.names[name] for name in found.tensors}
     for name in found.unexpected:
         tensors[found.current[name]], names[found.current[name]] = source.tensors[name], name
-    own = OwnLoad(runtime, tensors, {**source.extra, **source.values}, _metadata(source, found), files)
+    values = {**source.extra, **source.values}
+    own = OwnLoad(runtime, tensors, values, _metadata(source, found), files, buffers)
     loaded = own.sources({name: entry.dtype for name, entry in stored.items()})
     loaded |= {stored[name].key if name in stored else name: s for name, s in odd.items() if name not in told}
     for name in loaded.keys() - wanted.keys():

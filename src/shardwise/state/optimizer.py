@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
+from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, UnsupportedError, UsageError
 from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import like_parameter
@@ -39,6 +40,7 @@ _SAVED_BY_OTHERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum",
 _FLAGS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"})
 
 
+@public_call()
 def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """The full state dict of an optimizer, unsharded, on rank 0's CPU; ``{}`` on the other ranks. All ranks must call
     it.
@@ -70,6 +72,7 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
     return {"state": found, "param_groups": [settings_of(runtime, group, names) for group in optim.param_groups]}
 
 
+@public_call()
 def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Loads a full optimizer state dict on rank 0 into ``optim`` on all ranks, sharded like the model. All ranks must
     call it; the ``state`` of the others is ignored.

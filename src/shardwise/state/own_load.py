@@ -17,7 +17,7 @@ from shardwise.model.state_trace import NeedsValuesError
 from shardwise.parallel import Runtime
 from shardwise.recipe.boxes import Box, index_of
 from shardwise.state.files import OpenFiles
-from shardwise.state.own_values import groups_of, own_of
+from shardwise.state.own_values import Facts, groups_of, own_of
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, TensorSource
 
@@ -35,6 +35,7 @@ class OwnLoad:
         values: entries of the state dict that are no tensors.
         metadata: as torch puts it on a state dict.
         files: reads values where a method looks at them.
+        buffers: the shapes and dtypes that buffers have while they are loaded.
 
     Attributes:
         found: which tensors are copied and which computed.
@@ -50,8 +51,9 @@ class OwnLoad:
         values: Mapping[str, Any],
         metadata: Mapping[str, Any] | None,
         files: OpenFiles,
+        buffers: Facts,
     ):
-        self._own, self._module = own_of(runtime), runtime.module
+        self._runtime, self._buffers = runtime, buffers
         self._tensors, self._values, self._metadata = tensors, values, metadata
         self._seen: dict[str, Tensor] = {}  # tensors that methods look at
         self._last: tuple[int, Mapping[str, Tensor]] = (-1, {})
@@ -133,14 +135,15 @@ class OwnLoad:
                 made[id(stored)] = have.get(name, bare)
             state[name] = made[id(stored)]
         try:
-            return self._own.decode(state, self._metadata, self._module, into, fill)
+            own = own_of(self._runtime, self._buffers)
+            return own.decode(state, self._metadata, self._runtime.module, into, fill)
         except ShardwiseError:
             raise
         except Exception as error:
             raise self._failed(error) from error
 
     def _failed(self, error: BaseException) -> CheckpointError:
-        name, methods = self._own.module_of(error)
+        name, methods = own_of(self._runtime).module_of(error)
         looked = isinstance(error, NeedsValuesError)
         return CheckpointError(
             f"weights that {', '.join(methods)} cannot load",

@@ -19,8 +19,9 @@ from shardwise.parallel import Runtime
 from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world.collectively import collectively
 
-__all__ = ["Stored", "computed_values", "groups_of", "not_stored", "own_of", "stored_tensors"]
+__all__ = ["Facts", "Stored", "computed_values", "groups_of", "not_stored", "own_of", "stored_tensors"]
 
+Facts = Mapping[str, tuple[tuple[int, ...], str]]  # name of a buffer -> shape and dtype
 _TOGETHER = 64 << 20  # bytes of tensors that are in memory in full at a time, where they do not depend on one another
 
 
@@ -41,15 +42,15 @@ class Stored:
     made_of: frozenset[str] | None = None
 
 
-def stored_tensors(runtime: Runtime, *, of_main: bool = False) -> dict[str, Stored]:
-    """Name -> entry, of all that is stored of a model: a tied tensor once, under its first name. ``of_main``: as for
-    ``Runtime.saved_buffers``."""
+def stored_tensors(runtime: Runtime, buffers: Facts | None = None) -> dict[str, Stored]:
+    """Name -> entry, of all that is stored of a model: a tied tensor once, under its first name. ``buffers``: from
+    ``Runtime.saved_buffers``; None: this rank's."""
     recipe = runtime.recipe
+    buffers = runtime.saved_buffers() if buffers is None else buffers
     if runtime.own_state is None:
         found = {name: Stored(name, p.shape, p.storage, True) for name, p in recipe.params.items()}
-        buffers = runtime.saved_buffers(of_main=of_main)
         return found | {name: Stored(name, shape, dtype, False) for name, (shape, dtype) in buffers.items()}
-    entries = runtime.own_state.encode(runtime.module).entries
+    entries = own_of(runtime, buffers).encode(runtime.module).entries
     homes: dict[str, str] = {}  # canonical name -> the name that it is stored under
     for name, entry in entries.items():
         if entry.home is not None and (name == entry.home or entry.home not in homes):
@@ -78,10 +79,11 @@ def computed_values(runtime: Runtime, place: str) -> dict[str, Tensor]:
     """Key -> full tensor of each computed entry, on rank 0; ``{}`` elsewhere. All ranks must call it."""
     if runtime.own_state is None:
         return {}
+    buffers = runtime.saved_buffers(of_main=True)
     stored = collectively(
         runtime.world,
         f"{place}, running the modules' own methods",
-        lambda: stored_tensors(runtime),
+        lambda: stored_tensors(runtime, buffers),
         same=lambda told: repr([(n, e.key, e.shape, e.dtype, sorted(e.made_of or ())) for n, e in told.items()]),
         differ=CheckpointError(
             f"{place} of a model whose modules store other tensors on other ranks",
@@ -120,8 +122,11 @@ def _encoded(
     return state
 
 
-def own_of(runtime: Runtime) -> OwnState:
+def own_of(runtime: Runtime, buffers: Facts | None = None) -> OwnState:
+    """What runs the modules' own methods, on tensors with the shapes of now. ``buffers``: as for :func:`stored_tensors`."""
     assert runtime.own_state is not None
+    facts = runtime.saved_buffers() if buffers is None else buffers
+    runtime.own_state.follow({name: (shape, dtype_of(dtype)) for name, (shape, dtype) in facts.items()})
     return runtime.own_state
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.config.conversion import ENDINGS
 from shardwise.config.dtype_words import DTYPE_WORDS
+from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
@@ -48,6 +49,11 @@ __all__ = ["check_dtypes", "save_weights", "weights_bytes"]
 TOKEN = ".shardwise-token"
 
 
+@public_call(
+    {
+        "tokenizer": "leave it out: the tokenizer's files are copied from the directory the model was loaded from; another one writes its own: tokenizer.save_pretrained(directory), on rank 0"
+    }
+)
 def save_weights(
     model: nn.Module,
     dest: str | os.PathLike[str],

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from shardwise._torch.operators import foreach_scale
+from shardwise.config.keywords import public_call
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
@@ -79,6 +80,12 @@ class Clipping:
             _clamp(runtime, float(self.clip_grad_value))
 
 
+@public_call(
+    {
+        "foreach": "leave it out: the norm is taken over all ranks",
+        "error_if_nonfinite": "look at the norm that is returned",
+    }
+)
 def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 2.0) -> Tensor:
     """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm before
     clipping, 0-dim float64 on the CPU, equal on every rank. All ranks must call it, after the window.
@@ -106,6 +113,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, norm_type: NormType = 
     return norm
 
 
+@public_call()
 def clip_grad_value_(model: nn.Module, value: float) -> None:
     """Clamps every gradient element to [-value, value]. No communication.
 

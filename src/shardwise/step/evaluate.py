@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.keywords import public_call
 from shardwise.data.batch import Place, is_padding
 from shardwise.data.labels import compare_labels, judge_labels
 from shardwise.data.loader import Loader, mark_used
@@ -40,6 +41,9 @@ from shardwise.world.rng import derive_seed, forked_streams
 __all__ = ["evaluate"]
 
 
+@public_call(
+    {"criterion": "loss=", "loss_fn": "loss=", "dataloader": "the loader, by its place: sw.evaluate(model, loader)"}
+)
 def evaluate(
     model: nn.Module,
     loader: Iterable[Any],
@@ -118,6 +122,9 @@ class _Sums:
     def _add(self, item: "_Item") -> None:
         model, loss, check, batch, counts = self.runtime.module, self.loss, self._check, item.batch, item.counts
         self._last = batch
+        if counts:  # first: what cannot be counted has no labels for a loss either
+            self._is_idle = False
+            self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
         output = self.forward(model, batch, StepState.at(self.runtime.step, batch, item.number, is_training=False))
         sums = as_sums(output if loss is None else loss(output, batch))
         check.try_loss(loss, output, batch, sums, counts=counts)
@@ -125,9 +132,6 @@ class _Sums:
         for name, value in sums.items():
             value = value.double() if counts else torch.zeros_like(value, dtype=torch.float64)
             self.totals[name] = self.totals[name] + value if name in self.totals else value
-        if counts:
-            self._is_idle = False
-            self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
 
     def means(self) -> dict[str, float]:
         """The means over all ranks. Also makes buffers equal, and raises a problem of any rank on all of them."""

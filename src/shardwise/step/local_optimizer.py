@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.optimizers import own_step_of, unhooked_step
+from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise
@@ -29,6 +30,7 @@ __all__ = ["has_own_step", "local_optimizer"]
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
+@public_call()
 def local_optimizer(optim: Opt) -> Opt:
     """Makes an elementwise optimizer (such as AdamW or SGD) step on each rank's local shards; returns the same
     optimizer.

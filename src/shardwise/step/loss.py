@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.config.keywords import known_keywords
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import Batch, valid_labels
 from shardwise.errors import ConfigError, UsageError
@@ -248,6 +249,7 @@ class TaskModel(nn.Module):
 
     _weights_of = "model"  # weights are saved for the model without the task: see shardwise.state.naming
 
+    @known_keywords
     def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[..., Any] = call):
         super().__init__()
         self.model, self.loss, self.run = model, loss, forward

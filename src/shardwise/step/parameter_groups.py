@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.keywords import public_call
 from shardwise.config.suggest import first_few
 from shardwise.errors import UsageError
 from shardwise.model.calling import methods_called
@@ -16,6 +17,7 @@ __all__ = ["grouped", "has_groups", "parameter_groups"]
 _METHOD = "make_parameter_groups"
 
 
+@public_call({"lr": "give it to the optimizer: torch.optim.AdamW(sw.parameter_groups(model), lr=3e-4)"})
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """The groups that a model wants its optimizer to have: ``torch.optim.AdamW(sw.parameter_groups(model), lr=3e-4)``.
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
+from shardwise.config.keywords import public_call
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
@@ -16,6 +17,7 @@ from shardwise.step.norm import norm_power_sum
 __all__ = ["parameter_norms"]
 
 
+@public_call()
 def parameter_norms(
     model: nn.Module,
     of: Literal["parameters", "gradients"] | Mapping[str, Tensor] = "parameters",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.operators import foreach_scale
 from shardwise._torch.scaler import is_unscaled, scale_of, tell_scaler
+from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
@@ -82,6 +83,7 @@ class LossScale:
         return self.value is not None and self.value > 1 and math.isfinite(loss)
 
 
+@public_call()
 def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
     """Replaces ``scaler.unscale_(optim)`` in your own training loop: divides the gradients of the optimizer's
     parameters by the loss scale. All ranks must call it, after the window and before clipping.

@@ -2,6 +2,7 @@
 whether the run was asked to stop after this window, or to end before it."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -101,6 +102,7 @@ def agree_on_count(
     runtime.world.stop.agree(sums["stop"])
     if runtime.world.stop.ends:
         raise EndOfRun
+    _say_what_a_stop_waits_for(runtime)
     _refuse_problem(runtime, sums, problem, place)
     if not agreement.all_same(sums["dataset"]):
         raise other_datasets(runtime, data, place)
@@ -121,6 +123,18 @@ def agree_on_count(
         )
     num_ignored = int(float(sums["positions"]) - total) if counter is valid_labels else None
     return Counted(int(total) if total.is_integer() else total, float(sums["waited"]), num_ignored)
+
+
+def _say_what_a_stop_waits_for(runtime: Runtime) -> None:
+    """Says on rank 0, once, that a loop begins another window although it was asked to stop."""
+    stop = runtime.world.stop
+    if stop.num_ignored == 1 and runtime.world.is_main:
+        print(
+            f"shardwise: {stop.agreed}: this loop goes on until its next manager.save(), or its end. Call manager.save_every(None, out) after each "
+            "step: it saves, and ends the run, when it was asked to",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _num_labels(batches: list[Batch]) -> float:

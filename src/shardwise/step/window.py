@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.keywords import public_call
 from shardwise.data.batch import MicroBatch, is_padding
 from shardwise.data.labels import refuse_second_shift, shifts_labels
 from shardwise.data.loader import mark_used
@@ -322,6 +323,7 @@ class Window:
         self._kept_gradients.put_back()
 
 
+@public_call({"accumulation_steps": "the micro-batches of one optimizer step: sw.window(model, [batch, batch, ...])"})
 def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> Window:
     """Gradient accumulation for your own training loop: a context manager and iterator over one step's micro-batches;
     see :class:`Window`. All ranks must use it.
@@ -357,6 +359,7 @@ def _warn_of_unread(runtime: Runtime) -> None:
         )
 
 
+@public_call()
 def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> int | float:
     """Counts the valid tokens of a window's micro-batches over all ranks; paddings count 0. All ranks must call it (one
     exchange).
@@ -389,6 +392,7 @@ def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
         state.restore()
 
 
+@public_call({"last": "is_last", "is_last": "is_last: whether this micro-batch is the last of its step"})
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -> Iterator[None]:
     """Gradient accumulation by hand: within, backward reduces gradients over the ranks only if ``is_last``.

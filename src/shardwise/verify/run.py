@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.importing import refuse_while_imported
+from shardwise.config.keywords import public_call
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
@@ -30,6 +31,7 @@ __all__ = ["GATES", "Reference", "in_fresh_processes", "verify"]
 GATES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
+@public_call()
 def verify(
     build: Callable[[], nn.Module],
     layout: str,

@@ -46,12 +46,14 @@ class StopRequest:
             rank.
         ends: whether the run ends before the window that begins, in order: then a stop is not wanted any more. Equal on
             every rank.
+        num_ignored: windows that were begun since a stop was agreed.
     """
 
     def __init__(self) -> None:
         self.agreed: str | None = None
         self.saves = self.ends = False
         self._asks_for_end = False
+        self.num_ignored = 0
         self._asked: set[Reason] = set()
         # Counted: a request that arrives between the entry and the sum of an exchange belongs to the next exchange.
         self._num_saves = self._num_told = self._num_known = 0
@@ -79,6 +81,7 @@ class StopRequest:
 
     def agree(self, summed: Tensor) -> None:
         """Takes over the sum of all ranks' entries."""
+        self.num_ignored = self.num_ignored + 1 if self.agreed else 0
         *counts, saves, ends = summed.tolist()
         asked = [reason for reason, count in zip(REASONS, counts, strict=True) if count]
         self.saves, self._num_known = self.saves or bool(saves), self._num_told
@@ -87,6 +90,7 @@ class StopRequest:
 
     def settle(self) -> None:
         """Called when the stop, the save or the end is done: clears the requests."""
+        self.num_ignored = 0
         self.agreed, self._asked, self._deadline, self.saves = None, set(), float("inf"), False
         self.ends = self._asks_for_end = False
 

@@ -11,6 +11,8 @@ from models import chat
 
 import shardwise as sw
 from shardwise.data.sft import keys
+from shardwise.data.sft.key_checks import ReadKeys
+from shardwise.data.sft.records import read_records
 from shardwise.errors import ConfigError
 from shardwise.run.data_config import Data
 from shardwise.run.datasets import open_data
@@ -268,9 +270,92 @@ def test_what_the_template_would_leave_out_of_an_answer_is_refused(tmp_path, nam
     )
 
 
-def test_it_is_refused_before_a_rank_starts(tmp_path):
+SO = "(m['content'] or '')"
+LOST = {
+    "in a comment": "{# reasoning_content is dropped #}" + chat.CHATML,
+    "in the words of a prompt": "Your reasoning_content is hidden." + chat.CHATML,
+    "asked for alone": chat.CHATML.replace(SO, f"({SO} if m.reasoning_content is defined else {SO})"),
+    "in a value that is not used": chat.CHATML.replace(SO, f"([m.reasoning_content, {SO}] | last)"),
+    "of another role": chat.CHATML.replace(SO, f"({SO} ~ (m.reasoning_content if m.role == 'nobody' else ''))"),
+}
+KEPT = {
+    "put together": chat.CHATML.replace(SO, f"({SO} ~ m['reasoning_' ~ 'content'])"),
+    "with all others": chat.CHATML.replace(SO, "(m.values() | join)"),
+    "as JSON": chat.CHATML.replace(SO, "(m | tojson)"),
+    "in the list of them": chat.CHATML.replace(SO, f"({SO} ~ (messages if m.role == 'assistant' else ''))"),
+    "by an attribute": chat.CHATML.replace(SO, f"({SO} ~ (m.get('reasoning_content') or ''))"),
+}
+THOUGHT = {"messages": [USER, {**ANSWER, "reasoning_content": "so"}]}
+
+
+@pytest.mark.parametrize("how", [*LOST, *KEPT])
+def test_a_key_is_read_where_the_text_is_another_without_it(tmp_path, how):
+    if how in LOST:
+        assert "the key 'reasoning_content'" in refused(tmp_path, THOUGHT, LOST[how]).given
+        with pytest.raises(ConfigError, match=r"line 1 of .*the key 'reasoning_content'"):
+            looked_at(tmp_path, LOST[how])
+    else:
+        assert "so" in read(tmp_path, THOUGHT, KEPT[how])[0]
+        looked_at(tmp_path, KEPT[how])
+
+
+def looked_at(path: Path, template: str) -> None:
     from shardwise.data.sft.first_look import look_at
     from shardwise.data.sft.records import read_records
+
+    data, tokenizer = str(path / "x.jsonl"), chat.saved(path / "model") / "tokenizer.json"
+    look_at(read_records(data), data, tokenizer, seq_len=200, vocab=None, refuses=True, template=template)
+
+
+def test_tools_that_a_template_only_asks_for_are_refused(tmp_path):
+    record = {"messages": TURNS, "tools": [{"name": "sum"}]}
+    asked = "{% if tools is not defined %}{{ tools }}{% endif %}" + chat.CHATML
+    assert "the key 'tools'" in refused(tmp_path, record, asked).given
+
+
+@pytest.mark.parametrize("other", ["so", "else"])
+def test_one_of_two_keys_with_one_value_may_be_read(tmp_path, other):
+    either = chat.CHATML.replace(SO, f"({SO} ~ (m.reasoning_content or m.reasoning or ''))")
+    record = {"messages": [USER, {**ANSWER, "reasoning_content": "so", "reasoning": other}]}
+    if other == "so":
+        assert read(tmp_path, record, either) == ["I am fineso"]
+    else:
+        assert "the key 'reasoning'" in refused(tmp_path, record, either).given
+
+
+def test_keys_are_tried_once_for_each_set_of_them(tmp_path):
+    seen = []
+
+    def render(messages, tools):
+        seen.append(1)
+        return "".join(m["content"] for m in messages)
+
+    keys_read = ReadKeys(render)
+    for _ in range(9):
+        assert keys_read.unread(("name",), [{"content": "a", "name": "b"}], None, "line 1") == ["name"]
+    assert len(seen) == 2
+
+
+JSON = [None, True, False, 0, 1, -2.5, 10**30, "", "x", [], [1], [[]], {}, {"a": [1]}, float("nan"), "null"]
+
+
+@pytest.mark.parametrize("place", ["record", "message"])
+def test_a_value_of_any_type_is_read_or_refused_by_the_line(tmp_path, place):
+    names = [*keys.KEYS_OF[place], "messages", "prompt", "completion", "other"]
+    for name in names:
+        for value in JSON:
+            message = {**ANSWER, **({name: value} if place == "message" else {})}
+            record = {"messages": [USER, message], **({name: value} if place == "record" else {})}
+            path = written(tmp_path / "x.jsonl", record)
+            try:
+                list(read_records(path))
+            except ConfigError as error:
+                assert "line 1 of" in error.given, (name, value)
+                assert place == "record" or "message 2" in error.given or name == "role", (name, value)
+
+
+def test_it_is_refused_before_a_rank_starts(tmp_path):
+    from shardwise.data.sft.first_look import look_at
 
     folder = chat.saved(tmp_path / "model")
     path = str(written(tmp_path / "x.jsonl", {"messages": TURNS}, BY_TEMPLATE["tool_calls"]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.data.sft.ends import Ends, ending_note, runs_of
-from shardwise.data.sft.key_checks import unread_by_template
+from shardwise.data.sft.key_checks import ReadKeys
 from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import no_template, template_raised
 from shardwise.errors import ConfigError
@@ -90,6 +90,9 @@ class Encoder:
     def begin(self) -> None:
         """Forgets what was noted of other records."""
         self.num_inside, self.unread = 0, list[str]()
+        self._read_keys = ReadKeys(
+            lambda messages, tools: self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        )
         self.notes: dict[str, str] = {}
 
     def encode(self, record: Record) -> Encoded:
@@ -148,7 +151,7 @@ class Encoder:
         if not self._template:
             raise no_template(self.path, chat.line)
         if chat.extras:
-            self.unread = unread_by_template(chat.extras, self._template, where(self.path, chat.line))
+            self.unread = self._read_keys.unread(chat.extras, chat.messages, chat.tools, where(self.path, chat.line))
         if not chat.num_given and isinstance(self._template, str) and _MARKED.search(self._template):
             return self._of_marks(chat)
         whole = self._render(chat, chat.messages, tokenize=False)

@@ -6,13 +6,13 @@ are used, tokenizers and jinja2, on the first records, and only what is certain 
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.tokenizer import add_special, read_json, template_in
-from shardwise.data.sft.key_checks import unread_by_template
+from shardwise.data.sft.key_checks import ReadKeys
 from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import (
     beyond_vocabulary,
@@ -87,6 +87,7 @@ class _Tried:
         self._tokenizer.no_padding()
         self._settings = read_json(tokenizer.with_name("tokenizer_config.json"))
         self._template = _Template.read(tokenizer.parent, self._settings, template)
+        self._read_keys = ReadKeys(self._whole)
 
     def problem(self, record: Record) -> str:
         """Why nothing of a record would be trained on; "" if that is not certain. Raises ConfigError for what is refused."""
@@ -105,10 +106,10 @@ class _Tried:
         """What is before the first answer, and the whole conversation; without a template of this kind two empty texts."""
         if self._template is None:
             raise no_template(self.path, chat.line)
-        unread_by_template(chat.extras, self._template.text, where(self.path, chat.line))
+        self._read_keys.unread(chat.extras, chat.messages, chat.tools, where(self.path, chat.line))
         messages, first = chat.messages, chat.num_given or chat.answers[0]
         try:
-            whole = self._template.render(messages, tools=chat.tools, add_generation_prompt=False)
+            whole = self._whole(messages, chat.tools)
             prompt = (
                 self._template.render(messages[:first], tools=chat.tools, add_generation_prompt=True) if first else ""
             )
@@ -117,6 +118,10 @@ class _Tried:
         except Exception:  # something of transformers that is not here: the ranks try it
             return "", ""
         return (prompt, whole) if whole.startswith(prompt) else ("", whole)
+
+    def _whole(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> str:
+        assert self._template is not None
+        return self._template.render(messages, tools=tools, add_generation_prompt=False)
 
     def _refuse_unknown(self, text: str, record: Record) -> None:
         """Refuses a token, within the context, that the model has no embedding for."""
@@ -148,7 +153,6 @@ class _Refused(Exception):  # noqa: N818 -- what it carries is the error
 class _Template:
     """A chat template, and the special tokens it may use."""
 
-    text: Any
     source: Any
     tokens: dict[str, str]
 
@@ -162,9 +166,9 @@ class _Template:
         tokens = {
             name: token["content"] if isinstance(token, dict) else token for name, token in found.items() if token
         }
-        return cls(text, _compiled(text) if isinstance(text, str) else None, tokens)
+        return cls(_compiled(text) if isinstance(text, str) else None, tokens)
 
-    def render(self, messages: list[dict[str, Any]], **given: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
         """The text of a conversation. Raises :class:`_Refused`, or whatever a template comes across."""
         return self.source.render(messages=messages, documents=None, **given, **self.tokens)
 

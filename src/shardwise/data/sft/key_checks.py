@@ -1,21 +1,17 @@
 """Checks of the keys of a record and its messages (:mod:`shardwise.data.sft.keys`): honoured, refused, or returned to be counted.
 Torch-free."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwise.data.sft.keys import KEYS_OF, Key
 from shardwise.errors import ConfigError
 
-__all__ = ["TRAINING_KEYS", "check_message", "check_record", "is_trained", "unread_by_template"]
+__all__ = ["TRAINING_KEYS", "ReadKeys", "check_message", "check_record", "is_trained"]
 
-_SAYS: Mapping[str, Mapping[Any, bool]] = {
-    "weight": {0: False, 1: True},
-    **{name: {False: False, True: True} for name in ("train", "training", "loss")},
-    "masked": {True: False, False: True},
-}
-"""Keys of a message that say whether it is trained on: value -> whether."""
+Messages = Sequence[Mapping[str, Any]]
+
+_SAYS = {name: key.says for name, key in KEYS_OF["message"].items() if key.says}
 TRAINING_KEYS = frozenset(_SAYS)
 
 
@@ -72,7 +68,7 @@ def is_trained(message: Mapping[str, Any], place: str, *, is_answer: bool) -> bo
         value = message[name]
         if value is None:
             continue
-        if isinstance(value, bool) != (name != "weight") or value not in _SAYS[name]:
+        if isinstance(value, bool) != (name != "weight") or value not in (*_SAYS[name],):  # a list has no hash
             raise ConfigError(
                 f"{place}: {name} is {value!r}",
                 why="an answer is trained on as a whole, or not at all"
@@ -96,31 +92,64 @@ def is_trained(message: Mapping[str, Any], place: str, *, is_answer: bool) -> bo
     return is_answer and all(said.values())
 
 
-def unread_by_template(names: Iterable[str], template: Any, place: str) -> list[str]:
-    """Those of ``names`` (keys of messages; tools) that a chat template does not read.
+class ReadKeys:
+    """Which keys of messages a chat template reads: those without which it writes another text. Found once for each set of keys.
 
     Args:
-        names: of keys.
-        template: its source, or several by name.
-        place: the line, as errors name it.
-
-    Raises:
-        ConfigError: one of them changes what a record means.
+        render: ``(messages, tools)`` -> the text of a conversation; may raise anything.
     """
-    source = "\n".join(template.values()) if isinstance(template, Mapping) else str(template)
-    looped = {"messages", *re.findall(r"for\s+(\w+)\s+in\s+[^%]*messages", source)}
-    if re.search(rf"\b(?:{'|'.join(looped)})\s*\|\s*tojson", source):  # it writes messages with all that they have
-        source += " ".join(name for name in names if name != "tools")
-    unread = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", source)]
-    for name in unread:
-        key = KEYS_OF["message"].get(name) or KEYS_OF["record"].get(name)
-        if key is not None and key.needs_template:
-            raise ConfigError(
-                f"{place}: the key {name!r}",
-                why="the chat template does not read it, so that the model would be trained without it",
-                fix="use a chat template that writes it (data.chat_template=FILE.jinja, in a script tokenizer.chat_template = ...); or remove it",
-            )
-    return unread
+
+    def __init__(self, render: Callable[[Messages, Any], str]):
+        self._render = render
+        self._unread: dict[tuple[str, ...], list[str]] = {}
+
+    def unread(self, names: tuple[str, ...], messages: Messages, tools: Any, place: str) -> list[str]:
+        """Those of ``names`` (keys of messages; tools) that the template does not read.
+
+        Args:
+            names: of keys that the conversation has.
+            messages: the conversation.
+            tools: for the template.
+            place: the line, as errors name it.
+
+        Raises:
+            ConfigError: one of them changes what a record means.
+        """
+        if names not in self._unread:
+            self._unread[names] = self._found(names, messages, tools)
+        for name in self._unread[names]:
+            key = KEYS_OF["message"].get(name) or KEYS_OF["record"].get(name)
+            if key is not None and key.needs_template:
+                raise ConfigError(
+                    f"{place}: the key {name!r}",
+                    why="the chat template writes the same text without it, so that the model would be trained without it",
+                    fix="use a chat template that writes it (data.chat_template=FILE.jinja, in a script tokenizer.chat_template = ...); or "
+                    "remove it",
+                )
+        return self._unread[names]
+
+    def _found(self, names: tuple[str, ...], messages: Messages, tools: Any) -> list[str]:
+        def text(left_out: Iterable[str]) -> str | None:
+            less = [{key: value for key, value in message.items() if key not in left_out} for message in messages]
+            try:
+                return self._render(less, None if "tools" in left_out else tools)
+            except Exception:  # a template is code of its own, and may need the key
+                return None
+
+        def is_read(name: str) -> bool:
+            if text({name}) != whole:
+                return True
+            # One that says what another says, as reasoning and reasoning_content, may be read in its absence.
+            return _is_double(name, messages) and text({*names} - {name}) != text(names)
+
+        whole = text(())
+        return [] if whole is None else [name for name in names if not is_read(name)]
+
+
+def _is_double(name: str, messages: Messages) -> bool:
+    """Whether each message that has the key has its value under another one too."""
+    having = [message for message in messages if not _is_empty(message.get(name))]
+    return bool(having) and all(any(key != name and value == m[name] for key, value in m.items()) for m in having)
 
 
 def _refused(key: Key, name: str, place: str) -> ConfigError:

@@ -19,7 +19,7 @@ The files contain full tensors under canonical names, whatever the layout of the
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,7 +48,6 @@ from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
-from shardwise.state.naming import shapes_of
 from shardwise.state.optimizer import agreed_kinds, settings_of
 from shardwise.state.own_values import computed_values, not_stored
 from shardwise.state.sidecars import sidecar_files
@@ -222,7 +221,7 @@ def contents_of(
     groups = [group for prefix, other in models.items() for group in _weights(prefix, other, found, notes)]
     # The user's code may fail on one rank only: the others would wait for that rank in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
-    cut = CutTensors()
+    cut = CutTensors([runtime_of(other) for other in models.values()])
     mine: dict[str, Tensor] = {}
     plain, data = collectively(
         world,
@@ -230,14 +229,15 @@ def contents_of(
         lambda: (_plain_states(own(), models, extra, tensors, cut), to_plain(of_rank(), f"data/{world.rank}", mine)),
     )
     if optim is not None:
-        group, plain["optimizer"] = _optimizer(runtime, optim, tensors)
-        groups += [group] if group is not None else []
+        own_cut = CutTensors(cut.models)
+        plain["optimizer"] = _optimizer(runtime, "optimizer", "", optim, tensors, own_cut)
+        groups += _groups(own_cut, OPTIMIZER)
     plain["optimizers"] = {
-        name: _extra_optimizer(owner, name, value, tensors, cut)
+        name: _optimizer(owner, f"optimizers/{name}", f"{EXTRA}/{name}/", value, tensors, cut)
         for name, value in extra.items()
         if (owner := owner_of(name, value)) is not None
     }
-    groups += [Group("", *each, by_stored=True) for each in cut.layouts(CUT, lambda sizes: _align(sum(sizes)))]
+    groups += _groups(cut, CUT)
     digests = _digests(plain, tensors)
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
@@ -265,17 +265,17 @@ def _plain_states(
         for prefix, other in models.items()
     }
     plain["extra"] = {
-        name: to_plain(_state_of(name, value), f"{EXTRA}/{name}", tensors, cut.note)
+        name: to_plain(_state_of(name, value, cut.models), f"{EXTRA}/{name}", tensors, cut.note)
         for name, value in extra.items()
         if saved_of(name, value) == STATE_OF_ITS_OWN
     }
     return plain
 
 
-def _state_of(name: str, value: Any) -> Any:
+def _state_of(name: str, value: Any, models: Sequence[Runtime]) -> Any:
     state = value.state_dict()
     if not isinstance(value, torch.optim.Optimizer):  # else it is one of plain parameters
-        refuse_numbered(f"{EXTRA}/{name}", state)
+        refuse_numbered(f"{EXTRA}/{name}", state, models)
     return state
 
 
@@ -353,36 +353,29 @@ def _weights(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list
     local = runtime.local_tensors()
     groups = [Group(prefix, runtime, file_layout, {**local, **computed_values(runtime, "a checkpoint")})]
     if exact := not_stored(runtime):
-        views = {name: view_of_all(name, shapes_of(runtime)[name]) for name in exact}
-        facts = {name: (views[name].shape, dtype_name(local[name].dtype)) for name in exact}
+        every = {name: (param.shape, param.storage) for name, param in runtime.recipe.params.items()}
+        every |= runtime.saved_buffers(of_main=True)
+        facts = {name: every[name] for name in exact}
+        views = {name: view_of_all(name, shape) for name, (shape, _) in facts.items()}
         files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=EXACT)
         groups.append(Group(prefix, runtime, FileLayout(files, views), {name: local[name] for name in exact}))
     return groups
 
 
-def _optimizer(runtime: Runtime, optim: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> tuple[Group | None, Any]:
-    parts: dict[str, tuple[str, Tensor]] = {}
-    told = _optimizer_state(runtime, optim, "", parts)
-    cut = {stored: tensor for stored, (_, tensor) in parts.items()}
-    views = {stored: view_of_all(name, runtime.recipe.params[name].shape) for stored, (name, _) in parts.items()}
-    facts = {stored: (views[stored].shape, dtype_name(tensor.dtype)) for stored, tensor in cut.items()}
-    group = None
-    if cut:
-        align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in facts.values()))
-        files = planned_files(facts, max_shard_bytes=SHARD_BYTES, align=align, stem=OPTIMIZER)
-        group = Group("", runtime, FileLayout(files, views), cut, by_stored=True)
-    return group, to_plain(told, "optimizer", tensors)
+def _groups(cut: CutTensors, stem: str) -> list[Group]:
+    return [Group("", *each, by_stored=True) for each in cut.layouts(stem, lambda sizes: _align(sum(sizes)))]
 
 
-def _extra_optimizer(
-    owner: Runtime, name: str, optim: torch.optim.Optimizer, tensors: dict[str, Tensor], cut: CutTensors
+def _optimizer(
+    runtime: Runtime, place: str, prefix: str, optim: torch.optim.Optimizer, tensors: dict[str, Tensor], cut: CutTensors
 ) -> Any:
-    """What is saved of the optimizer of a sharded model in ``extra``; its sharded tensors are added to ``cut``."""
+    """What is saved of an optimizer of a sharded model, at ``place``; its sharded tensors are added to ``cut``, their names behind
+    ``prefix``."""
     parts: dict[str, tuple[str, Tensor]] = {}
-    told = _optimizer_state(owner, optim, f"{EXTRA}/{name}/", parts)
+    told = _optimizer_state(runtime, optim, prefix, parts)
     for stored, (param, tensor) in parts.items():
-        cut.add(owner, stored, param, tensor)
-    return to_plain(told, f"optimizers/{name}", tensors)
+        cut.add(runtime, stored, param, tensor)
+    return to_plain(told, place, tensors)
 
 
 def _optimizer_state(

@@ -1,7 +1,7 @@
 """What ``extra`` objects keep of sharded models: optimizers, and tensors that are cut as a parameter is (averages of it). Both
 are written and read in pieces, so that they go from any layout to any other."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,14 @@ from shardwise._torch.dtensor import cut_like, local_tensor
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.model import dtype_name
 from shardwise.parallel import Runtime
+from shardwise.parallel.part_values import cut_of_part, marked_as
 from shardwise.parallel.runtime import has_runtime, runtimes_in_use
 from shardwise.parallel.stale import replaced_name
 from shardwise.state.checkpoint.plain import CutTensor
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, PlannedFile, planned_files
 from shardwise.state.views import View, view_of_all
 
-__all__ = ["CutTensors", "is_sharded", "owner_of", "refit", "refuse_numbered", "wrapped"]
+__all__ = ["CutTensors", "Take", "is_sharded", "owner_of", "refit", "refuse_numbered", "wrapped"]
 
 
 def is_sharded(value: Any) -> bool:
@@ -54,9 +55,11 @@ def owner_of(name: str, value: Any) -> Runtime | None:
 
 
 class CutTensors:
-    """The tensors of ``extra`` objects that are cut as parameters are; equal on every rank but for the values."""
+    """The tensors of ``extra`` objects that are cut as parameters are; equal on every rank but for the values. ``models``: those that
+    are saved with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Sequence[Runtime]) -> None:
+        self.models = models
         self._found: dict[int, tuple[Runtime, dict[str, tuple[str, Tensor]]]] = {}
 
     def add(self, runtime: Runtime, stored: str, name: str, tensor: Tensor) -> None:
@@ -65,7 +68,7 @@ class CutTensors:
 
     def note(self, place: str, tensor: Tensor) -> CutTensor | None:
         """Adds a tensor of an object's state, and returns what stands for it there; None: it is not cut."""
-        found = cut_as(tensor, place.rpartition("/")[2])
+        found = cut_as(tensor, place, self.models)
         if found is None:
             return None
         runtime, name = found
@@ -90,28 +93,49 @@ class CutTensors:
         return made
 
 
-def cut_as(tensor: Tensor, key: str) -> tuple[Runtime, str] | None:
+def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runtime, str] | None:
     """A sharded model and the name of a parameter of it that ``tensor`` is cut as; None: it is not cut, or it does not show how.
 
     Args:
-        tensor: a DTensor says itself how it is cut; a plain part of a parameter is known by its ``key``.
-        key: under which it stands in an object's state.
+        tensor: what was computed from a part of a parameter knows the parameter. Else a DTensor says itself how its shards are cut,
+            but not of what they are; a plain tensor is known by its key.
+        place: of the tensor; its key there stands last.
+        models: taken before others that are in use.
+
+    Raises:
+        CheckpointError: it is a part that is cut as no parameter is, or parameters that are cut differently have its shape here.
     """
-    for runtime in runtimes_in_use():
-        for name, param in runtime.parameters.items():
-            if isinstance(tensor, DTensor) and isinstance(param, DTensor):
-                here = tensor.device_mesh, tensor.placements, tensor.shape
-                if here == (param.device_mesh, param.placements, param.shape):
-                    return runtime, name
-            elif name == key and _is_part(tensor, param, runtime, name):
-                return runtime, name
-    return None
+    marked = cut_of_part(tensor)
+    if marked is not None:
+        runtime, name = marked
+        if runtime is None or not _fits(tensor, runtime.parameters[name]):
+            why = f"it is a part of {name} that is not cut as {name} is, or of a model that is gone"
+            raise _unclear(place, tensor, why)
+        return runtime, name
+    runtimes = [*models, *(other for other in runtimes_in_use() if other not in models)]
+    fitting = [(r, name) for r in runtimes for name, param in r.parameters.items() if _fits(tensor, param)]
+    named = [(r, name) for r, name in fitting if name == place.rpartition("/")[2]]
+    found = named or (fitting if isinstance(tensor, DTensor) else [])
+    by_cuts = {(r.recipe.params[name].shape, r.recipe.params[name].cuts): name for r, name in found}
+    if len(by_cuts) > 1:
+        why = f"it does not show of which it is, and {' and '.join(by_cuts.values())} have that shape here and are cut differently"
+        raise _unclear(place, tensor, why)
+    is_cut = found and (isinstance(tensor, DTensor) or _is_part(*found[0]))
+    return found[0] if is_cut else None
 
 
-def _is_part(tensor: Tensor, param: Tensor, runtime: Runtime, name: str) -> bool:
-    """Whether ``tensor`` has the shape of this rank's plain part of a parameter, which is smaller than the parameter."""
-    plain = not isinstance(tensor, DTensor) and not isinstance(param, DTensor)
-    return plain and tensor.shape == param.shape and tuple(param.shape) != runtime.recipe.params[name].shape
+def _fits(tensor: Tensor, param: Tensor) -> bool:
+    """Whether both have one shape here, and are sharded alike."""
+    if tensor.shape != param.shape or isinstance(tensor, DTensor) != isinstance(param, DTensor):
+        return False
+    if not isinstance(tensor, DTensor) or not isinstance(param, DTensor):
+        return True
+    return tensor.placements == param.placements and tensor.device_mesh == param.device_mesh
+
+
+def _is_part(runtime: Runtime, name: str) -> bool:
+    """Whether this rank's tensor of a parameter is smaller than the parameter."""
+    return tuple(runtime.parameters[name].shape) != runtime.recipe.params[name].shape
 
 
 Take = Callable[[Any, Tensor, Runtime | None, str], Any]
@@ -119,7 +143,7 @@ Take = Callable[[Any, Tensor, Runtime | None, str], Any]
 tensor, ``own`` what the object has there, which is cut as parameter ``name`` (None: it is whole)."""
 
 
-def refit(stored: Any, own: Any, place: str, take: Take) -> Any:
+def refit(stored: Any, own: Any, place: str, take: Take, models: Sequence[Runtime]) -> Any:
     """The saved state of an ``extra`` object, with its tensors cut as the object's own are.
 
     Args:
@@ -127,6 +151,7 @@ def refit(stored: Any, own: Any, place: str, take: Take) -> Any:
         own: the state that the object has now.
         place: for messages.
         take: makes the tensors.
+        models: as for :func:`cut_as`.
 
     Raises:
         CheckpointError: a tensor does not fit the object's own.
@@ -134,21 +159,21 @@ def refit(stored: Any, own: Any, place: str, take: Take) -> Any:
     if isinstance(stored, dict):
         return type(stored)(
             {
-                k: refit(v, own.get(k) if isinstance(own, Mapping) else None, f"{place}/{k}", take)
+                k: refit(v, own.get(k) if isinstance(own, Mapping) else None, f"{place}/{k}", take, models)
                 for k, v in stored.items()
             }
         )
     if isinstance(stored, list | tuple):
         owns = own if isinstance(own, list | tuple) and len(own) == len(stored) else [None] * len(stored)
-        return type(stored)(refit(v, owns[i], f"{place}/{i}", take) for i, v in enumerate(stored))
+        return type(stored)(refit(v, owns[i], f"{place}/{i}", take, models) for i, v in enumerate(stored))
     if not isinstance(stored, Tensor | CutTensor):
         return stored
-    found = cut_as(own, place.rpartition("/")[2]) if isinstance(own, Tensor) else None
+    found = cut_as(own, place, models) if isinstance(own, Tensor) else None
     if found is not None:
         if tuple(stored.shape) != found[0].recipe.params[found[1]].shape:
             raise _unfit(place, stored, own)
         return take(stored, own, *found)
-    if isinstance(own, DTensor) or (isinstance(own, Tensor) and _is_unnamed_part(stored, own)):
+    if isinstance(own, DTensor) or _lacks_name(stored, own, models):
         raise _unfit(place, stored, own)
     if not isinstance(stored, CutTensor):
         return stored
@@ -157,8 +182,18 @@ def refit(stored: Any, own: Any, place: str, take: Take) -> Any:
     return take(stored, own, None, "")
 
 
-def refuse_numbered(place: str, state: Any) -> None:
+def _lacks_name(stored: Tensor | CutTensor, own: Any, models: Sequence[Runtime]) -> bool:
+    """Whether ``own`` has the shape of a part, and ``stored`` that of the whole."""
+    return isinstance(own, Tensor) and any(
+        runtime.recipe.params[name].shape == tuple(stored.shape) != own.shape == param.shape
+        for runtime in models
+        for name, param in runtime.parameters.items()
+    )
+
+
+def refuse_numbered(place: str, state: Any, models: Sequence[Runtime]) -> None:
     """Refuses the state of a torch optimizer of a sharded model in the state of another object: it is keyed by number.
+    ``models``: those that are saved, or loaded, with it.
 
     Raises:
         CheckpointError: there is one with tensors that are cut, or would be.
@@ -166,10 +201,10 @@ def refuse_numbered(place: str, state: Any) -> None:
     if not isinstance(state, Mapping):
         return
     for key, inner in state.items():
-        refuse_numbered(f"{place}/{key}", inner)
+        refuse_numbered(f"{place}/{key}", inner, models)
     if not {"state", "param_groups"} <= state.keys() or not isinstance(state["state"], Mapping):
         return
-    cut = {p.shape for runtime in runtimes_in_use() for p in runtime.recipe.params.values() if p.cuts}
+    cut = {p.shape for runtime in models for p in runtime.recipe.params.values() if p.cuts}
     kept = [x for values in state["state"].values() if isinstance(values, Mapping) for x in values.values()]
     if any(isinstance(x, DTensor | CutTensor) or (isinstance(x, Tensor) and tuple(x.shape) in cut) for x in kept):
         raise CheckpointError(
@@ -180,11 +215,13 @@ def refuse_numbered(place: str, state: Any) -> None:
         )
 
 
-def _is_unnamed_part(stored: Tensor | CutTensor, own: Tensor) -> bool:
-    return own.shape != tuple(stored.shape) and any(
-        _is_part(own, param, runtime, name) and runtime.recipe.params[name].shape == tuple(stored.shape)
-        for runtime in runtimes_in_use()
-        for name, param in runtime.parameters.items()
+def _unclear(place: str, tensor: Tensor, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"a tensor of shape {list(tensor.shape)} on this rank, and how it is cut is not known",
+        why=why,
+        fix="keep what is computed from the parameters outside of forward element by element (p.detach().clone(), zeros_like(p)), in a dict "
+        "by their names; or keep a second sharded model in extra",
+        name=place,
     )
 
 
@@ -201,4 +238,5 @@ def _unfit(place: str, stored: Tensor | CutTensor, own: Any) -> CheckpointError:
 
 def wrapped(local: Tensor, own: Tensor) -> Tensor:
     """This rank's part of a tensor, in the form of the object's own."""
-    return cut_like(local.to(local_tensor(own).device), own) if isinstance(own, DTensor) else local.to(own.device)
+    made = cut_like(local.to(local_tensor(own).device), own) if isinstance(own, DTensor) else local.to(own.device)
+    return marked_as(made, own)

@@ -149,7 +149,7 @@ class CheckpointManager:
             reason = request.agreed
             if (reason is not None or request.saves) and not self._runtime.in_window:
                 if self._saved_step != self._runtime.step:
-                    self.save()
+                    self._save({}, is_asked=True)
                     self.wait()
                 if reason is not None:
                     self._stop(reason)
@@ -187,7 +187,8 @@ class CheckpointManager:
 
         Args:
             num_steps: windows between two saves; None: only when asked.
-            out: what the step returned; ``best`` uses its loss and metrics.
+            out: what the step returned; ``best`` uses its loss and metrics. A save that was asked for needs none: it is kept as
+                the newest.
 
         Returns:
             the checkpoint's path, if there is a new one.
@@ -204,7 +205,7 @@ class CheckpointManager:
         figures = {} if out is None else {"loss": out.loss, **out.metrics}
         # A request counts once, even if the save fails.
         is_asked, self._world.stop.saves = self._world.stop.saves, False
-        saved = self.save(metrics=figures)
+        saved = self._save(figures, is_asked=is_asked or reason is not None)
         if is_asked:
             self.wait()  # the one who asked may end the job once there is a new checkpoint
         if reason is not None:
@@ -240,12 +241,20 @@ class CheckpointManager:
             where the checkpoint is, or with ``async_save`` will be.
 
         Raises:
+            Stopped: on every rank; the run was asked to stop, and the checkpoint is on disk.
             CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the previous save
                 could not: earlier checkpoints are as they were, and training can continue.
             ConfigError: ``best`` is not among these metrics.
             UsageError: it is called in the middle of a window, or after the manager was closed.
             UnsupportedError: some state is neither JSON nor a tensor; with its name.
         """
+        reason = self._world.stop.agreed
+        saved = self._save(metrics or {}, is_asked=reason is not None)
+        if reason is not None:
+            self._stop(reason)
+        return saved
+
+    def _save(self, metrics: Mapping[str, float], *, is_asked: bool) -> Path:
         if self._is_closed:
             raise UsageError(
                 f"a checkpoint in {self.root} after its manager was closed",
@@ -259,7 +268,7 @@ class CheckpointManager:
                 why="its gradients are half summed, and a resumed run would begin the window again",
                 fix="save after the step",
             )
-        figure = self._retention.figure(metrics or {})
+        figure = self._retention.figure(metrics, is_asked=is_asked)
         contents = contents_of(
             self.step.model,
             self.step.optim,

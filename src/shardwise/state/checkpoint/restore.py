@@ -17,7 +17,7 @@ from shardwise.model import dtype_of
 from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.contents import CUT, EXACT, EXTRA, held_extra, saved_of
-from shardwise.state.checkpoint.extras import is_sharded, owner_of, refit, refuse_numbered, wrapped
+from shardwise.state.checkpoint.extras import Take, is_sharded, owner_of, refit, refuse_numbered, wrapped
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.checkpoint.plain import CutTensor
 from shardwise.state.extra import set_extra_states
@@ -152,8 +152,8 @@ class _Reading:
                 told = state["optimizers"][name]
                 self._optimizers[name] = _SavedOptimizer(self.saved, owner, value, told, self._cut, f"{EXTRA}/{name}/")
             elif not is_sharded(value) and not isinstance(value, torch.optim.Optimizer):
-                refuse_numbered(f"{EXTRA}/{name}", state["extra"][name])
-                refit(state["extra"][name], value.state_dict(), f"{EXTRA}/{name}", _only_checked)
+                refuse_numbered(f"{EXTRA}/{name}", state["extra"][name], self._runtimes)
+                self._refit(name, state["extra"][name], _only_checked)
         self._state = state
         self.own = {
             name: value
@@ -224,7 +224,14 @@ class _Reading:
             if isinstance(value, torch.optim.Optimizer) and name not in self._optimizers:
                 self._extra[name] = told  # of plain parameters
             elif name in self._state["extra"]:
-                self._extra[name] = refit(told, value.state_dict(), f"{EXTRA}/{name}", self._cut_as_own)
+                self._extra[name] = self._refit(name, told, self._cut_as_own)
+
+    @property
+    def _runtimes(self) -> list[Runtime]:
+        return [runtime for runtime, _ in self._models.values()]
+
+    def _refit(self, name: str, told: Any, take: Take) -> Any:
+        return refit(told, self.extra[name].state_dict(), f"{EXTRA}/{name}", take, self._runtimes)
 
     def _cut_as_own(self, stored: Any, own: Tensor, runtime: Runtime | None, name: str) -> Tensor:
         """A tensor of an extra object's state, cut as the object's own is."""

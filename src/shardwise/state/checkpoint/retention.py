@@ -38,8 +38,9 @@ class RetentionPolicy:
         if self.best is not None and (not isinstance(self.best, str) or not self.best.removeprefix("-")):
             raise ConfigError(f"best={self.best!r}", why="it is the name of a figure", fix='use best="val_loss"')
 
-    def figure(self, metrics: Mapping[str, float]) -> float | None:
-        """The value by which a checkpoint with ``metrics`` is ranked, the smallest being the best; None: no ranking.
+    def figure(self, metrics: Mapping[str, float], *, is_asked: bool = False) -> float | None:
+        """The value by which a checkpoint with ``metrics`` is ranked, the smallest being the best; None: no ranking. ``is_asked``: by a
+        signal or by the end of the run, which have none; without one it is kept as the newest.
 
         Raises:
             ConfigError: ``metrics`` does not have the metric.
@@ -47,6 +48,8 @@ class RetentionPolicy:
         if self.best is None:
             return None
         name = self.best.removeprefix("-")
+        if name not in metrics and is_asked:
+            return None
         if name not in metrics:
             raise ConfigError(
                 f"best={self.best!r} and a save without {name}",
