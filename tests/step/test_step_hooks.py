@@ -1,6 +1,7 @@
 """The user's code around an optimizer's step: hooks, a step set on the object, the model's own methods. It sees the model's parameters, or is
 refused by the name of one; never the parts of a rank as if they were whole."""
 
+import contextlib
 import types
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardwise as sw
+from shardwise._torch.optimizers import step_within
 from shardwise.testing import RankPool
 
 LAYOUTS = {"dp_replicate=2": 2, "dp_shard=2": 2, "dp_shard=1,tp=2": 2, "dp_shard=2,tp=2": 4}
@@ -296,3 +298,36 @@ def with_other_arguments():
 
 def test_a_hook_that_gives_the_step_other_arguments_is_refused(ranks: RankPool):
     assert "gives the step other arguments" in ranks.run(with_other_arguments, 1)[0]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_step_is_wrapped_once_inside_of_its_hooks(is_first):
+    """Whether torch had put its own wrapper around it, as it does when the first optimizer of a class is made, or does so later."""
+    seen: list[str] = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append("step")
+            if len(seen) == 3:
+                raise ArithmeticError
+
+    @contextlib.contextmanager
+    def around(optim):
+        seen.append(type(optim).__name__)
+        try:
+            yield
+        finally:
+            seen.append("end")
+
+    params = [nn.Parameter(torch.ones(2))]
+    if is_first:
+        Own(params)
+    step_within(Own, around), step_within(Own, around)
+    optim = Own(params)
+    with pytest.raises(ArithmeticError):
+        optim.step(lambda: seen.append("closure"))
+    assert seen == ["closure", "Own", "step", "end"]
+    optim.register_step_pre_hook(lambda *_: seen.append("before"))
+    optim.register_step_post_hook(lambda *_: seen.append("after"))
+    optim.step()
+    assert seen[4:] == ["before", "Own", "step", "end", "after"]
