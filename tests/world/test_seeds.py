@@ -27,7 +27,7 @@ def started(before, given):
         return [str(w.message) for w in seen if "torch was seeded" in str(w.message)], drawn
 
 
-@pytest.mark.parametrize("before", [0, 1234, 2**32 - 1])
+@pytest.mark.parametrize("before", [7, 1234, 2**32 - 1])  # 0 is what the worlds of other tests have set
 def test_a_seed_from_before_is_named_once_with_what_keeps_it(ranks: RankPool, before):
     (told, _), (other, _) = ranks.run(started, 2, before, {})
     assert len(told) == 1 and not other
