@@ -1,9 +1,10 @@
-"""DTensors: the local piece of a rank, Python numbers read from a DTensor, DTensors over existing memory."""
+"""DTensors: the local piece of a rank, Python numbers read from a DTensor, writes that would be lost, DTensors over existing memory."""
 
+import copy
 import functools
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["cut_like", "forget_meshes", "local_tensor", "on_scalar_read"]
+__all__ = ["cut_like", "forget_meshes", "local_tensor", "on_lost_write", "on_scalar_read"]
 
 
 def cut_like(local: Tensor, other: DTensor) -> DTensor:
@@ -90,3 +91,179 @@ def _call_before(name: str) -> None:
     read.is_ours = True  # type: ignore[attr-defined]
     if not getattr(method, "is_ours", False):
         setattr(DTensor, name, read)
+
+
+# ---- writes -------------------------------------------------------------------------------------------------------
+
+Refuse = Callable[[str, int, bool], NoReturn]
+_on_lost_write = WeakIdKeyDictionary()  # root of a mesh -> the function to call
+_aten = torch.ops.aten
+# Views for which torch gathers: along a dim that is cut, or of one that the ranks do not divide.
+_VIEWS = ("select", "slice", "split", "split_with_sizes", "unsafe_split", "diagonal", "view_as_complex", "view_as_real")
+# Writes by place, and of plain tensors: torch refuses most of them, in words about strategies and meshes.
+_PLACED = (
+    *("copy_", "index_put_", "_index_put_impl_", "index_fill_", "index_copy_", "index_add_", "index_reduce_", "put_"),
+    *("scatter_", "scatter_add_", "scatter_reduce_", "masked_fill_", "masked_scatter_", "triu_", "tril_"),
+)
+_NEVER = (_aten.eye.m_out, _aten.eye.out)  # each rank would write the whole in place of its piece
+_NO_OPERATORS = ("apply_", "map_", "map2_", "set_")  # on a DTensor they end the process by a signal
+
+
+def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
+    """Calls ``call``, which raises, for a write into a DTensor over ``mesh``, or a part of it, that torch would lose or cannot do.
+
+    For a view along the dim that is cut (``w[0]``) torch gathers the tensor: the view is a copy. It can be read; an in-place operator
+    on it, or on a view of it, calls. So does an in-place operator for which torch gathers what it writes, or that it has no rule for, a
+    view that it cannot make, and an assignment to ``.data``, which a DTensor does not follow. ``call`` gets the operator's name, the address
+    of the local piece that the tensor is, or was viewed from, and whether it writes.
+    """
+    if not _on_lost_write:
+        dispatcher: Any = DTensor._op_dispatcher
+        handlers = dispatcher._custom_op_handlers
+        for names, run in ((_VIEWS, _viewed), (_PLACED, _placed)):
+            packets = [getattr(_aten, name) for name in names]
+            handlers |= {getattr(packet, kind): run for packet in packets for kind in packet.overloads()}
+        handlers |= {_aten.fill_.Tensor: _filled, **dict.fromkeys(_NEVER, _never)}
+        dispatcher.redistribute_local_args = _before_redistribution
+        dispatcher._propagate_op_sharding_dispatch_slow_path = _with_reasons(
+            dispatcher._propagate_op_sharding_dispatch_slow_path
+        )
+        for name in _NO_OPERATORS:
+            setattr(DTensor, name, functools.partialmethod(_refuse, name))
+        DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined,method-assign,assignment]
+    _on_lost_write[mesh._get_root_mesh()] = call
+
+
+class _Gathered(DTensor):
+    """A view for which torch has gathered a DTensor: a copy, which is read as any DTensor and refuses to be written.
+
+    Attributes:
+        origin: the address of the local piece that it was viewed from.
+    """
+
+    origin: int
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                _refuse_gathered(func, value)
+        for argument in func._schema.arguments:
+            if argument.is_out:
+                _refuse_gathered(func, (kwargs or {}).get(argument.name))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if args and isinstance(args[0], _Gathered):
+            for each in result if isinstance(result, list | tuple) else (result,):
+                if isinstance(each, DTensor) and _address(each) == _address(args[0]):
+                    _mark(each, args[0].origin)
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(cut_like(self._local_tensor, self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return cut_like(self._local_tensor, self).__reduce_ex__(protocol)
+
+
+def _refuse_gathered(func: Any, written: Any) -> None:
+    for each in written if isinstance(written, list | tuple) else (written,):
+        if isinstance(each, _Gathered):
+            _refuse(each, func.overloadpacket.__name__, origin=each.origin)
+
+
+def _address(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def _mark(tensor: DTensor, origin: int) -> None:
+    tensor.__class__ = _Gathered
+    tensor.origin = origin  # type: ignore[attr-defined]
+
+
+def _refuse(tensor: DTensor, name: str, *_: Any, origin: int | None = None, writes: bool = True) -> None:
+    """Calls what was registered for the mesh of ``tensor``, if it is cut."""
+    call = _on_lost_write.get(tensor.device_mesh._get_root_mesh())
+    if call is not None and (origin is not None or any(_cuts(tensor))):
+        call(name, tensor._local_tensor.data_ptr() if origin is None else origin, writes)
+
+
+def _cuts(tensor: DTensor | DTensorSpec) -> list[bool]:
+    """For each dim of its mesh: ranks along it have other values."""
+    return [n > 1 and not p.is_replicate() for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True)]
+
+
+@contextmanager
+def _without_handler(op: Any) -> Iterator[None]:
+    """torch runs ``op`` by itself. A view that another thread makes meanwhile is not marked."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op, None)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handlers[op] = handler
+
+
+def _viewed(op: Any, args: Any, kwargs: Any) -> Any:
+    with _without_handler(op):
+        result = op(*args, **kwargs)
+    tensor = args[0]
+    if tensor.device_mesh._get_root_mesh() in _on_lost_write:
+        cuts, origin = _cuts(tensor), tensor._local_tensor.data_ptr()
+        for each in result if isinstance(result, list | tuple) else (result,):
+            if cuts != _cuts(each):
+                _mark(each, origin)
+    return result
+
+
+def _placed(op: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        with _without_handler(op):
+            return op(*args, **kwargs)
+    except RuntimeError:
+        if isinstance(args[0], DTensor):
+            _refuse(args[0], op.overloadpacket.__name__)
+        raise
+
+
+def _filled(op: Any, args: Any, kwargs: Any) -> Any:
+    """``w[:, 0] = 1``, for which torch has no rule: a fill of a view that is this rank's own."""
+    tensor, value = args
+    op(tensor._local_tensor, value.full_tensor() if isinstance(value, DTensor) else value)
+    return tensor
+
+
+def _never(op: Any, _args: Any, kwargs: Any) -> Any:
+    _refuse(kwargs["out"], op.overloadpacket.__name__)
+    with _without_handler(op):
+        return op(*_args, **kwargs)
+
+
+def _before_redistribution(info: Any, wanted: Any, *rest: Any) -> None:
+    """Called before torch gathers an argument of an operator, or cuts it otherwise."""
+    given, then = info.flat_args_schema[0], wanted.args_schema[0]
+    written = wanted.op._schema.arguments[0].alias_info
+    if written is not None and written.is_write and isinstance(then, DTensorSpec) and _cuts(given) != _cuts(then):
+        call = _on_lost_write.get(given.mesh._get_root_mesh())
+        if call is not None:
+            call(wanted.op.overloadpacket.__name__, info.local_args[0].data_ptr(), True)
+    type(DTensor._op_dispatcher).redistribute_local_args(info, wanted, *rest)
+
+
+def _with_reasons(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    """``propagate`` looks for a rule for an operator, once for each that has one."""
+
+    def find(op: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        try:
+            return propagate(op, args, *rest, **options)
+        except (RuntimeError, NotImplementedError):
+            if (op._schema.is_mutable or op.is_view) and args and isinstance(args[0], DTensor):
+                _refuse(args[0], op.overloadpacket.__name__, writes=op._schema.is_mutable)
+            raise
+
+    return find
+
+
+def _set_data(tensor: DTensor, value: Tensor) -> None:
+    _refuse(tensor, "data")
+    Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]

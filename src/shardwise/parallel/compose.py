@@ -29,6 +29,7 @@ from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, 
 from shardwise.parallel.buffers import watch_outside
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
+from shardwise.parallel.lost_writes import refuse_lost_writes
 from shardwise.parallel.named_gradients import watch_named_gradients
 from shardwise.parallel.part_values import show_parts
 from shardwise.parallel.plain_parts import plain_parts, refuse_states_of_parts
@@ -233,6 +234,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         engine = apply_fsdp2(module, recipe, world)
         refuse_whole_values(module)
         refuse_numbers_of_parts(world)
+        refuse_lost_writes(world)
     for act in acts():
         act.around(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)

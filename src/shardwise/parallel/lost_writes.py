@@ -1,0 +1,57 @@
+"""Writes into a part of a tensor that is cut over dp_shard, ``w[0].zero_()``: torch would write into a copy of it."""
+
+from typing import NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch.dtensor import local_tensor, on_lost_write
+from shardwise.errors import UsageError
+from shardwise.parallel.runtime import runtimes_in_use
+from shardwise.world import World
+
+__all__ = ["refuse_lost_writes"]
+
+_WHOLE = "whole = sw.full_tensor(w); whole[0].zero_(); w.copy_(torch.distributed.tensor.distribute_tensor(whole, w.device_mesh, w.placements))"
+
+
+def refuse_lost_writes(world: World) -> None:
+    """Makes writes into a row, a slice, or places of a DTensor over the ranks of ``world`` raise UsageError, where torch would
+    lose them or has no rule for them."""
+    on_lost_write(world.mesh, _refuse)
+
+
+def _refuse(operator: str, address: int, writes: bool) -> NoReturn:
+    what, name = _of(address)
+    if not writes:
+        raise UsageError(
+            f"{operator}() of {what} that is cut over the ranks",
+            why="each rank has some of its rows, and torch cannot give what this view would be of them",
+            fix="take the whole first, on every rank: sw.full_tensor(w).unbind()",
+            name=name,
+        )
+    if operator == "data":
+        raise UsageError(
+            f"an assignment to .data of {what} that is cut over the ranks",
+            why="what it replaces is not what this rank's shard is: the new values would be lost",
+            fix="write in place, within torch.no_grad(): p.copy_(values), of values that are cut in the same way, as p * 0.9 is; what is to be "
+            "put back later is a copy: before = p.detach().clone()",
+            name=name,
+        )
+    raise UsageError(
+        f"{operator}() into {what} that is cut over the ranks, or into a row or a slice of it",
+        why="each rank has some of its rows. torch gathers them and writes into the copy, so that the write is lost, or has no rule for it",
+        fix=f"write the whole, on every rank, within torch.no_grad(): {_WHOLE}. To clear rows, without gathering: w.mul_(mask), of a mask [rows, 1] "
+        "of zeros and ones that distribute_tensor has cut in the same way. Columns, w[:, 0].zero_(), are written as they are",
+        name=name,
+    )
+
+
+def _of(address: int) -> tuple[str, str | None]:
+    """What the tensor is whose local piece is at ``address``, and the parameter's name."""
+    for runtime in runtimes_in_use():
+        for name, param in runtime.parameters.items():
+            for what, tensor in (("a parameter", param), ("the gradient of a parameter", param.grad)):
+                if isinstance(tensor, DTensor) and local_tensor(tensor).numel() and local_tensor(tensor).data_ptr() == address:
+                    return what, name
+    return "a tensor", None
