@@ -363,29 +363,31 @@ def test_a_training_step_in_eval_mode_is_told_once_where_the_mode_matters(ranks)
 
 
 class Assigns(torch.optim.Optimizer):
-    """An optimizer of a user's own; ``in_place``: as it works under FSDP2 too."""
+    """An optimizer of a user's own, which writes ``how``."""
 
-    def __init__(self, params, in_place: bool, lr: float = 0.1):
+    def __init__(self, params, how: str, lr: float = 0.1):
         super().__init__(params, {"lr": lr})
-        self.in_place = in_place
+        self.how = how
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             for param in group["params"]:
-                if self.in_place:
+                if self.how == "in place":
                     param.data.sub_(group["lr"] * param.grad)
+                elif self.how == "whole":
+                    sw.full_tensor(param).sub_(group["lr"] * sw.full_tensor(param.grad))
                 else:
                     param.data = param.data - group["lr"] * param.grad
 
 
-def stepped_by_own(layout: str, in_place: bool, lr: float = 0.1):
+def stepped_by_own(layout: str, how: str, lr: float = 0.1):
     with sw.init(layout, device="cpu") as world:
         model = sw.parallelize(nn.Linear(4, 3), world)
         before = sw.full_state_dict(model)
         step = sw.TrainStep(
             model,
-            Assigns(model.parameters(), in_place, lr),
+            Assigns(model.parameters(), how, lr),
             loss=sum_loss,
             forward=lambda m, b: m(b["x"]),
             count=lambda b: 2,
@@ -399,9 +401,11 @@ def stepped_by_own(layout: str, in_place: bool, lr: float = 0.1):
 
 
 def test_an_optimizer_that_moves_nothing_is_refused(ranks):
-    """It writes p.data = ..., which trains replicas, and under FSDP2 changed nothing without a word."""
-    for told in ranks.run(stepped_by_own, 2, "dp_shard=2", False):
+    """p.data = ... trains replicas, and under FSDP2 changed nothing without a word; what is gathered is a copy."""
+    for told in ranks.run(stepped_by_own, 2, "dp_shard=2", "data"):
+        assert "weight: an assignment to .data" in told and "p.copy_(values)" in told
+    for told in ranks.run(stepped_by_own, 2, "dp_shard=2", "whole"):
         assert "weight: Assigns.step() that changes no parameter" in told and "p.sub_(lr * p.grad)" in told
-    assert ranks.run(stepped_by_own, 2, "dp_shard=2", True)[0] is True
-    assert ranks.run(stepped_by_own, 2, "dp_replicate=2", False)[0] is True
-    assert ranks.run(stepped_by_own, 2, "dp_shard=2", False, 0.0)[0] is False  # a warm-up that begins at 0
+    assert ranks.run(stepped_by_own, 2, "dp_shard=2", "in place")[0] is True
+    assert ranks.run(stepped_by_own, 2, "dp_replicate=2", "data")[0] is True
+    assert ranks.run(stepped_by_own, 2, "dp_shard=2", "whole", 0.0)[0] is False  # a warm-up that begins at 0

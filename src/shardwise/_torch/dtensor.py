@@ -1,6 +1,5 @@
 """DTensors: the local piece of a rank, Python numbers read from a DTensor, writes that would be lost, DTensors over existing memory."""
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -129,7 +128,7 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
             dispatcher._propagate_op_sharding_dispatch_slow_path
         )
         for name in _NO_OPERATORS:
-            setattr(DTensor, name, functools.partialmethod(_refuse, name))
+            setattr(DTensor, name, _refusing(name))
         DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined,method-assign,assignment]
     _on_lost_write[mesh._get_root_mesh()] = call
 
@@ -158,11 +157,8 @@ class _Gathered(DTensor):
                     _mark(each, args[0].origin)
         return result
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return copy.deepcopy(cut_like(self._local_tensor, self), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return cut_like(self._local_tensor, self).__reduce_ex__(protocol)
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return cut_like(self._local_tensor, self).__reduce_ex__(proto)
 
 
 def _refuse_gathered(func: Any, written: Any) -> None:
@@ -180,7 +176,7 @@ def _mark(tensor: DTensor, origin: int) -> None:
     tensor.origin = origin  # type: ignore[attr-defined]
 
 
-def _refuse(tensor: DTensor, name: str, *_: Any, origin: int | None = None, writes: bool = True) -> None:
+def _refuse(tensor: DTensor, name: str, *, origin: int | None = None, writes: bool = True) -> None:
     """Calls what was registered for the mesh of ``tensor``, if it is cut."""
     call = _on_lost_write.get(tensor.device_mesh._get_root_mesh())
     if call is not None and (origin is not None or any(_cuts(tensor))):
@@ -264,6 +260,16 @@ def _with_reasons(propagate: Callable[..., Any]) -> Callable[..., Any]:
     return find
 
 
+def _refusing(name: str) -> Callable[..., Any]:
+    method = getattr(DTensor, name)
+
+    def write(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        _refuse(tensor, name, origin=tensor._local_tensor.data_ptr())
+        return method(tensor, *args, **kwargs)
+
+    return write
+
+
 def _set_data(tensor: DTensor, value: Tensor) -> None:
-    _refuse(tensor, "data")
+    _refuse(tensor, "data", origin=tensor._local_tensor.data_ptr())
     Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]

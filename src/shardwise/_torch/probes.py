@@ -99,6 +99,10 @@ PROBES = (
     Probe("torch.distributed.device_mesh:DeviceMesh", ("_get_root_mesh",)),
     Probe("torch.distributed.tensor:DTensor", ("_op_dispatcher", "_local_tensor")),
     Probe("torch.distributed.tensor._dispatch", words=("_custom_op_handlers", "sharding_propagator")),
+    Probe(
+        "torch.distributed.tensor._dispatch:OpDispatcher",
+        ("redistribute_local_args", "_propagate_op_sharding_dispatch_slow_path"),
+    ),
     Probe("torch.distributed.tensor._dtensor_spec", ("DTensorSpec", "TensorMeta")),
     Probe(f"{_FSDP}._fsdp_common", ("DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "TrainingState")),
     Probe(f"{_FSDP}._fully_shard", ("_init_param_group",)),

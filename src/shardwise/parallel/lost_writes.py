@@ -2,9 +2,6 @@
 
 from typing import NoReturn
 
-import torch
-from torch.distributed.tensor import DTensor
-
 from shardwise._torch.dtensor import local_tensor, on_lost_write
 from shardwise.errors import UsageError
 from shardwise.parallel.runtime import runtimes_in_use
@@ -32,7 +29,7 @@ def _refuse(operator: str, address: int, writes: bool) -> NoReturn:
         )
     if operator == "data":
         raise UsageError(
-            f"an assignment to .data of {what} that is cut over the ranks",
+            f"an assignment to .data of {what} that is a DTensor",
             why="what it replaces is not what this rank's shard is: the new values would be lost",
             fix="write in place, within torch.no_grad(): p.copy_(values), of values that are cut in the same way, as p * 0.9 is; what is to be "
             "put back later is a copy: before = p.detach().clone()",
@@ -48,10 +45,11 @@ def _refuse(operator: str, address: int, writes: bool) -> NoReturn:
 
 
 def _of(address: int) -> tuple[str, str | None]:
-    """What the tensor is whose local piece is at ``address``, and the parameter's name."""
-    for runtime in runtimes_in_use():
-        for name, param in runtime.parameters.items():
-            for what, tensor in (("a parameter", param), ("the gradient of a parameter", param.grad)):
-                if isinstance(tensor, DTensor) and local_tensor(tensor).numel() and local_tensor(tensor).data_ptr() == address:
-                    return what, name
+    """What has the local piece in which ``address`` lies, and the parameter's name."""
+    named = [(name, param) for runtime in runtimes_in_use() for name, param in runtime.parameters.items()]
+    for name, param in named:
+        for what, tensor in (("a parameter", param), ("the gradient of a parameter", param.grad)):
+            local = None if tensor is None else local_tensor(tensor)
+            if local is not None and 0 <= address - local.data_ptr() < local.nbytes:
+                return what, name
     return "a tensor", None

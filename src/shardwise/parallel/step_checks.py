@@ -130,7 +130,7 @@ def _refuse_still(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if all(bool(after.get(name) == value) for name, value in before.items()):
         raise UsageError(
             f"{type(optimizer).__name__}.step() that changes no parameter",
-            why="what an assignment to p.data replaces is not what this rank's shard is: nothing would ever be trained",
+            why="what it writes is not this rank's shard, but a copy, such as p.full_tensor() gives: nothing would ever be trained",
             fix="change parameters in place, under torch.no_grad(): p.sub_(lr * p.grad), or p.data.sub_(lr * p.grad)",
             name=next(iter(before)),
         )
