@@ -2522,6 +2522,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/launch/test_script.py",
         "functions of the script that starts the ranks are not found there",
     ),
+    Mutant(
+        "gathered-views-unmarked",
+        "            if cuts != _cuts(each):",
+        "            if False:",
+        "tests/parallel/test_lost_writes.py -k no_write_is_lost",
+        "under dp_shard, what is written into a row of a parameter is lost",
+    ),
+    Mutant(
+        "views-of-gathered-views-unmarked",
+        "if isinstance(each, DTensor) and _address(each) == _address(args[0]):",
+        "if False:",
+        "tests/parallel/test_lost_writes.py -k no_write_is_lost",
+        "under dp_shard, what is written into a view of a row of a parameter is lost",
+    ),
+    Mutant(
+        "gathered-for-a-write",
+        "isinstance(then, DTensorSpec) and _cuts(given) != _cuts(then):",
+        "False:",
+        "tests/parallel/test_lost_writes.py -k no_write_is_lost",
+        "under dp_shard, index_copy_ and index_add_ of a parameter are lost, and its placements are wrong from then on",
+    ),
+    Mutant(
+        "data-of-shards-assigned",
+        '    _refuse(tensor, "data", origin=tensor._local_tensor.data_ptr())\n',
+        "",
+        "tests/parallel/test_lost_writes.py -k no_write_is_lost",
+        "under dp_shard, p.data = value changes nothing",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {}

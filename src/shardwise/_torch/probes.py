@@ -99,6 +99,7 @@ PROBES = (
     Probe("torch.distributed.device_mesh:DeviceMesh", ("_get_root_mesh",)),
     Probe("torch.distributed.tensor:DTensor", ("_op_dispatcher", "_local_tensor")),
     Probe("torch.distributed.tensor._dispatch", words=("_custom_op_handlers", "sharding_propagator")),
+    Probe("torch._ops", words=("_schema", "is_view")),
     Probe(
         "torch.distributed.tensor._dispatch:OpDispatcher",
         ("redistribute_local_args", "_propagate_op_sharding_dispatch_slow_path"),
