@@ -1073,6 +1073,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a constructor that does other things on each rank gives each its own weights",
     ),
     Mutant(
+        "frozen-at-random",
+        "if not (rename or (drawn and matched.tensors)):",
+        "if True:",
+        "tests/state/test_wrapped_layers.py",
+        "a model trains on frozen layers that were drawn at random",
+    ),
+    Mutant(
+        "drawn-though-loaded",
+        "return version_of(param) == version and self.tape.is_random(",
+        "return self.tape.is_random(",
+        "tests/state/test_wrapped_layers.py",
+        "weights that torch has loaded before have to be loaded again",
+    ),
+    Mutant(
         "attributes-of-each-rank",
         "    _set_rng_state(theirs)\n    try:",
         "    try:",
@@ -1847,8 +1861,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "unexpected-names-ignored",
-        "if rules.strict and (matched.missing or matched.unexpected):",
-        "if rules.strict and matched.missing:",
+        "if strict and (matched.missing or matched.unexpected):",
+        "if strict and matched.missing:",
         "tests/state/test_load.py -k does_not_fit_is_refused",
         "tensors of a file that the model has no place for are left out in silence",
     ),

@@ -197,6 +197,8 @@ class Runtime:
         ] = {}  # subject -> what was chosen or seen since training began, for people: its text
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # source of the values that loading will not bring
+        # Parameter that is not trained, and that the constructor drew -> whether it still has these numbers.
+        self.frozen_draws: dict[str, Callable[[], bool]] = {}
         self.loaded_from: Path | None = None  # the model directory that its weights came from
         # The tokenizer that it is trained with: its file, or the files to save, by name; False: trained without one; None: that of
         # the directory of its weights.
