@@ -1087,6 +1087,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "weights that torch has loaded before have to be loaded again",
     ),
     Mutant(
+        "cast-at-the-call",
+        "        if made.dtype != tensor.dtype:",
+        "        if False:",
+        "tests/parallel/test_module_guards.py -k casts",
+        "a model that was cast trains until an optimizer steps",
+    ),
+    Mutant(
+        "functional-call-unused",
+        "known is None or not known[2] or own is None or own is value:",
+        "True:",
+        "tests/parallel/test_module_guards.py -k functional_call",
+        "values that functional_call is given are not used",
+    ),
+    Mutant(
+        "wrapped-again",
+        "    if any(child in _known for child in module.modules()):",
+        "    if False:",
+        "tests/parallel/test_module_guards.py -k wrappers",
+        "DDP around replicas sums their gradients twice",
+    ),
+    Mutant(
         "attributes-of-each-rank",
         "    _set_rng_state(theirs)\n    try:",
         "    try:",

@@ -29,6 +29,7 @@ from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, 
 from shardwise.parallel.buffers import watch_outside
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
+from shardwise.parallel.module_guards import watch_modules
 from shardwise.parallel.named_gradients import watch_named_gradients
 from shardwise.parallel.part_values import show_parts
 from shardwise.parallel.plain_parts import plain_parts, refuse_states_of_parts
@@ -243,6 +244,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     watch_outside(runtime)
     watch_named_gradients()
     attach(module, runtime)
+    watch_modules(runtime)
     refuse_states_of_parts(module, recipe)
     show_parts(runtime, plain_parts(recipe))
     runtime.before_first_step.append(functools.partial(refuse_other_copies, runtime))
@@ -323,13 +325,13 @@ def _refuse_wrapped(module: nn.Module) -> None:
     for name, child in module.named_modules():
         kind = type(child).__name__
         if (
-            isinstance(child, FSDPModule | DDPModule | nn.parallel.DistributedDataParallel)
+            isinstance(child, FSDPModule | DDPModule | nn.parallel.DistributedDataParallel | nn.DataParallel)
             or kind == "FullyShardedDataParallel"
         ):
             raise UsageError(
                 f"a module that holds a {kind}",
                 why="another library has sharded or replicated it, so its tensors are not whole",
-                fix="pass the plain module, before any fully_shard, DDP or FSDP call",
+                fix="pass the plain module, before any fully_shard, DDP, FSDP or DataParallel call",
                 name=name or None,
             )
     for name, param in module.named_parameters():

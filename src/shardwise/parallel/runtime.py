@@ -22,7 +22,7 @@ from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
 from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
-from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy, refuse_pickling
+from shardwise.parallel.stale import ModuleSnapshot
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
@@ -38,6 +38,7 @@ __all__ = [
     "is_parallelized",
     "runtime_of",
     "runtimes_in_use",
+    "wrapped_around",
 ]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
@@ -468,8 +469,6 @@ def attach(module: nn.Module, runtime: Runtime) -> None:
     """Stores ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
     _in_use[next(_numbers)] = runtime
-    module.__dict__["__deepcopy__"] = refuse_deepcopy
-    module.__dict__["__reduce_ex__"] = refuse_pickling
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -494,18 +493,23 @@ def runtime_of(module: nn.Module) -> Runtime:
     if runtime is None:
         inner = next((name for name, child in module.named_modules() if has_runtime(child)), None)
         if inner is not None:
-            raise UsageError(
-                f"a {type(module).__name__} around a model that parallelize has made parallel",
-                why=f"the sharded model is its {inner!r}, and sums its gradients over the ranks by itself, replicas too",
-                fix=f"do not wrap it: pass what sw.parallelize returned ({type(module).__name__}(...).{inner} here); a module of your own around "
-                "the model is wrapped first and given to parallelize whole",
-            )
+            raise wrapped_around(type(module).__name__, inner)
         raise UsageError(
             f"a {type(module).__name__} that was not sharded",
             why="this call needs the recipe that parallelize hangs on the root module",
             fix="call model = sw.parallelize(model, world) first, and pass its result",
         )
     return runtime
+
+
+def wrapped_around(kind: str, inner: str = "module") -> UsageError:
+    """The error for a wrapper of this kind around a sharded model, which is its attribute ``inner``."""
+    return UsageError(
+        f"a {kind} around a model that parallelize has made parallel",
+        why=f"the sharded model is its {inner!r}, and sums its gradients over the ranks by itself, replicas too",
+        fix=f"do not wrap it: pass what sw.parallelize returned ({kind}(...).{inner} here); a module of your own around "
+        "the model is wrapped first and given to parallelize whole",
+    )
 
 
 def has_runtime(module: nn.Module) -> bool:
