@@ -1108,6 +1108,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "DDP around replicas sums their gradients twice",
     ),
     Mutant(
+        "two-threads",
+        "if self._busy is not None and self._busy[0] is not now:",
+        "if False:",
+        "tests/test_said_early.py -k beside_training",
+        "an evaluation in a thread exchanges with another rank's training",
+    ),
+    Mutant(
         "attributes-of-each-rank",
         "    _set_rng_state(theirs)\n    try:",
         "    try:",

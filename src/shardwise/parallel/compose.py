@@ -172,7 +172,7 @@ def shard(
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
     for note in recipe.notes:
         if note.warns and world.is_main:
-            warnings.warn(f"{(note.option or note.name).partition('.')[0]}: {note.why}", stacklevel=3)
+            warnings.warn(f"{note.option.partition('.')[0] if note.option else note.name}: {note.why}", stacklevel=3)
     runtime = apply_recipe(module, recipe, world)
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)

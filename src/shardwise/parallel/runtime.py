@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -170,6 +171,7 @@ class Runtime:
         self.shown: ShownClasses | None = None  # None: there are none
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
+        self._busy: tuple[threading.Thread, str] | None = None  # the thread that runs something on the model, and what
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
         # A backward outside of windows has summed gradients; None: the user was warned.
         self.has_loose_sums: bool | None = False
@@ -210,7 +212,27 @@ class Runtime:
         self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write
         self._withheld: ShardwiseError | None = None
 
+    def enter(self, what: str) -> None:
+        """Notes that this thread runs ``what`` on the model, until :meth:`leave`.
+
+        Raises:
+            UsageError: another thread runs something on it.
+        """
+        now = threading.current_thread()
+        if self._busy is not None and self._busy[0] is not now:
+            other, running = self._busy
+            raise UsageError(
+                f"{what} in the thread {now.name!r}, while {running} of the same model runs in the thread {other.name!r}",
+                why="both exchange with the other ranks over the same connections, in an order that differs from rank to rank, and set the model's mode",
+                fix="call both in one thread, one after the other: sw.evaluate between two steps. Beside training, evaluate a checkpoint in a job of its own",
+            )
+        self._busy = (now, what)
+
+    def leave(self) -> None:
+        self._busy = None
+
     def leave_window(self) -> None:
+        self.leave()
         self.in_window, self.on_zero_grad = False, _nothing
 
     # ---- tensors ---------------------------------------------------------------------------------------------

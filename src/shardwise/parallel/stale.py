@@ -20,6 +20,7 @@ __all__ = [
     "mark_stale",
     "other_dtype",
     "refuse_copy",
+    "refuse_no_optimizer",
     "refuse_pickling",
     "refuse_stale",
     "replaced_name",
@@ -51,6 +52,20 @@ def mark_stale(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Non
 def replaced_name(param: Tensor) -> str | None:
     """The name of a parameter that sharding has replaced; None: it has not."""
     return getattr(param, _MARK, None)
+
+
+def refuse_no_optimizer(optim: Any, call: str) -> None:
+    """Raises UsageError for what is not one optimizer, given to ``call``."""
+    if isinstance(optim, torch.optim.Optimizer):
+        return
+    is_many = isinstance(optim, list | tuple | Mapping)
+    raise UsageError(
+        f"{call} with {'several optimizers' if is_many else f'{optim!r:.40}'} in place of an optimizer",
+        why="it takes one torch.optim.Optimizer",
+        fix="call it for each; a second one is saved and resumed by CheckpointManager(root, step, extra={'second': second})"
+        if is_many
+        else "pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+    )
 
 
 def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
