@@ -1,6 +1,8 @@
 """Calls that ended in an error of Python, or of another call, are answered by name; what the answer says is done."""
 
+import errno
 import threading
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,30 @@ def test_figures_for_the_best_checkpoint_can_be_given_to_save_every(world, tmp_p
             saved.save_every(1, out)
         assert "save_every(n, out, metrics={'val_loss': value})" in told.value.fix
         assert saved.save_every(1, out, metrics={"val_loss": 0.5}) is not None
+
+
+def test_a_save_that_finds_the_disk_full_says_that_the_run_stops(world, tmp_path, monkeypatch):
+    """The error came with lines of concurrent.futures, and no word that the run ends."""
+    model = sw.parallelize(build(), world)
+    step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=square, count=len)
+
+    def full(*_: Any) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise sw.CheckpointError("a checkpoint", why="No space left on device", fix="make room") from error
+
+    with sw.CheckpointManager(tmp_path, step) as saved:
+        step([BATCH])
+        with monkeypatch.context() as patched:
+            patched.setattr(sw.CheckpointManager, "_write", full)
+            saved.save()
+            with pytest.raises(sw.CheckpointError) as told:
+                saved.wait()
+        text = "".join(traceback.format_exception(told.value))
+        assert "concurrent" not in text and "No space left on device" in text
+        assert "the run stops here unless this error is caught" in text
+        saved.save()  # once there is room
 
 
 class Counts(nn.Module):
