@@ -163,14 +163,22 @@ def test_calls_that_need_a_sharded_module_say_so():
         assert "a Tied that was not sharded" in text and "sw.parallelize(model, world)" in text
 
 
-@pytest.mark.parametrize("call", ["step", "window", "describe"])
-def test_a_wrapper_of_ddp_around_a_parallel_model_is_told_not_to_wrap(call):
-    batch = {"x": torch.ones(2, 4)}
+def test_a_wrapper_of_torch_around_a_parallel_model_is_told_not_to_wrap():
     with sw.init("dp_replicate=-1", device="cpu") as world:
-        model = nn.parallel.DistributedDataParallel(sw.parallelize(nn.Linear(4, 4), world))
+        model = sw.parallelize(nn.Linear(4, 4), world)
         with pytest.raises(
             sw.UsageError, match="DistributedDataParallel around a model that parallelize has made"
         ) as told:
+            nn.parallel.DistributedDataParallel(model)
+        assert "do not wrap it" in told.value.fix
+
+
+@pytest.mark.parametrize("call", ["step", "window", "describe"])
+def test_a_wrapper_around_a_parallel_model_is_told_not_to_wrap(call):
+    batch = {"x": torch.ones(2, 4)}
+    with sw.init("dp_replicate=-1", device="cpu") as world:
+        model = nn.Sequential(sw.parallelize(nn.Linear(4, 4), world))
+        with pytest.raises(sw.UsageError, match="a Sequential around a model that parallelize has made") as told:
             if call == "describe":
                 sw.describe(model)
             elif call == "window":

@@ -136,7 +136,8 @@ class CheckpointError(ShardwiseError, OSError):
     Args:
         given, why, fix, name: as for every :class:`ShardwiseError`.
         misfit: where the files are sound and the model is another one: what does not fit. ``"double"``: two stored tensors
-            are for one of the model's.
+            are for one of the model's. ``"frozen"``: what is missing would be drawn at random, and not be trained.
+        rename: the pattern and the replacement by which names would fit; None: it is not known.
     """
 
     def __init__(
@@ -146,10 +147,11 @@ class CheckpointError(ShardwiseError, OSError):
         why: str,
         fix: str,
         name: str | None = None,
-        misfit: Literal["names", "shape", "dtype", "double"] | None = None,
+        misfit: Literal["names", "shape", "dtype", "double", "frozen"] | None = None,
+        rename: tuple[str, str] | None = None,
     ):
         super().__init__(given, why=why, fix=fix, name=name)
-        self.misfit = misfit
+        self.misfit, self.rename = misfit, rename
 
 
 class VerifyError(ShardwiseError, AssertionError):

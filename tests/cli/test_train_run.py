@@ -281,6 +281,34 @@ def test_a_new_head_is_drawn_where_the_weights_have_none(ranks, tmp_path, text):
     assert found["0.weight"].abs().max() < 1e-20 and found["1.weight"].std() > 0.1
 
 
+WRAPS = """
+from torch import nn
+class Wrapped(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.down, self.up = base.requires_grad_(False), nn.Linear(16, 2), nn.Linear(2, 256)
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+def build():
+    return nn.Sequential(nn.Embedding(256, 16), Wrapped(nn.Linear(16, 256)))
+"""
+
+
+def test_the_key_for_wrapped_layers_loads_them(ranks, tmp_path, text):
+    """It was strict=false alone, and a run trained on a frozen layer that was drawn at random."""
+    (tmp_path / "mine.py").write_text(WRAPS)
+    body = {"0.weight": torch.zeros(256, 16), "1.weight": torch.full((256, 16), 3.0), "1.bias": torch.ones(256)}
+    torch.save(body, tmp_path / "body.pt")
+    words = ["--model.build=mine.py:build", f"--data.path={text}", "--model.weights=body.pt", "--log.plot=false"]
+    for more in ((), ("--model.strict=false",)):
+        told = on_ranks(ranks, "train", *words, *TINY[1:], *more, folder=tmp_path, status=1)
+        fix = told.rpartition("fix: in this run: ")[2].partition(", for layers that were wrapped")[0]
+        assert "--model.rename=" in fix and "1.base.weight" in told, told
+    told = on_ranks(ranks, "train", *words, *TINY[1:], *shlex.split(fix), folder=tmp_path)
+    found = load_file(tmp_path / "runs/latest/weights/model.safetensors")
+    assert torch.equal(found["1.base.weight"], body["1.weight"]) and torch.equal(found["1.base.bias"], body["1.bias"])
+
+
 # ---- told before any process starts ----------------------------------------------------------------------------------
 
 

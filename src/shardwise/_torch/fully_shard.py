@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from shardwise.errors import UnsupportedError
 
 __all__ = [
+    "before_fully_shard",
     "gathered_parameters",
     "groups_of",
     "lazy_chunks",
@@ -44,6 +45,19 @@ class _Chunks:
         if start >= total:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._size, total - start))
+
+
+def before_fully_shard(check: Callable[[nn.Module], None]) -> None:
+    """Calls ``check`` with each module that ``fully_shard`` is about to cut."""
+    whole = getattr(_fully_shard, "_get_modules_and_states", None)
+
+    def checked(module: Any, *args: Any, **kwargs: Any) -> Any:
+        for each in module if isinstance(module, list | tuple) else (module,):
+            check(each)
+        return whole(module, *args, **kwargs)  # type: ignore[misc]
+
+    if whole is not None:
+        _fully_shard._get_modules_and_states = checked  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

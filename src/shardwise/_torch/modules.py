@@ -1,6 +1,7 @@
 """Kinds of modules, and functions that change every tensor of a module."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import DDP as DDPModule  # noqa: N811 - replicate() adds it to the class
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
+from torch.nn.utils import stateless
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
@@ -19,9 +21,11 @@ __all__ = [
     "BatchNormBase",
     "DDPModule",
     "PausableHooks",
+    "before_functional_call",
     "cast_floating",
     "is_spectral_norm",
     "materialise",
+    "replace_apply",
 ]
 
 CALLS = frozenset([nn.Module._call_impl.__code__])
@@ -83,6 +87,30 @@ def cast_floating(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return module._apply(cast)
+
+
+def replace_apply(check: Callable[[nn.Module, Callable[[Tensor], Tensor]], None]) -> None:
+    """Calls ``check`` before a module applies a function to all its tensors, as ``to()``, ``half()`` and ``share_memory()`` do."""
+    apply = nn.Module._apply
+
+    @functools.wraps(apply)
+    def checked(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        check(module, fn)
+        return apply(module, fn, recurse)
+
+    nn.Module._apply = checked  # type: ignore[method-assign,assignment]
+
+
+def before_functional_call(check: Callable[[nn.Module, Any], None]) -> None:
+    """Calls ``check`` with the module and the values before ``torch.func.functional_call`` calls the module."""
+    call = stateless._functional_call
+
+    @functools.wraps(call)
+    def checked(module: nn.Module, values: Any, *args: Any, **kwargs: Any) -> Any:
+        check(module, values)
+        return call(module, values, *args, **kwargs)
+
+    stateless._functional_call = checked  # type: ignore[assignment]
 
 
 def is_spectral_norm(module: nn.Module) -> bool:

@@ -84,6 +84,7 @@ PROBES = (
     Probe("torch._functorch.config", ("activation_memory_budget",)),
     Probe("torch._dynamo.comptime", ("comptime",)),
     Probe("torch.nn.modules.batchnorm", ("_NormBase",)),
+    Probe("torch.nn.utils.stateless", ("_functional_call",)),
     Probe("torch.nn.utils.parametrizations", ("_SpectralNorm",)),
     Probe("torch.nn.modules.module:Module", ("_apply", "_call_impl"), words=("_forward_pre_hooks", "_parameters")),
     Probe("torch.amp.grad_scaler:GradScaler", ("_check_scale_growth_tracker",), words=("_per_optimizer_states",)),
@@ -107,6 +108,11 @@ PROBES = (
     Probe("torch.distributed.tensor._dtensor_spec", ("DTensorSpec", "TensorMeta")),
     Probe(f"{_FSDP}._fsdp_common", ("DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "TrainingState")),
     Probe(f"{_FSDP}._fully_shard", ("_init_param_group",)),
+    Probe(
+        f"{_FSDP}._fully_shard",
+        ("_get_modules_and_states",),
+        without="fully_shard of a sharded model is refused when its optimizer steps",
+    ),
     Probe(f"{_FSDP}._fully_shard:FSDPModule", ("_get_fsdp_state",)),
     Probe(
         f"{_FSDP}._fsdp_state:FSDPState", ("_lazy_init", "_root_pre_forward"), words=("_is_root", "_fsdp_param_group")

@@ -56,6 +56,8 @@ def describe_type(hint: Any) -> str:
         if args[1:] == (Ellipsis,):
             return f"a list (each: {describe_type(args[0])})"
         return f"a list of {len(args)} (each: {describe_type(args[0])})"
+    if origin is dict and "Literal" in str(args[1]):
+        return f"a mapping {{'name': word}}, each word {describe_type(args[1])}"
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return f"a mapping of {', '.join(hint.__struct_fields__)}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

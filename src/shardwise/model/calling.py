@@ -86,6 +86,8 @@ def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) ->
 def call_alone(model: nn.Module, batch: Batch) -> Any:
     """Calls the model as :func:`call` does, with labels where its forward cannot be called without: to learn from its code, and
     not for training."""
+    if getattr(model, "takes_batch", False):
+        return model(batch)
     labels = _labels_asked_for(model, batch)
     args, kwargs = arguments_of(model, batch, given=labels)
     return model(*args, **kwargs, **labels)
@@ -201,6 +203,13 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     tables = [child for child in model.modules() if isinstance(child, nn.Embedding)]
     named = [name for name in ("input_ids", "decoder_input_ids") if name in parameters]
     asked = [p.name for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if getattr(model, "takes_batch", False):
+        raise UsageError(
+            f"{type(model).__name__}.forward({', '.join(asked)}) without example=",
+            why="under tp a model is run once to find which layers can be cut, and what its loss reads of a batch is not known",
+            fix="give it a micro-batch as in training, with the labels: sw.parallelize(model, world, example=batch), such as "
+            'batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "labels": torch.zeros(2, 8, dtype=torch.long)}',
+        )
     if not tables or not (named or len(asked) == 1):
         raise _needs_example(model, asked, has_tables=bool(tables))
     # Not from the shapes of parameters: that they are read would be taken for what the model's code does.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
 from shardwise.errors import RankError, UsageError
 from shardwise.model.read import dtype_name
@@ -159,7 +160,7 @@ class BufferExchange:
                     f"{first_few(names)}: a forward writes this buffer and computes with it. Until the end of a window, when {num} data ranks "
                     "bring its values together, each has its own, so results differ from those of one process. For the same results write it "
                     "in post_optimizer_step(), from values that forwards keep in another buffer",
-                    stacklevel=2,
+                    stacklevel=level_of_caller(),
                 )
 
     @property

@@ -30,6 +30,7 @@ from shardwise.parallel.buffers import watch_outside
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.lost_writes import refuse_lost_writes
+from shardwise.parallel.module_guards import watch_modules
 from shardwise.parallel.named_gradients import watch_named_gradients
 from shardwise.parallel.part_values import show_parts
 from shardwise.parallel.plain_parts import plain_parts, refuse_states_of_parts
@@ -172,7 +173,7 @@ def shard(
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
     for note in recipe.notes:
         if note.warns and world.is_main:
-            warnings.warn(f"{(note.option or note.name).partition('.')[0]}: {note.why}", stacklevel=3)
+            warnings.warn(f"{note.option.partition('.')[0] if note.option else note.name}: {note.why}", stacklevel=3)
     runtime = apply_recipe(module, recipe, world)
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)
@@ -245,6 +246,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     watch_outside(runtime)
     watch_named_gradients()
     attach(module, runtime)
+    watch_modules(runtime)
     refuse_states_of_parts(module, recipe)
     show_parts(runtime, plain_parts(recipe))
     runtime.before_first_step.append(functools.partial(refuse_other_copies, runtime))
@@ -325,13 +327,13 @@ def _refuse_wrapped(module: nn.Module) -> None:
     for name, child in module.named_modules():
         kind = type(child).__name__
         if (
-            isinstance(child, FSDPModule | DDPModule | nn.parallel.DistributedDataParallel)
+            isinstance(child, FSDPModule | DDPModule | nn.parallel.DistributedDataParallel | nn.DataParallel)
             or kind == "FullyShardedDataParallel"
         ):
             raise UsageError(
                 f"a module that holds a {kind}",
                 why="another library has sharded or replicated it, so its tensors are not whole",
-                fix="pass the plain module, before any fully_shard, DDP or FSDP call",
+                fix="pass the plain module, before any fully_shard, DDP, FSDP or DataParallel call",
                 name=name or None,
             )
     for name, param in module.named_parameters():

@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
 from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
-from shardwise.parallel.stale import ModuleSnapshot, refuse_deepcopy, refuse_pickling
+from shardwise.parallel.stale import ModuleSnapshot
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
@@ -38,6 +39,7 @@ __all__ = [
     "is_parallelized",
     "runtime_of",
     "runtimes_in_use",
+    "wrapped_around",
 ]
 
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
@@ -169,6 +171,7 @@ class Runtime:
         self.shown: ShownClasses | None = None  # None: there are none
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.in_window = False
+        self._busy: tuple[threading.Thread, str] | None = None  # the thread that runs something on the model, and what
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
         # A backward outside of windows has summed gradients; None: the user was warned.
         self.has_loose_sums: bool | None = False
@@ -197,6 +200,8 @@ class Runtime:
         ] = {}  # subject -> what was chosen or seen since training began, for people: its text
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         self.pending: Pending | None = None  # source of the values that loading will not bring
+        # Parameter that is not trained, and that the constructor drew -> whether it still has these numbers.
+        self.frozen_draws: dict[str, Callable[[], bool]] = {}
         self.loaded_from: Path | None = None  # the model directory that its weights came from
         # The tokenizer that it is trained with: its file, or the files to save, by name; False: trained without one; None: that of
         # the directory of its weights.
@@ -207,7 +212,27 @@ class Runtime:
         self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write
         self._withheld: ShardwiseError | None = None
 
+    def enter(self, what: str) -> None:
+        """Notes that this thread runs ``what`` on the model, until :meth:`leave`.
+
+        Raises:
+            UsageError: another thread runs something on it.
+        """
+        now = threading.current_thread()
+        if self._busy is not None and self._busy[0] is not now:
+            other, running = self._busy
+            raise UsageError(
+                f"{what} in the thread {now.name!r}, while {running} of the same model runs in the thread {other.name!r}",
+                why="both exchange with the other ranks over the same connections, in an order that differs from rank to rank, and set the model's mode",
+                fix="call both in one thread, one after the other: sw.evaluate between two steps. Beside training, evaluate a checkpoint in a job of its own",
+            )
+        self._busy = (now, what)
+
+    def leave(self) -> None:
+        self._busy = None
+
     def leave_window(self) -> None:
+        self.leave()
         self.in_window, self.on_zero_grad = False, _nothing
 
     # ---- tensors ---------------------------------------------------------------------------------------------
@@ -466,8 +491,6 @@ def attach(module: nn.Module, runtime: Runtime) -> None:
     """Stores ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
     _in_use[next(_numbers)] = runtime
-    module.__dict__["__deepcopy__"] = refuse_deepcopy
-    module.__dict__["__reduce_ex__"] = refuse_pickling
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -492,18 +515,23 @@ def runtime_of(module: nn.Module) -> Runtime:
     if runtime is None:
         inner = next((name for name, child in module.named_modules() if has_runtime(child)), None)
         if inner is not None:
-            raise UsageError(
-                f"a {type(module).__name__} around a model that parallelize has made parallel",
-                why=f"the sharded model is its {inner!r}, and sums its gradients over the ranks by itself, replicas too",
-                fix=f"do not wrap it: pass what sw.parallelize returned ({type(module).__name__}(...).{inner} here); a module of your own around "
-                "the model is wrapped first and given to parallelize whole",
-            )
+            raise wrapped_around(type(module).__name__, inner)
         raise UsageError(
             f"a {type(module).__name__} that was not sharded",
             why="this call needs the recipe that parallelize hangs on the root module",
             fix="call model = sw.parallelize(model, world) first, and pass its result",
         )
     return runtime
+
+
+def wrapped_around(kind: str, inner: str = "module") -> UsageError:
+    """The error for a wrapper of this kind around a sharded model, which is its attribute ``inner``."""
+    return UsageError(
+        f"a {kind} around a model that parallelize has made parallel",
+        why=f"the sharded model is its {inner!r}, and sums its gradients over the ranks by itself, replicas too",
+        fix=f"do not wrap it: pass what sw.parallelize returned ({kind}(...).{inner} here); a module of your own around "
+        "the model is wrapped first and given to parallelize whole",
+    )
 
 
 def has_runtime(module: nn.Module) -> bool:

@@ -15,7 +15,16 @@ from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
 
-__all__ = ["ModuleSnapshot", "mark_stale", "refuse_deepcopy", "refuse_pickling", "refuse_stale", "replaced_name"]
+__all__ = [
+    "ModuleSnapshot",
+    "mark_stale",
+    "other_dtype",
+    "refuse_copy",
+    "refuse_no_optimizer",
+    "refuse_pickling",
+    "refuse_stale",
+    "replaced_name",
+]
 
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
@@ -45,6 +54,20 @@ def replaced_name(param: Tensor) -> str | None:
     return getattr(param, _MARK, None)
 
 
+def refuse_no_optimizer(optim: Any, call: str) -> None:
+    """Raises UsageError for what is not one optimizer, given to ``call``."""
+    if isinstance(optim, torch.optim.Optimizer):
+        return
+    is_many = isinstance(optim, list | tuple | Mapping)
+    raise UsageError(
+        f"{call} with {'several optimizers' if is_many else f'{optim!r:.40}'} in place of an optimizer",
+        why="it takes one torch.optim.Optimizer",
+        fix="call it for each; a second one is saved and resumed by CheckpointManager(root, step, extra={'second': second})"
+        if is_many
+        else "pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+    )
+
+
 def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raises UsageError for an optimizer that holds a parameter object which sharding has replaced."""
     for group in optimizer.param_groups:
@@ -58,24 +81,41 @@ def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             )
 
 
-def refuse_deepcopy(_memo: Any) -> NoReturn:
-    """Replaces ``__deepcopy__`` of a sharded module: raises UnsupportedError."""
+def refuse_copy(call: str, name: str, _memo: Any = None) -> NoReturn:
+    """Raises UnsupportedError for a copy, by ``call``, of the module ``name`` of a sharded model ("": of the model)."""
     raise UnsupportedError(
-        "deepcopy of a sharded module",
+        f"{call} of {'a part of ' if name else ''}a sharded module",
         why="hooks, shards and process groups belong to the one module, so a copy would train wrongly without an error",
         fix="for an average of weights (EMA) keep averages = [p.detach().clone() for p in model.parameters()], and after each step, "
         "within torch.no_grad(), average.lerp_(p, 0.001) for each of them; for a second network (a target) parallelize a second "
         "model in the same way, and target.load_state_dict(model.state_dict()), or, with tp, sw.load_full_state_dict(target, "
         "sw.full_state_dict(model)); whole values: sw.full_state_dict(model)",
+        name=name or None,
     )
 
 
-def refuse_pickling(_protocol: Any) -> NoReturn:
-    """Replaces ``__reduce_ex__`` of a sharded module: raises UnsupportedError."""
+def refuse_pickling(name: str) -> NoReturn:
+    """Raises UnsupportedError for a pickle of the module ``name`` of a sharded model ("": of the model)."""
+    values = (
+        f'{{n: v for n, v in sw.full_state_dict(model).items() if n.startswith("{name}.")}} for the values of this part'
+    )
     raise UnsupportedError(
-        "torch.save, pickle or copy.copy of a sharded module",
+        f"torch.save or pickle of {'a part of ' if name else ''}a sharded module",
         why="hooks and process groups belong to this process, and of most parameters it has a part",
-        fix="on every rank: sw.save_weights(model, directory) for its values, sw.CheckpointManager to go on with the run later",
+        fix=f"on every rank: {values if name else 'sw.save_weights(model, directory) for its values'}, sw.CheckpointManager to go on with the run later",
+        name=name or None,
+    )
+
+
+def other_dtype(name: str, was: torch.dtype, now: str) -> UsageError:
+    """The error for a tensor of a sharded model that got, or would get, another dtype."""
+    return UsageError(
+        f"a tensor was {was} when the module was sharded, and {now}",
+        why="the recipe says in which dtype each tensor is stored, computed with and reduced; .to(), .half() and the "
+        "like bypass it",
+        fix='give it to parallelize: precision="bf16", or Precision(storage=..., compute=...); for files only: sw.save_weights(model, '
+        'directory, dtype="bfloat16")',
+        name=name,
     )
 
 
@@ -128,13 +168,7 @@ class ModuleSnapshot:
     def _other_dtype(self) -> UsageError:
         was = {id(param): dtype for param, dtype in zip(self._real, self._dtypes, strict=True)}
         name, param = next((n, p) for n, (p, _) in self._named.items() if p.dtype != was[id(p)])
-        return UsageError(
-            f"a parameter was {was[id(param)]} when the module was sharded, and is {param.dtype} now",
-            why="the recipe says in which dtype each tensor is stored, computed with and reduced; .to(), .half() and the "
-            "like bypass it",
-            fix='give it to parallelize: precision="bf16", or Precision(storage=..., compute=...)',
-            name=name,
-        )
+        return other_dtype(name, was[id(param)], f"is {param.dtype} now")
 
     def _refuse_new_hooks(self, parts: Collection[str]) -> None:
         before = {id(param): hooks for param, *hooks in zip(self._real, *self._hooks, strict=True)}

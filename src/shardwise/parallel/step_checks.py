@@ -9,7 +9,6 @@ warning, as it may be intended: a backward outside of windows sums gradients ove
 
 import contextlib
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.optimizers import step_hooks, step_within
+from shardwise.config.caller import level_of_caller
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.buffers import end_outside
@@ -230,16 +230,8 @@ def _warn_of_sums(runtime: Runtime) -> None:
         f"rank gives gradients {size} times as large. Count what all ranks have, and divide a sum by it: "
         "`with sw.window(model, batches) as w: ... (loss_sum / w.num_tokens).backward()`; or divide the mean by the number of ranks.",
         UserWarning,
-        stacklevel=_level_of_caller(),
+        stacklevel=level_of_caller(),
     )
-
-
-def _level_of_caller() -> int:
-    """``stacklevel`` of the user's line that has taken the step: above those of torch's and Shardwise's own wrappers."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardwise", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _warn_of_own(runtime: Runtime, what: str) -> None:
@@ -251,5 +243,5 @@ def _warn_of_own(runtime: Runtime, what: str) -> None:
         "a step by it lets the ranks drift apart. Put it into param.grad inside `with sw.window(model, batches) as w:`, which sums it over the "
         "ranks, or call backward() there.",
         UserWarning,
-        stacklevel=_level_of_caller(),
+        stacklevel=level_of_caller(),
     )

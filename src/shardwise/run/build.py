@@ -1,5 +1,6 @@
 """Builds the model of a training run with the weights it starts from, and its step, from the configuration."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,7 @@ _KEYS = {
     "names": f"{_RENAME}, or --model.strict=false to load what fits and draw the rest",
     "shape": "--model.strict=false with --model.rename={pattern: null} leaves tensors out",
     "dtype": f"--model.cast=true, {_SAME}",
+    "frozen": f"{_RENAME}; what is not trained is not drawn either: give weights that have it, or train it (model.freeze, model.train_only)",
     "double": "--model.rename={pattern: null}, with a pattern of the one to leave out",
 }
 """What does not fit in the weights that a run starts from -> the keys that say what to do."""
@@ -144,6 +146,9 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
                 given.strict or error.misfit != "names"
             )  # else it was allowed already, and not one name is right
             error.fix = f"in this run: {_KEYS[error.misfit] if may_leave_out else f'{_RENAME}, {_SAME}'}"
+            if error.rename is not None:
+                key, value = (json.dumps(text) for text in error.rename)
+                error.fix = f"in this run: --model.rename='{{{key}: {value}}}' --model.strict=false, for layers that were wrapped"
             _blame_changes(config, error)
         raise
 

@@ -53,6 +53,8 @@ class LoadTransaction:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
             self.runtime.half_loaded.clear()
+            for name in self.names:
+                self.runtime.frozen_draws.pop(name, None)
             self.runtime.pending = None
             self.runtime.release()
 

@@ -1,6 +1,6 @@
 """Matches stored weights to a model's tensors, and checks names, shapes and dtypes before any value is copied."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from shardwise.state.grown import GrownTable, grown
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
 from shardwise.state.match_own import match_own
+from shardwise.state.misfit_names import refuse_misfit_names
 from shardwise.state.own_load import OwnLoad
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
@@ -134,7 +135,8 @@ def plan_of(
         matched.tensors[name] = grown(stored, wanted[name].shape, rules.rows)
         doubles = matched.doubles.get(name, {})
         doubles |= {other: grown(stored, wanted[name].shape, rules.rows) for other, stored in doubles.items()}
-    _refuse_unfit(matched, wanted, opened, rules)
+    drawn = [name for name in matched.missing if name in runtime.frozen_draws and runtime.frozen_draws[name]()]
+    _refuse_unfit(matched, wanted, opened, rules, drawn)
     _refuse_untied(matched, opened, files, boxes)
     if rules.check_finite:
         _refuse_nonfinite(matched, opened, files, boxes)
@@ -155,7 +157,9 @@ def plan_of(
     return LoadPlan(report, ordered, extra, opened.folder, opened.verified is not None, own)
 
 
-def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules) -> None:
+def _refuse_unfit(
+    matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules, drawn: Collection[str]
+) -> None:
     if wanted and not source.tensors:
         raise CheckpointError(
             f"weights from {source.place}",
@@ -192,19 +196,7 @@ def _refuse_unfit(matched: Matched, wanted: Mapping[str, Wanted], source: Source
             name=name,
             misfit="dtype",
         )
-    if rules.strict and (matched.missing or matched.unexpected):
-        parts = []
-        if matched.missing:
-            parts.append(f"{len(matched.missing)} of {len(wanted)} tensors are missing: {shortened(matched.missing)}")
-        if matched.unexpected:
-            parts.append(f"{len(matched.unexpected)} there are not in the model: {shortened(matched.unexpected)}")
-        raise CheckpointError(
-            f"weights from {source.place}",
-            why="; ".join(parts),
-            fix='map names with rename=[("pattern", "replacement")], or pass strict=False to load what fits',
-            name=(matched.missing or matched.unexpected)[0],
-            misfit="names",
-        )
+    refuse_misfit_names(matched, wanted, source, strict=rules.strict, drawn=drawn)
     if not matched.tensors:
         raise CheckpointError(
             f"weights from {source.place}",

@@ -19,6 +19,7 @@ from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.init.values import scatter_values
+from shardwise.parallel.stale import refuse_no_optimizer
 from shardwise.state.report import shortened
 from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world import described
@@ -56,6 +57,7 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
         RankError: a rank does not take part.
     """
     runtime = runtime_of(model)
+    refuse_no_optimizer(optim, "full_optimizer_state_dict")
     names = names_of(runtime, optim)
     kinds = agreed_kinds(runtime, optim, "full_optimizer_state_dict, before it is gathered")
     kept = {name: optim.state[runtime.parameters[name]] for name, keys in kinds.items() if keys}
@@ -92,6 +94,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
         UsageError: the optimizer has a parameter that is not the model's.
     """
     runtime = runtime_of(model)
+    refuse_no_optimizer(optim, "load_full_optimizer_state_dict")
     world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
     names_of(runtime, optim)  # on every rank: raises for a parameter that is not the model's
     told = collectively(world, place, lambda: match_state(runtime, optim, state), on_main=True)

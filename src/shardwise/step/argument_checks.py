@@ -67,7 +67,10 @@ def refuse_unfit(runtime: Runtime, optim: Any, scheduler: Any) -> None:
         raise UsageError(
             f"TrainStep(model, {getattr(optim, '__name__', type(optim).__name__)})",
             why="it is not an optimizer object",
-            fix="pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+            fix="one with groups: torch.optim.AdamW([{'params': ..., 'lr': ...}, ...]); of two kinds: a loop of your own, `with sw.window(model, "
+            "batches) as w: ...`, then step() and zero_grad() of each. CheckpointManager(root, step, extra={'second': second}) saves the second"
+            if isinstance(optim, list | tuple | Mapping)
+            else "pass one built from the sharded model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     _refuse_kind(runtime, optim)
     _refuse_foreign_parameters(runtime, optim)

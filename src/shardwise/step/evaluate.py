@@ -87,9 +87,16 @@ def evaluate(
     if fused:
         loss, call_model = None, fused_forward(model, fused, loss, call_model)
     sums = _Sums(runtime_of(model), loss, counter, call_model)
-    with eval_mode(model):
-        sums.run(loader)
-        return sums.means()
+    runtime = sums.runtime
+    nested = runtime.in_window
+    runtime.enter("sw.evaluate")
+    try:
+        with eval_mode(model):
+            sums.run(loader)
+            return sums.means()
+    finally:
+        if not nested:
+            runtime.leave()
 
 
 class _Sums:

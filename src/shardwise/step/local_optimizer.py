@@ -21,7 +21,7 @@ from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError
 from shardwise.model.tensors import like_parameter
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise
-from shardwise.parallel.stale import refuse_stale
+from shardwise.parallel.stale import refuse_no_optimizer, refuse_stale
 from shardwise.parallel.step_checks import check_step, hooks_of, stepped_by, stepping
 from shardwise.parallel.step_threads import threads_of_step
 
@@ -44,6 +44,7 @@ def local_optimizer(optim: Opt) -> Opt:
         UnsupportedError: an optimizer that is not known to be elementwise (Muon, LBFGS, Adafactor, your own): its
             update of a shard is not the shard of its update.
     """
+    refuse_no_optimizer(optim, "local_optimizer")
     if not is_elementwise(optim):
         raise UnsupportedError(
             f"local_optimizer({type(optim).__name__})",

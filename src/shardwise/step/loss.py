@@ -247,6 +247,7 @@ class TaskModel(nn.Module):
         forward: how to call the model on a batch: ``forward(model, batch)``, or ``forward(model, batch, state)``.
     """
 
+    takes_batch = True  # its forward takes a micro-batch whole: see shardwise.model.calling
     _weights_of = "model"  # weights are saved for the model without the task: see shardwise.state.naming
 
     @known_keywords

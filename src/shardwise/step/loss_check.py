@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError, first_line
@@ -150,7 +151,7 @@ class SumCheck:
                 f"the loss writes {first_few(names)}, a buffer that the model does not have: each rank writes it from its own data, nothing "
                 "compares the ranks, and it is in no checkpoint. Put the loss in the model, before parallelize: "
                 'model = sw.TaskModel(model, loss), and say what the ranks make of it together: Sharding(buffers={"*.center": "mean"})',
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
 
     def _worth(self, copies: Copies) -> str:
@@ -333,7 +334,7 @@ def _warn_of_square(name: str) -> None:
         f"the {name} grows with the square of the number of samples: four times as large for a micro-batch twice over, nine times for three copies. "
         "Where an output of shape [N, 1] meets a target of shape [N], torch makes [N, N] of them: output.squeeze(-1). A loss of pairs of samples is "
         "meant so, and depends on the size of a micro-batch",
-        stacklevel=2,
+        stacklevel=level_of_caller(),
     )
 
 
@@ -344,5 +345,5 @@ def _warn_unchecked(error: Exception | None) -> None:
     warnings.warn(
         f"the loss could not be tried on a micro-batch twice over ({text}), so nothing tells whether it is a sum: a mean "
         'would train wrong (use reduction="sum")',
-        stacklevel=2,
+        stacklevel=level_of_caller(),
     )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.config.caller import level_of_caller
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import valid_labels
 from shardwise.errors import ConfigError, RankError, ShardwiseError, first_line
@@ -172,7 +173,7 @@ class ModelLossCheck:
             f"{means.both:.6g} where their mean is {expected:.6g}. What is added to it (a router's loss, a loss of pairs of samples) depends on how "
             "samples are grouped into micro-batches. If it is a mean over other items (cross entropy with class weights divides by the weights of the "
             "labels), pass their number: count=lambda batch: weights[batch['labels']].sum()",
-            stacklevel=2,
+            stacklevel=level_of_caller(),
         )
         return True
 
@@ -278,7 +279,7 @@ def _warn_untried(error: Exception) -> None:
     text = first_line(error, type(error).__name__)
     warnings.warn(
         f"the model's loss could not be tried on parts of a micro-batch ({text}), so nothing tells whether it is a mean over what is counted",
-        stacklevel=2,
+        stacklevel=level_of_caller(),
     )
 
 

@@ -19,6 +19,7 @@ from shardwise._torch.scaler import is_unscaled, scale_of, tell_scaler
 from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.stale import refuse_no_optimizer
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
 from shardwise.step.norm import GradientNorm
 
@@ -108,6 +109,7 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
     """
     runtime = runtime_of(model)
     _refuse_no_scaler(scaler)
+    refuse_no_optimizer(optim, "unscale_gradients_")
     if not scaler.is_enabled():
         return True
     refuse_in_window(runtime, "unscale_gradients_", "unscale after the with block")

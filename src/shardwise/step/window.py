@@ -116,6 +116,16 @@ class Window:
     # ---- entering --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> "Window":
+        self.runtime.enter("a window")
+        try:
+            self._begin()
+        except BaseException:
+            if not self.runtime.in_window:
+                self.runtime.leave()
+            raise
+        return self
+
+    def _begin(self) -> None:
         runtime = self.runtime
         if runtime.in_window:
             raise UsageError(
@@ -144,7 +154,6 @@ class Window:
         if runtime.step < _NUM_WINDOWS_CHECKED and shifts_labels(self.model):
             self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
         runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
-        return self
 
     def _mark_tensors(self) -> None:
         """Notes versions and checksums that the end of the window compares with. Changes no tensor: the exchange that is under way may

@@ -4,6 +4,7 @@ a rank's own forwards only."""
 import warnings
 from collections.abc import Collection
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
 from shardwise.model.module_state import plain_numbers
 from shardwise.model.tensors import change_marks, version_of
@@ -103,7 +104,7 @@ class WrittenState:
             warnings.warn(
                 f"{text}. {num} data ranks share the micro-batches of a window, so they count more slowly than one process. "
                 f"{policy}Where optimizer steps are meant, count those: TrainStep passes its forward a `state` with state.step, and calls the model's post_optimizer_step()",
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
         return text
 

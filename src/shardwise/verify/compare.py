@@ -7,7 +7,7 @@ recipe's ``extents``, and copies on several ranks must be equal to the last bit.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,12 +25,13 @@ _FLOOR = 1e-6  # share of the largest tensor; below it a relative error means no
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between the two runs: its kind, error, tensor or rank, and step (from 1)."""
+    """A difference between the two runs: its kind, error, tensor or rank, step (from 1), and the error allowed there."""
 
     kind: str
     err: float
     name: str
     step: int
+    allowed: float = 0.0
 
     @property
     def place(self) -> str:
@@ -65,7 +66,7 @@ class Report:
         return (
             f"equal: {counted(self.num_ranks, 'rank')}, layout {self.layout}, {self.engine}, {counted(self.num_units, 'unit')}, "
             f"{counted(self.num_steps, 'step')}\n"
-            f"       largest difference {worst.err:.1e}{at}, allowed {self.gate:.0e}{self._of_statistics()}"
+            f"       largest difference {worst.err:.1e}{at}, allowed {max(self.gate, worst.allowed):.0e}{self._of_statistics()}"
         )
 
     def _of_statistics(self) -> str:
@@ -106,9 +107,9 @@ def compare(
     for number in range(1, len(oracle) + 1):
         steps = [rank.steps[number - 1] for rank in ranks]
         for difference in _step_differences(task, recipe, oracle[:number], steps):
-            if difference.err > worst.get(difference.kind, Difference("", -1.0, "", 0)).err:
-                worst[difference.kind] = difference
             allowed = max(gate, 8 * own.get((difference.kind, difference.name), 0.0))
+            if difference.err > worst.get(difference.kind, Difference("", -1.0, "", 0)).err:
+                worst[difference.kind] = replace(difference, allowed=allowed)
             if not difference.err <= allowed:
                 raise _error(difference, recipe, len(ranks), allowed)
     return Report(

@@ -410,8 +410,8 @@ def t_changed_after_sharding(layout: str, change: str):
         module = build()
         module.never.requires_grad_(False)
         model = parallelize(module, world, sharding=None if layout == DDP else BLOCKS)
-        globals()[change](model)
         try:
+            globals()[change](model)
             gradients(world, model)
         except UsageError as error:
             return error.given, error.name

@@ -5,6 +5,7 @@ makes its own values from it. Otherwise, and for a module that has values alread
 """
 
 import contextlib
+import functools
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.model import refuse_lazy
-from shardwise.model.tensors import loose_tensors, replace_tensors, tensors_of, to_meta
+from shardwise.model.tensors import loose_tensors, replace_tensors, tensors_of, to_meta, version_of
 from shardwise.parallel.init.build import build_on_meta
 from shardwise.parallel.init.tape import Tape
 from shardwise.parallel.init.values import scatter_values, write_from_tape
@@ -52,6 +53,17 @@ class FromTape:
 
     def write(self, runtime: Runtime) -> None:
         write_from_tape(runtime, self.tape, self.on_meta)
+        self.note_frozen(runtime)
+
+    def note_frozen(self, runtime: Runtime) -> None:
+        """Notes the parameters that are not trained and have numbers drawn at random, until they get others."""
+        for name, param in runtime.parameters.items():
+            if not runtime.recipe.params[name].trainable and self.tape.has_draws(self.on_meta[name]):
+                runtime.frozen_draws[name] = functools.partial(self._is_drawn, name, param, version_of(param))
+        runtime.before_first_step.append(runtime.frozen_draws.clear)
+
+    def _is_drawn(self, name: str, param: Tensor, version: int) -> bool:
+        return version_of(param) == version and self.tape.is_random(self.on_meta[name])
 
 
 class ForLoading(FromTape):
@@ -61,6 +73,7 @@ class ForLoading(FromTape):
 
     def write(self, runtime: Runtime) -> None:
         runtime.pending = self
+        self.note_frozen(runtime)
         runtime.withhold(
             UsageError(
                 "a model that has no values yet",

@@ -180,9 +180,23 @@ class Tape:
                 self._replay(index, storages, mark)
             return self._unpack(target, storages, mark)
 
+    def is_random(self, tensor: Tensor) -> bool:
+        """Whether the values of ``tensor`` are another in a run of another seed: a draw that was overwritten does not count."""
+        if not self.has_draws(tensor):
+            return False
+        values, self.seed = self.values(tensor), self.seed + 1
+        try:
+            return not torch.equal(values, self.values(tensor))
+        finally:
+            self.seed -= 1
+
+    def has_draws(self, tensor: Tensor) -> bool:
+        """Whether a draw has a part in the values of ``tensor``, or had before they were overwritten."""
+        return any(self._entries[index].draws for index in self._slice(self.ref(tensor).storage))
+
     def settled(self, tensor: Tensor) -> Tensor | None:
         """The values of ``tensor`` if they are equal in every construction: written, and not by a draw. Else None."""
-        if any(self._entries[index].draws for index in self._slice(self.ref(tensor).storage)):
+        if self.has_draws(tensor):
             return None
         values = self.values(tensor)
         return None if self.num_unwritten(tensor, values) else values

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.errors import ShardwiseError
 from shardwise.state.checkpoint.contents import Contents
 from shardwise.state.checkpoint.writer import memory_in_line
 from shardwise.world import World
@@ -37,9 +38,17 @@ class Background:
 
     def wait(self) -> None:
         """Waits for the save that is being written, and raises its error."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
+        if self._under_way is None:
+            return
+        under_way, self._under_way = self._under_way, None
+        error = under_way.exception()
+        if isinstance(error, ShardwiseError):  # it says what happened: without the lines of the thread
+            error.add_note(
+                "The save that was written beside training has failed, and the run stops here unless this error is caught: checkpoints from "
+                "before are as they were, and the same command goes on from the newest."
+            )
+            raise error.with_traceback(None) from None
+        under_way.result()
 
     def outcome(self, timeout_s: float) -> BaseException | None:
         """Waits for the save that is being written, and returns its error or None. No communication."""

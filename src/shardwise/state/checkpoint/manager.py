@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.config.keywords import known_keywords
+from shardwise.config.keywords import public_call
 from shardwise.errors import ConfigError, Stopped, UsageError
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.background import Background
@@ -75,7 +75,16 @@ class CheckpointManager:
 
     says_stop = True
 
-    @known_keywords
+    @public_call(
+        {
+            **dict.fromkeys(
+                ("model", "optim", "optimizer", "optimizers"),
+                "leave it out: the step has its model and its optimizer, CheckpointManager(root, step); a second optimizer: extra={'second': second}",
+            ),
+            "metric": "best=",
+            "monitor": "best=",
+        }
+    )
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -181,7 +190,10 @@ class CheckpointManager:
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
-    def save_every(self, num_steps: int | None, out: Any = None) -> Path | None:
+    @public_call()
+    def save_every(
+        self, num_steps: int | None, out: Any = None, *, metrics: Mapping[str, float] | None = None
+    ) -> Path | None:
         """Saves if the step just done is a multiple of ``num_steps``, if the run was asked to stop, or if a checkpoint
         was asked for (which is on disk when this returns). All ranks must call it after each step.
 
@@ -189,6 +201,7 @@ class CheckpointManager:
             num_steps: windows between two saves; None: only when asked.
             out: what the step returned; ``best`` uses its loss and metrics. A save that was asked for needs none: it is kept as
                 the newest.
+            metrics: further figures for ``best``, by name; needed where a checkpoint is saved.
 
         Returns:
             the checkpoint's path, if there is a new one.
@@ -199,10 +212,11 @@ class CheckpointManager:
         """
         if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1):
             raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
+        figures = {} if out is None else {"loss": out.loss, **out.metrics}
+        figures |= metrics or {}
         reason = self._world.stop.agreed
         if reason is None and not self._world.stop.saves and (num_steps is None or self._runtime.step % num_steps):
             return None
-        figures = {} if out is None else {"loss": out.loss, **out.metrics}
         # A request counts once, even if the save fails.
         is_asked, self._world.stop.saves = self._world.stop.saves, False
         saved = self._save(figures, is_asked=is_asked or reason is not None)
@@ -401,7 +415,7 @@ class CheckpointManager:
 def _to_the_caller() -> int:
     """The ``stacklevel`` with which a warning of the calling function points to the line outside this file, and the
     decorator of its constructor, that led to it."""
-    frame, level, own = sys._getframe(1), 1, (__file__, known_keywords.__code__.co_filename)
+    frame, level, own = sys._getframe(1), 1, (__file__, public_call.__code__.co_filename)
     while frame is not None and frame.f_code.co_filename in own:
         frame, level = frame.f_back, level + 1
     return level

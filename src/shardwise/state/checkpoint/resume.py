@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import runtime_of
+from shardwise.parallel.stale import refuse_no_optimizer
 from shardwise.state.checkpoint.directory import Directory
 from shardwise.state.checkpoint.position import check_states, dataset_states, put_dataset, trained_position
 from shardwise.state.checkpoint.restore import Restored, restore
@@ -53,6 +54,7 @@ def check_step(step: Any) -> None:
             why=f"it has no {', '.join(lacking)}",
             fix="give the TrainStep: CheckpointManager(root, step)",
         )
+    refuse_no_optimizer(step.optim, f"CheckpointManager(root, {type(step).__name__}), whose optim is")
 
 
 class ResumePoint:

@@ -54,7 +54,7 @@ class RetentionPolicy:
             raise ConfigError(
                 f"best={self.best!r} and a save without {name}",
                 why=f"it was given {', '.join(metrics) or 'no figures'}",
-                fix=f"save(metrics={{{name!r}: value}}), or save_every(n, out) with out.metrics[{name!r}]",
+                fix=f"save(metrics={{{name!r}: value}}), or save_every(n, out, metrics={{{name!r}: value}}) where n divides the step; or let the loss return it",
             )
         try:
             value = float(metrics[name])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise._torch.fully_shard import unit_groups, unit_policies, unit_reshard
 from shardwise._torch.modules import BatchNormBase, is_spectral_norm
+from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
 from shardwise.errors import ConfigError, PlanError, ShardwiseError, UsageError
 from shardwise.model import canonical_modules, dtype_of
@@ -214,7 +215,7 @@ def _warn_of_dropped(found: dict[str, Any], options: dict[str, Any], taken: set[
             warnings.warn(
                 f"units='model': its fully_shard takes {key}, and does not give it to {first_few(without)}, which are treated as the "
                 "others are: what parallelize is given holds for the whole model",
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
 
 
@@ -228,7 +229,7 @@ def _warn_of_dropped_reshard(freed: dict[str, bool | int], asked: bool | int, ta
     warnings.warn(
         f"units='model': its fully_shard {has} to {first_few(without)}: {asked} has no effect there, and they are freed after each forward. "
         "Let it pass reshard_after_forward on to torch's fully_shard, or use units= with the classes of its blocks",
-        stacklevel=2,
+        stacklevel=level_of_caller(),
     )
 
 
@@ -250,7 +251,7 @@ def _warn_of_other_cuts(found: dict[str, Any]) -> None:
             warnings.warn(
                 f"units='model': its fully_shard wants {first_few(names)} {wish} "
                 f"({option}); they are cut along their first dim, as all parameters of a unit are. The numbers are the same",
-                stacklevel=2,
+                stacklevel=level_of_caller(),
             )
 
 

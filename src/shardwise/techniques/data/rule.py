@@ -170,10 +170,11 @@ def _cut_parameters(draft: Draft) -> None:
 
 def _note_state_of_forwards(draft: Draft, facts: Mapping[str, Any]) -> None:
     """Notes modules whose state depends on the number of ranks: each rank runs only a part of a window's forwards."""
-    for name in facts.get("advancing", ()):
+    for number, name in enumerate(facts.get("advancing", ())):
         draft.note(
             name,
             "warning: the power iteration of its spectral norm advances once per forward of a rank, so numbers depend on the number of ranks",
+            warns=number == 0 and draft.layout.size > draft.layout.tp,
         )
     found: Sequence[str] = facts.get("statistics", ())
     if not found:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise._torch.graphs import look_in_graph, mark_in_graph
+from shardwise.config.caller import level_of_caller
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.pytrees import Replaced, leaves_of, map_leaves
 from shardwise.recipe import Recipe
@@ -169,7 +170,7 @@ class _CastWarning:
                     f"cast_inputs='units' casts the input {name!r} of unit {self._unit!r} from {dtype} to "
                     f"{str(self._compute).removeprefix('torch.')}: values change by up to {change:.2g} (the largest is {size:.4g}). "
                     "cast_inputs='root' casts nothing inside of the model",
-                    stacklevel=2,
+                    stacklevel=level_of_caller(),
                 )
 
     def _change(self, x: Any) -> tuple[float, str, float] | None:
