@@ -168,6 +168,7 @@ class Runtime:
         self.own_state: OwnState | None = None
         self.shown: ShownClasses | None = None  # None: there are none
         self.step = 0  # optimizer steps begun: part of every random stream's name
+        self.num_windows = 0  # that have ended in this process
         self.in_window = False
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
         # A backward outside of windows has summed gradients; None: the user was warned.
