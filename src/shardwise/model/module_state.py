@@ -264,11 +264,14 @@ class HookState:
     """The hooks of modules; :meth:`restore` removes those that a forward has added, and adds those that it has removed."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        held = [vars(module).get(kind) for module in modules for kind in _HOOKS]
-        self._hooks = [(hooks, dict(hooks)) for hooks in held if hooks is not None]
+        held = [module.__dict__[kind] for module in modules for kind in _HOOKS]
+        self._used = [(hooks, dict(hooks)) for hooks in held if hooks]
+        self._empty = [hooks for hooks in held if not hooks]
 
     def restore(self) -> None:
-        for hooks, before in self._hooks:
+        for hooks in filter(None, self._empty):
+            hooks.clear()
+        for hooks, before in self._used:
             if hooks.keys() != before.keys():
                 put(hooks, before)
 
