@@ -11,15 +11,12 @@ NOT_CHECKED = {
     "Axis", "Layout", "LoadReport", "MicroBatch", "Recipe", "StateDictType", "StepOutput", "StepState", "World",
     "column_parallel_linear", "default_collate", "linear_cross_entropy", "make_labels", "model_loss", "next_token_loss",
     "pad_collate", "parallel_embedding", "register_tp_plan", "row_parallel_linear", "shift_labels", "tp_copy", "tp_gather",
-    "tp_reduce", "tp_scatter", "transform",
+    "tp_reduce", "tp_scatter", "transform", "verify",
 }  # fmt: skip
 
 
-def is_error(value) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseException)
-
-
-CALLS = [name for name in sw.__all__ if name not in NOT_CHECKED and not is_error(getattr(sw, name))]
+# By name: a look at ``sw.verify`` would hide the room of that name from the tests of it.
+CALLS = [name for name in sw.__all__ if name not in NOT_CHECKED and not name.endswith("Error") and name != "Stopped"]
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -287,6 +287,35 @@ def test_what_is_best_by_another_figure_is_not_compared(ranks, tmp_path):
     assert steps_of(tmp_path) == [3, 4]
 
 
+FIGURES = {
+    "by rank": (lambda rank: {"acc": 0.5 + rank}, "acc differs between ranks", "by rank it is 0.5, 1.5"),
+    "none": (lambda rank: {"acc": None}, "acc=None", "it is a number"),
+    "a text": (lambda rank: {"acc": "high"}, "acc='high'", "it is a number"),
+    "missing on one": (lambda rank: {"acc": 0.5} if rank else {"loss": 1.0}, "a save without acc", "given loss"),
+    "a text on one": (lambda rank: {"acc": 0.5 if rank else "x"}, "acc='x'", "it is a number"),
+}
+
+
+def with_figures(root, given: str):
+    world, _, step = make("dp_shard=2")
+    with world:
+        step([next(iter(sw.Loader(Texts(), world, global_batch=2, micro_batch=1)))[0]])
+        with sw.CheckpointManager(root, step, best="acc") as manager:
+            try:
+                manager.save(metrics=FIGURES[given][0](world.rank))
+            except sw.ConfigError as error:
+                return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("given", FIGURES)
+def test_figures_that_rank_nothing_are_an_error_on_all_ranks(ranks, tmp_path, given):
+    """And not one about the state, or about a rank that was lost."""
+    for text in ranks.run(with_figures, 2, tmp_path, given):
+        assert all(words in text for words in FIGURES[given][1:]), text
+    assert steps_of(tmp_path) == []
+
+
 @pytest.mark.parametrize(("best", "kept"), [("acc", [2, 3]), ("-acc", [1, 3])])
 def test_best_is_the_least_or_with_a_minus_the_greatest_and_never_nan(ranks, tmp_path, best, kept):
     ranks.run(ranked, 2, tmp_path, best, [0.9, 0.1])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from step.rows import by_x, ce, mine, rows
 from torch import nn
 
 import shardwise as sw
@@ -118,27 +119,6 @@ READS = {
     "numpy": lambda load: float(load.numpy().mean()),
     "__array__": lambda load: float(np.abs(load).sum()),
 }
-
-
-def rows(window: int, sizes=(2, 3, 1, 4)):
-    generator = torch.Generator().manual_seed(window)
-    return [
-        {"x": torch.randn(n, 6, generator=generator).double(), "labels": torch.randint(3, (n,), generator=generator)}
-        for n in sizes
-    ]
-
-
-def ce(output, batch):
-    return F.cross_entropy(output, batch["labels"], reduction="sum")
-
-
-def by_x(model, batch):
-    return model(batch["x"])
-
-
-def mine(world, micros):
-    axis = world.axis("dp")
-    return micros[axis.rank :: axis.size]
 
 
 def one_process(model, num=4):
@@ -682,6 +662,7 @@ def test_a_buffer_that_counts_forwards_alike_on_all_ranks_is_named_once(ranks: R
     told, other = ranks.run(_counted, 2, loop)
     assert len(told) == 1 and not other
     assert told[0].startswith("num changed") and "ready" not in told[0]
+    assert """Sharding(buffers={'num': "sum"})""" in told[0]
 
 
 # ---- losses, and two models ---------------------------------------------------------------------------------------------

@@ -217,6 +217,33 @@ def test_the_loss_of_a_collators_batch_is_that_of_transformers(ranks, kind):
     assert abs(ours - expected) < 1e-6 * expected and abs(inside - expected) < 1e-6 * expected
 
 
+def copied(key: str, other: str = ""):
+    """What is said of labels that are a copy of tokens with another name."""
+    with sw.init("dp_shard=2", device="cpu") as world:
+        model = sw.parallelize(build, world)
+        tokens = collated(world.rank)["input_ids"]
+        batch = {key: tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens)}
+        batch |= {other: tokens.flip(0)} if other else {}
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), forward=lambda m, b: m(b[key]))
+        return refused(lambda: step([batch]).num_tokens)
+
+
+@pytest.mark.parametrize("key", ["idx", "tokens", "x"])
+def test_copied_labels_are_found_under_other_names_of_their_tokens(ranks, key):
+    for text in ranks.run(copied, 2, key):
+        assert "labels that equal input_ids at all 48 labelled positions" in text
+    # With a second tensor that they could follow, nothing says which.
+    assert [text[:8] for text in ranks.run(copied, 2, key, "types")] == ["no error"] * 2
+
+
+@pytest.mark.parametrize(
+    "given", [{"idx": torch.zeros(2, 5).long()}, {"input_ids": [[1, 2]]}, torch.zeros(2, 5), [1, 2], {}]
+)
+def test_shift_labels_without_tokens_is_refused(given):
+    with pytest.raises(ConfigError, match="without a tensor input_ids"):
+        sw.shift_labels(given)
+
+
 # ---- shift_labels ------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
+from step.rows import by_x, ce, mine, rows
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -176,22 +176,6 @@ OPTIMIZERS = {
 # ---- training ------------------------------------------------------------------------------------------------------------
 
 
-def rows(window: int, sizes=(2, 3, 1, 4)):
-    generator = torch.Generator().manual_seed(window)
-    return [
-        {"x": torch.randn(n, 6, generator=generator).double(), "labels": torch.randint(3, (n,), generator=generator)}
-        for n in sizes
-    ]
-
-
-def ce(output, batch):
-    return F.cross_entropy(output, batch["labels"], reduction="sum")
-
-
-def by_x(model, batch):
-    return model(batch["x"])
-
-
 def one_process(own: str, optimizer: str, code: str):
     torch.manual_seed(0)
     model = Net(own).double()
@@ -223,9 +207,8 @@ def trained(world, own: str, optimizer: str, code: str, loop: str):
             sw.local_optimizer(optim)
         if code and is_later:
             handle = CODE[code](optim)
-        axis = world.axis("dp")
         for window in range(3):
-            micros = rows(window)[axis.rank :: axis.size]
+            micros = mine(world, rows(window))
             if step is not None:
                 step(micros)
                 continue

@@ -261,8 +261,10 @@ def untriable(layout):
         torch.manual_seed(0)
         model = sw.parallelize(Task(plain_loss, size=4).double(), world, sharding=sw.Sharding(min_unit_bytes=0))
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01), loss=None, count=count)
-        with pytest.warns(UserWarning, match="made for 4 samples"):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             step(mine([batch_of(j, torch.float64) for j in (0, 1)], world))
+        assert ["made for 4 samples" in str(each.message) for each in told] == [True] * world.is_main  # once, by rank 0
         step(mine([batch_of(2 + j, torch.float64) for j in (0, 1)], world))
         return values(model)
 
@@ -272,6 +274,29 @@ def test_what_cannot_be_tried_is_said_and_the_step_is_right(ranks):
     for layout, num in (("dp_shard=1", 1), ("dp_shard=2", 2), ("dp_replicate=2", 2)):
         for found in ranks.run(untriable, num, layout):
             assert_close(found, parameters)
+
+
+def penalised(layout):
+    """What is said of a forward that takes a gradient itself, and returns a sum."""
+    with sw.init(layout, device="cpu", timeout_s=20) as world, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = sw.parallelize(torch.nn.Linear(4, 2).double(), world)
+
+        def forward(model, batch):
+            x = batch["x"].clone().requires_grad_()
+            output = model(x).square().sum()
+            return output + torch.autograd.grad(output, x, create_graph=True)[0].square().sum()
+
+        optim = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = sw.TrainStep(model, optim, loss=None, forward=forward, count=lambda batch: len(batch["x"]))
+        step([{"x": torch.ones(3, 4, dtype=torch.float64)}])
+        return [str(each.message) for each in told if "could not be tried" in str(each.message)]
+
+
+def test_a_forward_that_takes_a_gradient_is_named_as_what_cannot_be_tried(ranks):
+    first, second = ranks.run(penalised, 2, "dp_replicate=2")
+    assert len(first) == 1 and not second
+    assert "its forward takes a gradient itself, and is tried without gradients" in first[0]
 
 
 def edges(output, batch):

@@ -48,6 +48,17 @@ def test_torchs_own_first_seed_is_nobodys(ranks: RankPool):
     assert done.returncode == 0, done.stderr
 
 
+def test_one_process_goes_on_as_the_seed_of_sw_init_gives():
+    """torch.manual_seed(0) as a first line, and sw.init(), which takes 0: nothing to say."""
+    script = (
+        "import torch, shardwise as sw\ntorch.manual_seed(0)\nwith sw.init(device='cpu'): print(torch.rand(1).item())"
+    )
+    command = [sys.executable, "-W", "error::UserWarning", "-c", script]
+    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60)
+    torch.manual_seed(0)
+    assert done.returncode == 0 and float(done.stdout) == torch.rand(1).item(), done.stderr
+
+
 # ---- one process as a rank of many ---------------------------------------------------------------------------------------
 
 
@@ -73,3 +84,27 @@ def test_without_a_number_it_is_refused():
     with pytest.raises(ConfigError) as caught:
         sw.init("dp_shard=-1", device="cpu", backend="fake")
     assert "without a number of ranks" in caught.value.given and "WORLD_SIZE" in caught.value.fix
+
+
+def saved(what, root):
+    with sw.init("dp_shard=4", device="cpu", backend="fake") as world:
+        model = sw.parallelize(torch.nn.Linear(6, 16), world)
+        step = sw.TrainStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda out, _: out.sum(), count=len
+        )
+        try:
+            if what == "weights":
+                sw.save_weights(model, root)
+            else:
+                with sw.CheckpointManager(root, step, keep=1) as manager:
+                    manager.save() if what == "save" else manager.save_every(1)
+        except sw.UsageError as error:
+            return str(error), repr(world)
+        return "", ""
+
+
+@pytest.mark.parametrize("what", ["weights", "save", "save_every"])
+def test_a_rank_without_the_others_saves_nothing_over_what_is_there(ranks: RankPool, tmp_path, what):
+    (text, shown), *_ = ranks.run(saved, 1, what, str(tmp_path))
+    assert 'with backend="fake"' in text and "3 of 4 ranks do not exist" in text and 'backend="fake"' in shown
+    assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]

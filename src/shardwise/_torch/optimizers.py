@@ -19,7 +19,7 @@ def step_within(cls: type[torch.optim.Optimizer], around: Around) -> None:
     before it: they begin by it. May be called again."""
     is_hooked = getattr(cls.step, "hooked", False)  # torch does it when the first one is made
     inner = cls.step.__wrapped__ if is_hooked else cls.step  # type: ignore[attr-defined]
-    if hasattr(inner, "_shardwise_within"):
+    if hasattr(inner, "shardwise_within"):
         return
 
     @functools.wraps(inner)
@@ -32,7 +32,7 @@ def step_within(cls: type[torch.optim.Optimizer], around: Around) -> None:
             inner(optim)
         return loss
 
-    step._shardwise_within = True  # type: ignore[attr-defined]
+    step.shardwise_within = True  # type: ignore[attr-defined]
     cls.step = torch.optim.Optimizer.profile_hook_step(step) if is_hooked else step  # type: ignore[method-assign]
     cls.step.hooked = is_hooked  # type: ignore[attr-defined]
 

@@ -57,18 +57,24 @@ def shift_labels(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     [B, T+1] that are a copy of ``input_ids`` (prompt and padding -100), as collators of Hugging Face and TRL return
     them.
 
-    The result has ``input_ids[:, :-1]`` and ``labels[:, 1:]``. A batch without ``input_ids`` is returned unchanged.
+    The result has ``input_ids[:, :-1]`` and ``labels[:, 1:]``.
 
     Args:
         batch: ``input_ids`` [B, T+1], perhaps ``labels`` of the same shape, and whatever else the model reads.
 
     Raises:
-        ConfigError: ``input_ids`` is not [B, T+1] with T >= 1, ``labels`` have another shape, or they are visibly
+        ConfigError: there is no ``input_ids``, it is not [B, T+1] with T >= 1, ``labels`` have another shape, or they are visibly
             shifted already: at least three labels differ from the input at their position, and each label is the next
             input; or it cannot be decided whether a tensor has the positions of ``input_ids``.
     """
-    if "input_ids" not in batch:
-        return dict(batch)
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), Tensor):
+        held = f"the keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ConfigError(
+            f"shift_labels of {held}, without a tensor input_ids",
+            why="it shifts labels against the tokens of that name: as they are, a model would learn to copy its input",
+            fix='name them so: {"input_ids": tokens, "labels": tokens}, and call the model by TrainStep(forward=lambda model, batch: '
+            'model(batch["input_ids"])); or shift labels yourself: labels = tokens[:, 1:], tokens = tokens[:, :-1]',
+        )
     ids, labels = batch["input_ids"], batch.get("labels")
     if labels is None:
         return _shifted(batch, ids, "shift_labels")
@@ -172,8 +178,8 @@ def compare_labels(seen: Tensor | None, batches: Iterable[Batch], counter: Any) 
     is None."""
     found: list[Tensor] = []
     if counter is valid_labels and seen is not None:
-        own = [batch for batch in batches if not is_padding(batch) and _have_causal_labels(batch)]
-        found = [_compared(batch["input_ids"], batch["labels"]) for batch in own]
+        own = [(_tokens_of(batch), batch) for batch in batches if not is_padding(batch)]
+        found = [_compared(tokens, batch["labels"]) for tokens, batch in own if tokens is not None]
     return torch.stack(found).sum(0) if found else torch.zeros(3, dtype=torch.float64)
 
 
@@ -201,7 +207,7 @@ def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | No
     if not differing:
         raise ConfigError(
             f"labels that equal input_ids at all {labelled} labelled positions ({where})",
-            why="labels[b, t] is compared with logits[b, t] and must be the token after input_ids[b, t]; as they are, the model "
+            why="labels[b, t] is compared with logits[b, t] and must be the token after input_ids[b, t] (or the tokens by another name); as they are, the model "
             "learns to copy its input (collators of Hugging Face and TRL leave the shift to the model)",
             fix="shift them once: sw.Loader(..., prepare=sw.shift_labels), or batch = sw.shift_labels(batch) in a loop of your own; "
             "if this is intended, pass your own count: where the model itself shifts them, "
@@ -210,11 +216,17 @@ def judge_labels(seen: Tensor | None, summed: Tensor, where: str) -> Tensor | No
     return None
 
 
-def _have_causal_labels(batch: Batch) -> bool:
-    labels, tokens = batch.get("labels"), batch.get("input_ids")
-    if labels is None or tokens is None or labels.shape != tokens.shape or not labels.dim():
-        return False
-    return not (labels.is_floating_point() or tokens.is_floating_point())
+def _tokens_of(batch: Batch) -> Tensor | None:
+    """The tokens that labels may be the next ones of: ``input_ids``, else the one tensor of integers of their shape."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or not labels.dim() or labels.is_floating_point():
+        return None
+    names = (
+        ["input_ids"] if "input_ids" in batch else [name for name in batch if name != "labels" and "mask" not in name]
+    )
+    found = [x for name in names if isinstance(x := batch[name], Tensor) and x.shape == labels.shape]
+    tokens = [x for x in found if not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)]
+    return tokens[0] if len(tokens) == 1 else None
 
 
 def _compared(tokens: Tensor, labels: Tensor) -> Tensor:

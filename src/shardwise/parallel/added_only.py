@@ -199,7 +199,7 @@ class ReadWhereWritten(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Context manager: within, watches are told of tensors that are read without an operator, as by ``tolist()``."""
+    """Context manager: within, watches note tensors that are read without an operator, as by ``tolist()``."""
 
     def __init__(self, watches: Sequence[AddedOnly | ReadWhereWritten]):
         super().__init__()

@@ -39,7 +39,7 @@ _REDUCTIONS = _words(
     "logsumexp median nanmedian quantile nanquantile count_nonzero linalg_norm linalg_vector_norm"
 )
 _TRANSPOSES = _words("t T mT H mH transpose permute swapaxes swapdims movedim moveaxis unsqueeze squeeze")
-_VIEWS = _words("view reshape flatten unflatten")
+_VIEWS = _words("view view_as reshape reshape_as flatten unflatten")
 _ALIKE = _words(
     "clone detach data real imag to float double half bfloat16 cpu cuda contiguous type_as copy fill zero "
     "masked_fill new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like rand_like "

@@ -211,6 +211,8 @@ def _showing(register: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(register)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], nn.Module) and args[0] not in _shown:  # of another model, or not sharded yet
+            return register(*args, **kwargs)
         if not (sys._getframe(1).f_globals.get("__name__") or "").startswith(_OWN_FRAMES):
             args = tuple(_in_hook(x) if callable(x) and not isinstance(x, nn.Module) else x for x in args)
             kwargs = {name: _in_hook(x) if name == "hook" else x for name, x in kwargs.items()}

@@ -222,6 +222,8 @@ def _warn_of_sums(runtime: Runtime) -> None:
     if not runtime.has_loose_sums:
         return
     runtime.has_loose_sums = None
+    if not runtime.world.is_main:
+        return
     size = runtime.world.axis("dp").size
     warnings.warn(
         f"gradients of backward() outside of a window are summed over {size} ranks, not averaged as DDP does: a mean loss on each "

@@ -87,6 +87,7 @@ def save_weights(
         RankError: a rank does not take part, or is lost during the save.
     """
     runtime = runtime_of(model)
+    runtime.world.refuse_imagined("save_weights")
     runtime.check_values()
     kind = _checked_dtype(dtype)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:

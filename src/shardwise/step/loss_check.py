@@ -173,7 +173,8 @@ class SumCheck:
         for name, seen in unclear.items():
             growth = growths.get(name)
             if growth is None and (seen is None or not seen.is_whole):
-                _warn_unchecked(self._error)
+                if self._runtime.world.is_main:
+                    _warn_unchecked(self._error)
             else:
                 problem = problem or _problem(name, seen, growth)
         self.unclear, self._batch, self._error = {}, None, None
@@ -338,6 +339,8 @@ def _warn_of_square(name: str) -> None:
 
 def _warn_unchecked(error: Exception | None) -> None:
     text = first_line(error, type(error).__name__)
+    if "does not require grad" in text:
+        text = "its forward takes a gradient itself, and is tried without gradients"
     warnings.warn(
         f"the loss could not be tried on a micro-batch twice over ({text}), so nothing tells whether it is a sum: a mean "
         'would train wrong (use reduction="sum")',

@@ -65,7 +65,12 @@ class WrittenState:
             self._name_numbers()
             self._numbers = {}
         elif self._counted:
-            self._warn("in the first windows: buffers, equal on all ranks, that count", sorted(self._counted))
+            names = sorted(self._counted)
+            self._warn(
+                "in the first windows: buffers, equal on all ranks, that count",
+                names,
+                f'For the count of all ranks: Sharding(buffers={{{names[0]!r}: "sum"}}). ',
+            )
 
     def __str__(self) -> str:
         runtime, groups = self._runtime, dict[str | None, list[str]]()
@@ -91,13 +96,13 @@ class WrittenState:
                 "in the first window: plain numbers, in no checkpoint, that count", found
             )
 
-    def _warn(self, what: str, names: Collection[str]) -> str:
+    def _warn(self, what: str, names: Collection[str], policy: str = "") -> str:
         runtime, num = self._runtime, self._runtime.world.axis("loss").size
         text = f"{first_few(names)} changed {what} the forwards of this rank only"
         if num > 1 and runtime.world.is_main:
             warnings.warn(
-                f"{text}. {num} data ranks share the micro-batches of a window, so they count more slowly than one process. Count optimizer steps "
-                "instead: TrainStep passes its forward a `state` with state.step, and calls the model's post_optimizer_step()",
+                f"{text}. {num} data ranks share the micro-batches of a window, so they count more slowly than one process. "
+                f"{policy}Where optimizer steps are meant, count those: TrainStep passes its forward a `state` with state.step, and calls the model's post_optimizer_step()",
                 stacklevel=2,
             )
         return text

@@ -71,7 +71,7 @@ def init(
         start_group(env, backend, chosen, timeout_s)
     try:
         if seed is None and env.rank == 0:
-            warn_of_lost_seed()
+            warn_of_lost_seed(env.world_size)
         return World(resolved, env, chosen, timeout_s=timeout_s, seed=seed or 0, owns_group=not existing)
     except BaseException:
         if not existing and dist.is_initialized():
@@ -180,7 +180,23 @@ class World:
         owe_exit_notice(self)
 
     def __repr__(self) -> str:
-        return f"World(layout={str(self.layout)!r}, rank={self.rank}, size={self.size}, device={str(self.device)!r})"
+        imagined = ', backend="fake"' if self.is_imagined else ""
+        return f"World(layout={str(self.layout)!r}, rank={self.rank}, size={self.size}, device={str(self.device)!r}{imagined})"
+
+    @property
+    def is_imagined(self) -> bool:
+        """Whether this process stands for a rank of many, and there are no others (backend ``"fake"``)."""
+        return self.size > 1 and self.agreement.is_alone
+
+    def refuse_imagined(self, what: str) -> None:
+        """Raises UsageError for ``what``, which would write a model of which the other ranks' parts do not exist."""
+        if self.is_imagined:
+            raise UsageError(
+                f'{what} with backend="fake"',
+                why=f"{self.size - 1} of {self.size} ranks do not exist: their parts would be missing, and what a real run has written "
+                "there would be replaced or removed",
+                fix="save in a run of real ranks, torchrun or `shardwise train`; sw.describe(model) shows what a rank would hold",
+            )
 
     def __enter__(self) -> "World":
         return self

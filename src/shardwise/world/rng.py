@@ -336,14 +336,14 @@ def seed_all(seed: int, rank: int) -> None:
     seed_torch(own)
 
 
-def warn_of_lost_seed() -> None:
-    """Warns of a seed that the user has given to torch: :func:`seed_all` replaces it. Torch's own first one is of 64 random bits."""
+def warn_of_lost_seed(num_ranks: int) -> None:
+    """Warns of a seed that the user has given to torch: :func:`seed_all` replaces it by 0 on rank 0. Torch's own first one is of 64 random
+    bits."""
     seed = torch.initial_seed()
-    if seed < 2**32 and seed != _seeded:
+    if seed < 2**32 and seed != _seeded and (seed or num_ranks > 1):
         warnings.warn(
-            f"torch was seeded ({seed}) before sw.init, which seeds torch, numpy and Python anew by its own seed, 0, and each rank otherwise: what is "
-            "drawn from here on is not what that seed gives, and differs between ranks. Pass it: "
-            f"sw.init(seed={seed}); draw what all ranks must have alike, such as a split of the data, from a generator of its own: "
+            f"torch was seeded ({seed}) before sw.init, which seeds torch, numpy and Python anew: by its own seed, 0, on rank 0, and by others on the "
+            f"other ranks, so that what they draw from here on differs. Pass it: sw.init(seed={seed}); draw what all ranks must have alike, such as a split of the data, from a generator of its own: "
             "torch.Generator().manual_seed(0)",
             stacklevel=4,
         )

@@ -206,9 +206,9 @@ def test_a_hook_put_on_later_is_refused_in_accumulate(ranks, way):
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
 def test_a_ported_loop_is_told_once_that_gradients_are_sums(ranks, layout):
     """A mean loss and a plain backward, as under DDP: gradients were twice as large on two ranks."""
-    for kind, _, said in ranks.run(without_a_window, 2, layout, "nothing"):
-        assert kind is None and len(said) == 1
-        assert "summed over 2 ranks, not averaged as DDP does" in said[0]
+    (kind, _, said), (other, _, nothing) = ranks.run(without_a_window, 2, layout, "nothing")
+    assert kind is None and other is None and len(said) == 1 and not nothing
+    assert "summed over 2 ranks, not averaged as DDP does" in said[0]
 
 
 # ---- modules that move their parameters ------------------------------------------------------------------------------------

@@ -102,3 +102,19 @@ def test_what_is_right_on_a_part_passes(ranks, layout):
         assert found["number"] == sum(p.numel() for p in params.values())
         assert found["is a parameter"] and found["saved"] and found["part"] and found["kept"] and found["hook"]
         assert math.isfinite(found["norm of all"].item())
+
+
+def other_hooks():
+    """Whether a hook of a module that no sharded model has is registered as it is, once another model is cut over tp."""
+    with sw.init("dp_shard=1,tp=2", device="cpu", timeout_s=30) as world:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+        kept = sw.parallelize(model, world, example={"input": torch.randn(2, 4)})
+        other = torch.nn.Linear(2, 2)
+        hook = lambda *_: None  # noqa: E731
+        other.register_forward_hook(hook)
+        return next(iter(other._forward_hooks.values())) is hook, type(kept).__name__
+
+
+def test_hooks_of_other_modules_stay_what_they_are(ranks):
+    """Ranks compare their code, and copies of a module are bound anew to what they use."""
+    assert all(is_same for is_same, _ in ranks.run(other_hooks, 2))

@@ -261,6 +261,7 @@ class CheckpointManager:
                 why="the directory was given back, and another run may be using it",
                 fix="save inside the `with` block, or make another manager",
             )
+        self._world.refuse_imagined("a checkpoint")
         self.wait()
         if self._runtime.in_window:
             raise UsageError(
@@ -268,7 +269,7 @@ class CheckpointManager:
                 why="its gradients are half summed, and a resumed run would begin the window again",
                 fix="save after the step",
             )
-        figure = self._retention.figure(metrics, is_asked=is_asked)
+        figure = self._figure(metrics, is_asked=is_asked)
         contents = contents_of(
             self.step.model,
             self.step.optim,
@@ -295,6 +296,29 @@ class CheckpointManager:
             self._background.begin(contents, write)
         self._saved_step, self._world.stop.saves = contents.step, False
         return self._directory.folder(contents.step)
+
+    def _figure(self, metrics: Mapping[str, float], *, is_asked: bool) -> float | None:
+        """The figure of a checkpoint, the same on all ranks, or an error on all of them."""
+        if self._retention.best is None:
+            return None
+        figure, error = None, None
+        try:
+            figure = self._retention.figure(metrics, is_asked=is_asked)
+        except ConfigError as found:
+            error = found
+        told = self._world.agreement.gather((repr(figure), error), "a checkpoint, comparing figures")
+        if error is None:
+            error = next((each for _, each in told if each is not None), None)
+        if error is not None:
+            raise error
+        if len({text for text, _ in told}) > 1:
+            name = self._retention.best.removeprefix("-")
+            raise ConfigError(
+                f"best={self._retention.best!r} and a save whose {name} differs between ranks",
+                why=f"by rank it is {', '.join(text for text, _ in told)}: ranks would keep other checkpoints as the best",
+                fix=f'give what all ranks share, such as a mean over them: save(metrics={{{name!r}: sw.evaluate(model, loader)["loss"]}})',
+            )
+        return figure
 
     def wait(self) -> None:
         """Waits for the save that is being written, and raises its error. All ranks must call it."""

@@ -56,7 +56,14 @@ class RetentionPolicy:
                 why=f"it was given {', '.join(metrics) or 'no figures'}",
                 fix=f"save(metrics={{{name!r}: value}}), or save_every(n, out) with out.metrics[{name!r}]",
             )
-        value = float(metrics[name])
+        try:
+            value = float(metrics[name])
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"best={self.best!r} and a save with {name}={metrics[name]!r:.60}",
+                why="checkpoints are ranked by it: it is a number",
+                fix=f"save(metrics={{{name!r}: 0.25}})",
+            ) from None
         return -value if self.best.startswith("-") else value
 
     def steps_to_remove(self, root: Path, newest: int, figure: float | None) -> list[int]:
