@@ -53,6 +53,7 @@ class Isolated:
         self._places: list[Place] = []
         self._changed: list[Place] | None = None  # by the last call; None: not looked for
         self._plain: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # attributes of functions that have none
+        self._marked: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # of which some have changed, as places have
         self._modules: list[ModuleState | Attributes] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._waiting: list[tuple[str, Any]] = [("forward", call)]
@@ -83,13 +84,16 @@ class Isolated:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(before if callable(before) else None)
+            if hasattr(before, "enable"):  # a profile of cProfile, which is no function
+                before.enable()
 
     def kept(self) -> list[tuple[str, Any]]:
         """What is in places and was not there before, with the name of its place."""
-        self._changed = [place for place in self._places if place.has_changed]
+        self._changed = [place for place in self._places if place.look(place.part) != place.mark]
         found = [(place.name, value) for place in self._changed for value in place.new_values]
-        found += [(name, x) for name, now, was in self._plain if len(now) != len(was) for x in changed_values(now, was)]
+        self._marked = [(name, now, was) for name, now, was in self._plain if len(now) != len(was)]
+        found += [(name, x) for name, now, was in self._marked for x in changed_values(now, was)]
         own = [value for state in self._modules if isinstance(state, Attributes) for value in state.changed()]
         return [
             *found,
@@ -108,9 +112,8 @@ class Isolated:
         changed, self._changed = self._changed or [], None
         for place in changed:
             place.restore()
-        for _, now, was in self._plain:
-            if len(now) != len(was):
-                put(now, was)
+        for _, now, was in self._marked:
+            put(now, was)
         for state in self._modules:
             state.restore()
         for name, tensor, version, value in self._tensors:

@@ -206,17 +206,19 @@ class Attributes:
     """The plain Python state of a module: its own attributes, and what is in lists, dicts, sets, arrays, iterators, and objects of the
     user's classes there. Tensors there are kept with their values if the module has buffers, or with ``all_tensors``.
 
+    Args:
+        known: parts that others keep, by id, which are left to them, as a config that all modules have; this one's are added.
+
     Attributes:
         modules: that it holds there.
     """
 
-    def __init__(self, module: nn.Module, *, all_tensors: bool = False):
+    def __init__(self, module: nn.Module, *, all_tensors: bool = False, known: dict[int, Any] | None = None):
         self.module, self._attributes = module, _own(module)
         self.modules: list[nn.Module] = []
         iterators: dict[int, Any] = {}
-        self._parts = [
-            (part, content_of(part)) for part in _mutable_parts(self._attributes.values(), self.modules, iterators)
-        ]
+        parts = _mutable_parts(self._attributes.values(), self.modules, iterators, {} if known is None else known)
+        self._parts = [(part, content_of(part)) for part in parts]
         tensors = _loose(self._parts, self._attributes) if module._buffers or all_tensors else ()
         self._tensors = {id(tensor): _Value(tensor) for tensor in tensors}
         self._iterators = {key: Iteration(iterator) for key, iterator in iterators.items()}
@@ -342,15 +344,17 @@ def _reached(functions: Iterable[Any], modules: list[nn.Module]) -> list[Any]:
     return list(found.values())
 
 
-def _mutable_parts(values: Iterable[Any], modules: list[nn.Module], iterators: dict[int, Any]) -> list[Any]:
-    """The containers, arrays and objects of the user's classes among ``values`` and within them, each once; the modules and iterators
-    there are added to ``modules`` and, by id, ``iterators``."""
-    found: dict[int, Any] = {}
+def _mutable_parts(
+    values: Iterable[Any], modules: list[nn.Module], iterators: dict[int, Any], known: dict[int, Any]
+) -> list[Any]:
+    """The containers, arrays and objects of the user's classes among ``values`` and within them that are not ``known``, each once, and
+    then are; the modules and iterators there are added to ``modules`` and, by id, ``iterators``."""
+    found: list[Any] = []
     waiting = [(value, _DEPTH) for value in values]
     while waiting:
         value, depth = waiting.pop()
         kind = value.__class__
-        if kind in _ATOMS or id(value) in found or depth == 0:
+        if kind in _ATOMS or id(value) in known or depth == 0:
             continue
         if isinstance(value, tuple | frozenset):
             waiting += [(item, depth - 1) for item in value]
@@ -359,9 +363,10 @@ def _mutable_parts(values: Iterable[Any], modules: list[nn.Module], iterators: d
         elif is_iterator(kind):
             iterators[id(value)] = value
         elif is_mutable(value):
-            found[id(value)] = value
+            known[id(value)] = value
+            found.append(value)
             waiting += [(item, depth - 1) for item in _items(content_of(value))]
-    return list(found.values())
+    return found
 
 
 def plain_numbers(module: nn.Module) -> dict[str, float]:

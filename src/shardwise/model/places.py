@@ -58,21 +58,19 @@ class Place:
     Args:
         name: for messages.
         part: the place.
+
+    Attributes:
+        look: gives of ``part`` something else than ``mark`` once it holds something else.
     """
 
-    __slots__ = ("_look", "_mark", "content", "name", "part")
+    __slots__ = ("content", "look", "mark", "name", "part")
 
     def __init__(self, name: str, part: Any):
         self.name, self.part, self.content = name, part, _content(part)
         look = _mark_of_class if isinstance(part, type) else _MARKS.get(type(part), _mark)
         is_long = isinstance(part, Sized) and not isinstance(part, type) and len(part) > LONGEST
-        self._look: Callable[[Any], Any] = len if is_long else look
-        self._mark = self._look(part)
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether it holds something else."""
-        return bool(self._look(self.part) != self._mark)
+        self.look: Callable[[Any], Any] = len if is_long else look
+        self.mark = self.look(part)
 
     @property
     def new_values(self) -> list[Any]:

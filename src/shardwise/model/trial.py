@@ -222,7 +222,8 @@ class Trial:
         held. Gives the Python state. The first run shows which buffers are written."""
         known = {} if self._has_run else self._buffers()
         modules = [module for module in self.module.modules() if module._buffers or keeps_attributes(module)]
-        before = [(set(module._buffers), Attributes(module, all_tensors=True)) for module in modules]
+        parts: dict[int, Any] = {}
+        before = [(set(module._buffers), Attributes(module, all_tensors=True, known=parts)) for module in modules]
         hooks = HookState(self.module.modules())
         try:
             yield [attributes for _, attributes in before]
