@@ -2362,10 +2362,24 @@ MUTANTS: tuple[Mutant, ...] = (
         "what one forward keeps for the next is not seen",
     ),
     Mutant(
+        "replicas-outside-of-windows-not-compared",
+        "    compare_replicas(runtime, place)\n",
+        "",
+        "tests/parallel/test_replicas.py",
+        "a loop without windows goes on with a part of a gradient",
+    ),
+    Mutant(
+        "replicas-over-tp-not-made-equal",
+        "                local.copy_(self._axis.reduce(local, \"sum\") / self._axis.size)",
+        "                pass",
+        "tests/parallel/test_replicas.py",
+        "parameters of ranks drift apart by rounding",
+    ),
+    Mutant(
         "replicas-over-tp-not-compared",
-        "            if abs(off) > max(size, least) * torch.finfo(param.dtype).eps ** 0.5:",
+        "            if abs(off) > max(size, least) * self._rounding(name):",
         "            if False:",
-        "tests/techniques/tp/test_places.py -k holds_whole",
+        "tests/parallel/test_replicas.py",
         "a part of a gradient is taken for the whole",
     ),
     Mutant(

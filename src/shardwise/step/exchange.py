@@ -3,12 +3,11 @@ gradients; early in a run, whether ranks that hold the same parameters have the 
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
+from shardwise.parallel.replicas import Replicas
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world.agreement import Entry, digest_of_text, minority
 
@@ -25,7 +24,7 @@ class Exchange:
         self._whole = ScalarGradients(
             whole, runtime.engine.penalties, runtime.world.axis("loss").size, counts=runtime.world.counts
         )
-        self._replicas = _Replicas(runtime)
+        self._replicas = Replicas(runtime)
 
     def entries(self) -> dict[str, Entry]:
         runtime = self.runtime
@@ -70,66 +69,3 @@ class Exchange:
             name=name,
             ranks=ranks,
         )
-
-
-class _Replicas:
-    """Compares the gradients of parameters that all ranks along ``tp`` hold whole: they have the same data, so that a difference
-    is a part of a gradient for the whole. In the first window of a run and then ever more rarely, in the exchange that is made
-    anyway."""
-
-    def __init__(self, runtime: Runtime):
-        self._runtime, self._axis = runtime, runtime.world.axis("tp")
-        runtime.num_windows += 1
-        is_due = self._axis.size > 1 and not runtime.num_windows & (runtime.num_windows - 1)
-        params = runtime.recipe.params if is_due else {}
-        self._names = [
-            name for name in runtime.trainable if name in params and all(c.axis != "tp" for c in params[name].cuts)
-        ]
-
-    def entries(self) -> dict[str, Tensor]:
-        """``replicas``, float64 [n, 2]: of each gradient a sum with other signs on the ranks, 0 where they are equal; and its size."""
-        if not self._names:
-            return {}
-        weights = [(i + 1) * 0.7548776662 % 1 for i in range(self._axis.size)]
-        weight = weights[self._axis.rank] - sum(weights) / len(weights)
-        return {"replicas": torch.stack([_mark(self._runtime.parameters[name].grad, weight) for name in self._names])}
-
-    def apply(self, summed: Mapping[str, Tensor]) -> None:
-        """Makes equal what differs by rounding.
-
-        Raises:
-            RankError: gradients differ by more, on all ranks.
-        """
-        found = summed["replicas"].tolist() if self._names else []
-        least = _NOISE * max((size for _, size in found), default=0.0)
-        for name, (off, size) in zip(self._names, found, strict=True):
-            param = self._runtime.parameters[name]
-            if abs(off) > max(size, least) * torch.finfo(param.dtype).eps ** 0.5:
-                raise self._differ(name)
-            if abs(off) > size * _EXACT and param.grad is not None:
-                local = local_tensor(param.grad)
-                local.copy_(self._axis.reduce(local, "sum") / self._axis.size)
-
-    def _differ(self, name: str) -> RankError:
-        return RankError(
-            f"ranks {', '.join(map(str, self._axis.ranks))} with other gradients of a parameter that each holds whole",
-            why="they have the same data, along tp: code between layers that are cut uses it in a way that the example did not show",
-            fix="parallelize(..., example=batch), with one micro-batch as training gives it; or keep the layers around it whole: "
-            "tensor_parallel=sw.TensorParallel(plan={...})",
-            name=name,
-            ranks=self._axis.ranks,
-        )
-
-
-_EXACT = 1e-12  # of float64 sums
-_NOISE = 1e-2  # of the largest gradient: a smaller one, as that of a key's bias, may be rounding alone
-
-
-def _mark(grad: Tensor | None, weight: float) -> Tensor:
-    """A sum of a gradient with a weight for each place, times ``weight``; and how large such a sum is by chance."""
-    if grad is None:
-        return torch.zeros(2, dtype=torch.float64)
-    flat = local_tensor(grad).detach().flatten()
-    flat = (torch.view_as_real(flat).flatten() if flat.is_complex() else flat).double()
-    terms = flat * torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).mul_(0.7548776662).frac_()
-    return torch.stack([terms.sum() * weight, terms.norm()])
