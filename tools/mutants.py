@@ -2370,7 +2370,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "replicas-over-tp-not-made-equal",
-        "                local.copy_(self._axis.reduce(local, \"sum\") / self._axis.size)",
+        '                local.copy_(self._axis.reduce(local, "sum") / self._axis.size)',
         "                pass",
         "tests/parallel/test_replicas.py",
         "parameters of ranks drift apart by rounding",

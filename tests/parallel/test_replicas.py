@@ -25,7 +25,9 @@ def gradients(loop, off, precision="fp64", layout="tp=2"):
     """Gradients of a norm, whole, after rank ``r`` along tp has added ``off`` r times to it in a backward; or the error."""
     with sw.init(layout, device="cpu", timeout_s=30) as world:
         torch.manual_seed(3)
-        model = sw.parallelize(nn.Sequential(Block(), Block()), world, precision=precision, example={"input": torch.randn(4, 16)})
+        model = sw.parallelize(
+            nn.Sequential(Block(), Block()), world, precision=precision, example={"input": torch.randn(4, 16)}
+        )
         optim, weight = torch.optim.SGD(model.parameters(), lr=0.1), model.get_parameter("0.norm.weight")
         x = torch.randn(4, 16, dtype=torch.float64 if precision == "fp64" else torch.float32)
 
