@@ -13,6 +13,7 @@ import gc
 import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -25,8 +26,9 @@ from shardwise.model.places import LONGEST, Key, Place, is_cache, is_opaque, is_
 __all__ = ["Isolated"]
 
 _ABSENT = object()
+_MOST = 50_000  # values that are looked at, the nearest ones first: a script may hold all of its data
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), range, slice})
-_LARGEST = 1 << 24  # bytes of a tensor of which a copy is kept
+_MOST_COPIED = 64 << 20  # bytes of tensors of which copies are kept
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BY_TEXT = frozenset({"setattr", "getattr", "delattr", "globals", "vars", "__dict__"})
 _STORES = {dis.opmap[f"{what}_{where}"] for what in ("STORE", "DELETE") for where in ("ATTR", "GLOBAL", "DEREF")}
@@ -58,7 +60,8 @@ class Isolated:
         ] = []  # of which some have changed, as places have
         self._modules: list[ModuleState | Attributes] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
-        self._waiting: list[tuple[str, Any]] = [("forward", call)]
+        self._left = _MOST_COPIED
+        self._waiting = deque[tuple[str, Any]]([("forward", call)])
         for name, child in canonical_modules(module):
             self._waiting.append((type(child).__name__, type(child)))
             hooks = [hook for kind in _HOOKS for hook in getattr(child, kind).values()]
@@ -67,7 +70,8 @@ class Isolated:
         self._walk()
 
     def __call__(self, module: nn.Module) -> Any:
-        self._own.update(module.modules())
+        if module not in self._own:
+            self._own.update(module.modules())
         context = contextvars.copy_context()
         before = dict(context)
         result = context.run(self._call, module)
@@ -174,8 +178,10 @@ class Isolated:
 
     def _walk(self) -> None:
         while self._waiting:
-            name, value = self._waiting.pop()
-            if value.__class__ not in _ATOMS and id(value) not in self._known:
+            name, value = self._waiting.popleft()
+            if len(self._known) > _MOST:
+                self._waiting.clear()
+            elif value.__class__ not in _ATOMS and id(value) not in self._known:
                 self._known[id(value)] = value
                 self._waiting += self._visit(name, value)
 
@@ -244,7 +250,8 @@ class Isolated:
 
     def _note_tensor(self, name: str, tensor: Tensor) -> None:
         if type(tensor) is Tensor and not (tensor.is_meta or tensor.is_inference()):
-            value = tensor.detach().clone() if tensor.nbytes <= _LARGEST else None
+            value = tensor.detach().clone() if tensor.nbytes <= self._left else None
+            self._left -= 0 if value is None else tensor.nbytes
             self._tensors.append((name, tensor, tensor._version, value))
 
 

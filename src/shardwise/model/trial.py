@@ -221,10 +221,13 @@ class Trial:
         """Context manager: buffers have their values again at the end, modules their Python state, and places outside of them what they
         held. Gives the Python state. The first run shows which buffers are written."""
         known = {} if self._has_run else self._buffers()
-        modules = [module for module in self.module.modules() if module._buffers or keeps_attributes(module)]
-        parts: dict[int, Any] = {}
-        before = [(set(module._buffers), Attributes(module, all_tensors=True, known=parts)) for module in modules]
-        hooks = HookState(self.module.modules())
+        modules, parts = [*self.module.modules()], dict[int, Any]()
+        before = [
+            (set(module._buffers), Attributes(module, all_tensors=True, known=parts))
+            for module in modules
+            if module._buffers or keeps_attributes(module)
+        ]
+        hooks = HookState(modules)
         try:
             yield [attributes for _, attributes in before]
         finally:
@@ -365,7 +368,6 @@ def around_modules(root: nn.Module, before: Callable[[str], Any], after: Callabl
     of."""
 
     def around(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
         def inside(*args: Any, **kwargs: Any) -> Any:
             before(name)
             try:
@@ -373,6 +375,7 @@ def around_modules(root: nn.Module, before: Callable[[str], Any], after: Callabl
             finally:
                 after(name)
 
+        inside.__wrapped__ = forward  # type: ignore[attr-defined]  # its signature may be asked for
         return inside
 
     with contextlib.ExitStack() as stack:

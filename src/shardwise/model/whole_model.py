@@ -117,7 +117,7 @@ def _watched(
     looks: bool = True,
     again: bool = False,
 ) -> _Watched:
-    """A run. ``looks``: at gradients too; ``again``: it is the second forward."""
+    """A run. ``looks``: at the parts of ranks and at gradients too; ``again``: it is the second forward."""
     inputs: dict[Call, _Sums] = {}
     parts: dict[Call, list[_Sums]] = {}
     gradients = _Gradients(trial, regions, degree)
@@ -125,10 +125,9 @@ def _watched(
     def watch(call: Call, x: Tensor) -> None:
         if not x.is_meta:
             inputs[call] = _sums(x)
-            if call.weight in gradients.regions:
+            if looks and call.weight in gradients.regions:
                 parts[call] = [_sums(part_of(x, degree, rank)) for rank in range(degree)]
-                if looks:
-                    gradients.look(call, x)
+                gradients.look(call, x)
 
     trial.set_training(is_training)
     with trial.noting(uses) as note:
