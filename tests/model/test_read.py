@@ -1,5 +1,7 @@
 """Tensors of a module: names, ties, what is trained, what is stored."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
@@ -97,3 +99,28 @@ def test_reading_on_meta_makes_no_tensor_and_changes_nothing():
     found = read_anatomy(model)
     assert [id(p) for p in model.parameters()] == before
     assert found.params["3.weight"].shape == (4096, 4096) and len(found.lists[0].blocks) == 64
+
+
+class Keeps(nn.Module):
+    """Keeps what it has computed, in itself and in its class."""
+
+    tables: ClassVar[dict] = {}
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.notes = nn.Linear(4, 4), {}
+
+    def forward(self, x):
+        self.h = self.notes["h"] = self.up(x)
+        self.tables["mean"] = self.h.mean()
+        self.register_forward_hook(lambda *_: None)
+        return self.h
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_run_of_the_example_leaves_nothing_behind(device):
+    """Other ranks would wait for values that one has kept; and training would start with them."""
+    module = Keeps().to(device)
+    read_anatomy(module, example={"x": torch.ones(2, 4)})
+    assert not hasattr(module, "h")
+    assert not (module.notes or Keeps.tables or module._forward_hooks)

@@ -28,6 +28,7 @@ __all__ = [
     "Settings",
     "calls_of",
     "certify",
+    "cut_of",
     "dropouts",
     "part_of_run",
     "parts_wrong",
@@ -45,13 +46,16 @@ def certify(trial: Trial, regions: Sequence[Region], degree: int, *, jointly: bo
     """Runs regions as each of ``degree`` ranks would. Returns what is not as in the whole model; "" if everything is.
 
     Of one region that is not to be tried ``jointly`` the gradients are compared too: those of the layers, tensors and
-    arguments that it starts from.
+    arguments that it starts from. Of a model that keeps something, the forward after it is compared too.
     """
     alone = regions[0] if len(regions) == 1 and not jointly else None
     whole = whole_run(trial, regions, alone)
     if alone and (why := whole_wrong(trial, alone, whole, degree)):
         return why
-    return parts_wrong(trial, regions, degree, whole, alone)
+    why = parts_wrong(trial, regions, degree, whole, alone)
+    if whole.keeps and not (why or alone):
+        why = parts_wrong(trial, regions, degree, trial.run(again=True), None, again=True)
+    return why
 
 
 def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> Run:
@@ -79,7 +83,7 @@ def _used_elsewhere(trial: Trial, region: Region) -> str:
     starts = {
         start: tensor
         for start, tensor in _starts(run, trial.others()).items()
-        if _cut_of(region, start) is not None and tensor.requires_grad
+        if cut_of(region, start) is not None and tensor.requires_grad
     }
     if not rest or not starts:
         return ""
@@ -93,11 +97,14 @@ def _used_elsewhere(trial: Trial, region: Region) -> str:
     return ""
 
 
-def parts_wrong(trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
-    """What is not as in the whole model when regions are run as each rank would; "" if everything is."""
+def parts_wrong(
+    trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None, **options: Any
+) -> str:
+    """What is not as in the whole model when regions are run as each rank would; "" if everything is. ``options``: of
+    :meth:`Trial.run`."""
     for rank in range(degree):
         try:
-            why = _wrong_on(rank, trial, regions, degree, whole, alone)
+            why = _wrong_on(rank, trial, regions, degree, whole, alone, **options)
         except Exception as error:
             first = first_line(error)
             why = f"the code between its layers does not run on a part: {type(error).__name__}: {first}"
@@ -106,16 +113,32 @@ def parts_wrong(trial: Trial, regions: Sequence[Region], degree: int, whole: Run
     return ""
 
 
-def _wrong_on(rank: int, trial: Trial, regions: Sequence[Region], degree: int, whole: Run, alone: Region | None) -> str:
-    part, local = part_of_run(rank, trial, regions, degree, alone)
+def _wrong_on(
+    rank: int,
+    trial: Trial,
+    regions: Sequence[Region],
+    degree: int,
+    whole: Run,
+    alone: Region | None,
+    **options: Any,
+) -> str:
+    part, local = part_of_run(rank, trial, regions, degree, alone, **options)
     why = _outputs_differ(regions, whole, part, degree, rank)
     return why or (_gradients_differ(trial, alone, whole, part, local, degree, rank) if alone else "")
 
 
 def part_of_run(
-    rank: int, trial: Trial, regions: Sequence[Region], degree: int, alone: Region | None, **options: Any
+    rank: int,
+    trial: Trial,
+    regions: Sequence[Region],
+    degree: int,
+    alone: Region | None,
+    changes: Mapping[str, Change] | None = None,
+    **options: Any,
 ) -> tuple[Run, dict[str, Tensor]]:
-    """The run of a rank, and its part of the tensors of the regions. ``options``: of :meth:`Trial.run`."""
+    """The run of a rank, and its part of the tensors of the regions. ``options``: of :meth:`Trial.run`; ``changes`` come before
+    arguments are cut."""
+    before = changes or {}
     local: dict[str, Tensor] = {}
     with contextlib.ExitStack() as stack:
         for region in regions:
@@ -123,7 +146,10 @@ def part_of_run(
             local |= stack.enter_context(_cut_tensors(trial.module, region, degree, rank))
         part = trial.run(
             rows={name: rows_of(cut, degree, rank) for region in regions for name, cut in region.columns.items()},
-            changes={name: _slicing(regions, name, degree, rank) for name in {region.module for region in regions}},
+            changes={
+                name: _slicing(regions, name, degree, rank, before.get(name, lambda _, value: value))
+                for name in {region.module for region in regions}
+            },
             detached=alone.module if alone else None,
             until=calls_of(trial, regions) if alone else frozenset(),
             **options,
@@ -161,12 +187,13 @@ def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:
     return frozenset(call for call in trial.calls if call.weight in rows)
 
 
-def _slicing(regions: Sequence[Region], module: str, degree: int, rank: int) -> Change:
-    """Cuts the arguments of a module for a rank."""
+def _slicing(regions: Sequence[Region], module: str, degree: int, rank: int, before: Change) -> Change:
+    """Cuts the arguments of a module for a rank, of what ``before`` returns."""
     cuts = {place: cut for region in regions if region.module == module for place, cut in region.arguments.items()}
     narrowed = {place for region in regions if region.module == module for place in region.narrowed}
 
     def change(place: Place, value: Tensor) -> Tensor:
+        value = before(place, value)
         if place in narrowed:
             return value.narrow(-1, 0, value.shape[-1] // degree)
         if not isinstance(cut := cuts.get(place), tuple):
@@ -225,7 +252,7 @@ def _gradients_differ(
     wanted = _gradients(rows, weights, _starts(whole, others))
     given = _gradients({call: part.inputs[call] for call in rows}, weights, _starts(part, {**others, **local}))
     for start, want in wanted.items():
-        mine, cut, name = given[start], _cut_of(region, start), _shown(region, start)
+        mine, cut, name = given[start], cut_of(region, start), _shown(region, start)
         if cut is None:
             if bool((want != 0).any()):
                 return f"{name} has a part of the gradient, and is not said to be in the region"
@@ -277,7 +304,7 @@ def _gradients(
     }
 
 
-def _cut_of(region: Region, start: Start) -> Cut | None:
+def cut_of(region: Region, start: Start) -> Cut | None:
     """How a region cuts what it starts from; None: the region does not start from it."""
     if isinstance(start, Call):
         whole = Whole() if start.weight in region.whole else None

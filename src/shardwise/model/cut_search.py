@@ -15,12 +15,13 @@ from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.certificate import Settings, certify, dropouts
 from shardwise.model.computed import computed_weights
 from shardwise.model.found import Found, Region
+from shardwise.model.isolated import Isolated
 from shardwise.model.layers import is_norm
 from shardwise.model.names import canonical_modules
 from shardwise.model.regions import find_regions, gradients, signature
 from shardwise.model.settings import settled
 from shardwise.model.tables import add_tables, of_vocabulary
-from shardwise.model.trial import Trial, Uses, around_modules
+from shardwise.model.trial import OUTSIDE, Trial, Uses, around_modules
 from shardwise.model.whole_model import holds_for_all
 
 __all__ = ["find_certified", "search"]
@@ -44,7 +45,7 @@ def search(
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
-    computed = computed_weights(module)
+    computed, call = computed_weights(module), Isolated(module, call)
     try:
         found = _search(module, call, degree, allowed, frozenset(computed))
     except Exception:  # of the user's code, which may look at what its weights are computed from
@@ -69,6 +70,9 @@ def _unfit(module: nn.Module, found: Found, computed: Container[str]) -> dict[st
             layer, callers = found.layers[weight], found.callers[weight]
             if weight in computed and list(callers) != [layer.module]:
                 unfit[weight] = "it is computed, and another module than its own uses it"
+            if OUTSIDE in callers:
+                unfit[weight] = f"{OUTSIDE} calls it, outside of the forward"
+                continue
             for name in callers:
                 # In a run that returns random outputs no gradient passes through a layer, and so none through these.
                 if hooked := _with_backward_hooks(modules, name, region.module):

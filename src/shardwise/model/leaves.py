@@ -87,9 +87,8 @@ class Leaves(LayerCalls):
         if self._watch is not None:
             value = _cheap_value(call, shape)
             self._last = call
-            if self._outputs is not None:
-                return self._outputs(call, value.clone())
-            return value[..., self._rows[name]] if name in self._rows else value.clone()
+            value = value[..., self._rows[name]] if name in self._rows else value.clone()
+            return value if self._outputs is None else self._outputs(call, value)
         value = self._trial.value(call, shape, self._draw)
         if name in self._rows:
             value = value[..., self._rows[name]]

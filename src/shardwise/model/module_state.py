@@ -7,7 +7,7 @@ count, both go back together: one without the other would be read wrong from the
 import sys
 import types
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sized
 from functools import cache, partial
 from typing import Any
@@ -24,15 +24,30 @@ __all__ = [
     "REPLACES",
     "Attributes",
     "FunctionState",
+    "HookState",
     "ModuleState",
+    "changed_values",
+    "content_of",
+    "is_mutable",
+    "is_same",
     "keeps_attributes",
     "plain_numbers",
+    "put",
     "with_holders",
 ]
 
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 _DEPTH = 32  # containers within containers that are looked into, each once
 _MOST_COPIED = 64 << 20  # bytes of the tensors that functions keep
 _MOST_PARTS, _LONGEST = 2000, 1000  # of what a function reaches: it may hold on to a trainer with its dataset
@@ -189,22 +204,29 @@ def _changed(values: dict[int, _Value]) -> set[int]:
 
 class Attributes:
     """The plain Python state of a module: its own attributes, and what is in lists, dicts, sets, arrays, iterators, and objects of the
-    user's classes there. Tensors there are kept with their values if the module has buffers.
+    user's classes there. Tensors there are kept with their values if the module has buffers, or with ``all_tensors``.
+
+    Args:
+        known: parts that others keep, by id, which are left to them, as a config that all modules have; this one's are added.
 
     Attributes:
         modules: that it holds there.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, *, all_tensors: bool = False, known: dict[int, Any] | None = None):
         self.module, self._attributes = module, _own(module)
         self.modules: list[nn.Module] = []
         iterators: dict[int, Any] = {}
-        self._parts = [
-            (part, _content(part)) for part in _mutable_parts(self._attributes.values(), self.modules, iterators)
-        ]
-        tensors = _loose(self._parts, self._attributes) if module._buffers else ()
+        parts = _mutable_parts(self._attributes.values(), self.modules, iterators, {} if known is None else known)
+        self._parts = [(part, content_of(part)) for part in parts]
+        tensors = _loose(self._parts, self._attributes) if module._buffers or all_tensors else ()
         self._tensors = {id(tensor): _Value(tensor) for tensor in tensors}
         self._iterators = {key: Iteration(iterator) for key, iterator in iterators.items()}
+
+    def changed(self) -> list[Any]:
+        """The values that are new, in the attributes or in what these hold."""
+        found = changed_values(_own(self.module), self._attributes)
+        return found + [value for part, was in self._parts for value in changed_values(content_of(part), was)]
 
     def restore(self) -> None:
         """Puts back what has changed. Iterators are replaced by others at the same place.
@@ -232,12 +254,28 @@ def _with(content: Any, again: dict[int, Any]) -> Any:
 
 def _restore(parts: Iterable[tuple[Any, Any]], tensors: dict[int, _Value]) -> None:
     for part, content in parts:
-        if not _is_same(_content(part), content):
-            _put(part, content)
+        if not is_same(content_of(part), content):
+            put(part, content)
     with unseen():
         changed = _changed(tensors)
     for key in changed:
         tensors[key].restore()
+
+
+class HookState:
+    """The hooks of modules; :meth:`restore` removes those that a forward has added, and adds those that it has removed."""
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        held = [module.__dict__[kind] for module in modules for kind in _HOOKS]
+        self._used = [(hooks, dict(hooks)) for hooks in held if hooks]
+        self._empty = [hooks for hooks in held if not hooks]
+
+    def restore(self) -> None:
+        for hooks in filter(None, self._empty):
+            hooks.clear()
+        for hooks, before in self._used:
+            if hooks.keys() != before.keys():
+                put(hooks, before)
 
 
 class FunctionState:
@@ -252,7 +290,7 @@ class FunctionState:
 
     def __init__(self, functions: Iterable[Any], known: Collection[int] = ()):
         modules: list[nn.Module] = []
-        self._parts = [(part, _content(part)) for part in _reached(functions, modules)]
+        self._parts = [(part, content_of(part)) for part in _reached(functions, modules)]
         self._tensors: dict[int, _Value] = {}
         self._large: list[tuple[Tensor, int]] = []  # with their versions: too large for a copy
         left = _MOST_COPIED
@@ -300,21 +338,23 @@ def _reached(functions: Iterable[Any], modules: list[nn.Module]) -> list[Any]:
             waiting += vars(value).values()
         elif isinstance(value, tuple | frozenset):
             waiting += value
-        elif _is_mutable(value) and not (isinstance(value, Sized) and len(value) > _LONGEST):
+        elif is_mutable(value) and not (isinstance(value, Sized) and len(value) > _LONGEST):
             found[id(value)] = value
-            waiting += _items(_content(value))
+            waiting += _items(content_of(value))
     return list(found.values())
 
 
-def _mutable_parts(values: Iterable[Any], modules: list[nn.Module], iterators: dict[int, Any]) -> list[Any]:
-    """The containers, arrays and objects of the user's classes among ``values`` and within them, each once; the modules and iterators
-    there are added to ``modules`` and, by id, ``iterators``."""
-    found: dict[int, Any] = {}
+def _mutable_parts(
+    values: Iterable[Any], modules: list[nn.Module], iterators: dict[int, Any], known: dict[int, Any]
+) -> list[Any]:
+    """The containers, arrays and objects of the user's classes among ``values`` and within them that are not ``known``, each once, and
+    then are; the modules and iterators there are added to ``modules`` and, by id, ``iterators``."""
+    found: list[Any] = []
     waiting = [(value, _DEPTH) for value in values]
     while waiting:
         value, depth = waiting.pop()
         kind = value.__class__
-        if kind in _ATOMS or id(value) in found or depth == 0:
+        if kind in _ATOMS or id(value) in known or depth == 0:
             continue
         if isinstance(value, tuple | frozenset):
             waiting += [(item, depth - 1) for item in value]
@@ -322,10 +362,11 @@ def _mutable_parts(values: Iterable[Any], modules: list[nn.Module], iterators: d
             modules.append(value)
         elif is_iterator(kind):
             iterators[id(value)] = value
-        elif _is_mutable(value):
-            found[id(value)] = value
-            waiting += [(item, depth - 1) for item in _items(_content(value))]
-    return list(found.values())
+        elif is_mutable(value):
+            known[id(value)] = value
+            found.append(value)
+            waiting += [(item, depth - 1) for item in _items(content_of(value))]
+    return found
 
 
 def plain_numbers(module: nn.Module) -> dict[str, float]:
@@ -335,7 +376,7 @@ def plain_numbers(module: nn.Module) -> dict[str, float]:
     seen: set[int] = set()
     while parts:
         path, part = parts.pop()
-        content = _content(part)
+        content = content_of(part)
         pairs = (
             content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
         )
@@ -343,7 +384,7 @@ def plain_numbers(module: nn.Module) -> dict[str, float]:
             name = f"{path}.{key}" if path else str(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 found[name] = value
-            elif _is_mutable(value) and id(value) not in seen and name.count(".") < _DEPTH:
+            elif is_mutable(value) and id(value) not in seen and name.count(".") < _DEPTH:
                 seen.add(id(value))
                 parts.append((name, value))
     return found
@@ -372,11 +413,12 @@ def _own(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _is_mutable(value: Any) -> bool:
+def is_mutable(value: Any) -> bool:
+    """Whether a value is a container, an array or an object of a user's class: a part, which may hold something else later."""
     if isinstance(value, dict | list | set | deque | bytearray | array | types.SimpleNamespace | types.CellType):
         return True
     kind = type(value)
-    home = kind.__module__.partition(".")[0]
+    home = str(kind.__module__).partition(".")[0]
     if home == "numpy":
         return kind.__name__ == "ndarray"
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or home in _OPAQUE:
@@ -391,7 +433,7 @@ def _slots(kind: type) -> tuple[str, ...]:
     """The attributes that objects of a class keep in slots, as those of a dataclass with ``slots=True``."""
     named = [vars(cls).get("__slots__", ()) for cls in kind.__mro__]
     names = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
-    return tuple(name for name in names if not name.startswith("__"))
+    return tuple(name for name in names if isinstance(getattr(kind, name, None), types.MemberDescriptorType))
 
 
 def _attributes_of(part: Any) -> dict[str, Any]:
@@ -399,10 +441,10 @@ def _attributes_of(part: Any) -> dict[str, Any]:
     return {**getattr(part, "__dict__", {}), **slots}
 
 
-def _content(part: Any) -> Any:
+def content_of(part: Any) -> Any:
     """A shallow copy of what a mutable part holds."""
     if isinstance(part, dict):
-        return dict(part)
+        return dict(dict.items(part))  # not what a class of its own would give
     if isinstance(part, list | deque):
         return list(part)
     if isinstance(part, set):
@@ -428,7 +470,7 @@ def _items(content: Any) -> Collection[Any]:
     return content if isinstance(content, list | set) else ()
 
 
-def _is_same(now: Any, before: Any) -> bool:
+def is_same(now: Any, before: Any) -> bool:
     """Whether a part has the same content: the same objects, or equal bytes and numbers."""
     if isinstance(now, dict):
         return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
@@ -439,8 +481,24 @@ def _is_same(now: Any, before: Any) -> bool:
     return now.shape == before.shape and now.tobytes() == before.tobytes()
 
 
-def _put(part: Any, content: Any) -> None:
-    if isinstance(part, dict | set):
+def changed_values(now: Any, before: Any) -> list[Any]:
+    """The values in the content of a part that were not in it before."""
+    if isinstance(now, dict):
+        return [value for key, value in now.items() if key not in before or before[key] is not value]
+    if isinstance(now, list | set) and not is_same(now, before):
+        known = set(map(id, before))
+        return [value for value in now if id(value) not in known]
+    return []
+
+
+def put(part: Any, content: Any) -> None:
+    """Makes a part hold what :func:`content_of` has shown."""
+    if isinstance(part, dict):
+        kind: Any = OrderedDict if isinstance(part, OrderedDict) else dict  # not what a class of its own would do
+        kind.clear(part)
+        for key, value in content.items():
+            kind.__setitem__(part, key, value)
+    elif isinstance(part, set):
         part.clear()
         part.update(content)
     elif isinstance(part, types.CellType):

@@ -11,7 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from shardwise.errors import UnsupportedError, UsageError, first_line
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
-from shardwise.model.module_state import ModuleState
+from shardwise.model.isolated import Isolated
+from shardwise.model.module_state import Attributes, HookState, ModuleState, keeps_attributes
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, TensorFact
@@ -119,15 +120,18 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
     def note(name: str) -> None:
         entered.setdefault(name, len(entered))
 
+    hooks = HookState(child for _, child in canonical_modules(module))
     handles = [
         child.register_forward_pre_hook(lambda *_, name=name: note(name)) for name, child in canonical_modules(module)
     ]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    state = ModuleState(child for _, child in canonical_modules(module))
+    modules = [child for _, child in canonical_modules(module)]
+    state, attributes = ModuleState(modules), [Attributes(child) for child in modules if keeps_attributes(child)]
+    isolated = Isolated(module, lambda model: call_alone(model, {key: x.to(device) for key, x in example.items()}))
     rng = torch.get_rng_state()
     try:
-        with torch.no_grad():
-            call_alone(module, {key: value.to(device) for key, value in example.items()})
+        with torch.no_grad(), isolated.noting(""):
+            isolated(module)
     except Exception as error:
         if device.type == "meta":  # a forward may make tensors on the CPU
             with contextlib.suppress(UnsupportedError):
@@ -144,4 +148,6 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
             handle.remove()
         torch.set_rng_state(rng)
         state.restore()
+        for each in (*attributes, hooks, isolated):
+            each.restore()
     return entered

@@ -28,7 +28,8 @@ class Run:
         arguments: position -> the leaves that took the place of a floating argument of the module asked for, one for
             each call of it.
         output: tensors and numbers of the model's output; none if the run was ended before.
-        kept: tensors that modules have kept in attributes, by name: such as a loss of their own.
+        kept: tensors and numbers that are kept in attributes, or outside of modules, by name: such as a loss of their own.
+        keeps: whether anything is kept.
         dropped: what dropout would have been applied to, and random numbers that were drawn, each with the last call before
             it; None: there was none.
         functions: the names of the functions that were called, in order.
@@ -41,6 +42,7 @@ class Run:
         self.arguments: dict[Place, list[Tensor]] = {}
         self.output: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
+        self.keeps = False
         self.dropped: list[tuple[Call | None, Tensor]] = []
         self.functions: list[str] = []
 

@@ -82,7 +82,7 @@ def _table(
         owner._parameters[attr] for name, owner, attr in canonical_tensors(module, "_parameters") if name == weight
     )
     for caller, layers in uses.items():
-        if len(layers) > 1 or id(tensor) not in owners[caller]:
+        if len(layers) > 1 or id(tensor) not in owners.get(caller, ()):
             return f"{caller or 'the model'} uses it beside what it is of its own module"
         (layer,) = layers
         if layer.has_options:

@@ -9,9 +9,11 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
+import types
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +24,27 @@ from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
 from shardwise.model.computed import with_plain_weights
+from shardwise.model.isolated import Isolated
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
-from shardwise.model.module_state import Attributes, keeps_attributes, with_holders
+from shardwise.model.module_state import Attributes, HookState, content_of, keeps_attributes
 from shardwise.model.names import canonical_modules, canonical_tensors, module_of_error
 from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.tensors import hidden_tensors, loose_tensors
 
-__all__ = ["Change", "Trial", "Uses", "around_modules"]
+__all__ = ["OUTSIDE", "Change", "Trial", "Uses", "around_modules"]
 
 Change = Callable[[Place, Tensor], Tensor]
+
+_MOST_GENERATED = 1000  # that a generator gives
 
 
 Uses = dict[str, dict[str, set[Layer]]]
 """Weight of a layer -> module in whose forward it is called, the innermost one that runs then -> what it is there."""
+
+OUTSIDE = "a hook of the model"
+"""Stands for a module where a layer is called outside of the model's forward."""
 
 
 class Trial:
@@ -47,7 +55,7 @@ class Trial:
 
     Args:
         module: any module, on meta or not.
-        call: ``call(copy)`` runs it once and returns its output.
+        call: ``call(copy)`` runs it once and returns its output. An :class:`Isolated` serves several trials.
         training: whether the copy is in training mode.
         without: modules of lists that the copy does not have.
         norms: modules that are taken for layers: what they are called with is seen, and they return random leaves.
@@ -69,7 +77,8 @@ class Trial:
         foreign: frozenset[str] | None = None,
         computed: frozenset[str] = frozenset(),
     ):
-        self._call, self._values = call, dict[tuple[Call, int], Tensor]()
+        self._call = call if isinstance(call, Isolated) else Isolated(module, call)
+        self._values = dict[tuple[Call, int], Tensor]()
         self._original, self._training, self._without, self.norms = module, training, without, norms
         self._computed = computed
         self._widths: dict[str, int] = {}  # of norms
@@ -128,8 +137,9 @@ class Trial:
         note: Callable[[Layer], None] = lambda _: None,
         watch: Callable[[Call, Tensor], None] | None = None,
         outputs: Callable[[Call, Tensor], Tensor] | None = None,
+        again: bool = False,
     ) -> Run:
-        """Runs the copy.
+        """Runs the copy. Whatever it keeps, in modules or outside of them, is put back at the end.
 
         Args:
             draw: of the random outputs: other numbers, other outputs.
@@ -141,6 +151,7 @@ class Trial:
             note: called with each layer that is called.
             watch: called with each call and its input, which are then not kept, for large models; without gradients.
             outputs: with ``watch``: called with each call and its outputs, returns what takes their place; with gradients then.
+            again: the run is the second forward: what the first one keeps, it finds.
         """
         # Outputs of models may be in circles, such as a cache of keys, and hold the whole graph of an earlier run.
         gc.collect(1)
@@ -154,17 +165,31 @@ class Trial:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             # For what the model, or the function that calls it, draws by itself. Generators of other devices stay as they are.
             torch.default_generator.manual_seed(0)
+            attributes = stack.enter_context(self._restored())
+            if again:
+                with Leaves(self, Run(), draw, rows or {}, set(), lambda _: None, watch and (lambda *_: None), outputs):
+                    self._call(self.module)
             self._running = stack.enter_context(Leaves(self, seen, draw, rows or {}, missing, note, watch, outputs))
-            stack.enter_context(self._restored())
+            if not self._has_run:
+                stack.enter_context(self._call.noting((self.module.training, self._without)))
             with contextlib.suppress(Ended):
-                known = {id(hidden.tensor): hidden.tensor for hidden in hidden_tensors(self.module)}
                 seen.output = _tensors_of(self._call(self.module))
-                seen.kept = [
-                    (hidden.name, hidden.tensor)
-                    for hidden in hidden_tensors(self.module)
-                    if id(hidden.tensor) not in known
-                ]
+                self._note_kept(seen, attributes)
         return seen
+
+    def _note_kept(self, seen: Run, attributes: Iterable[Attributes]) -> None:
+        """Notes what a run has kept anywhere: tensors, and numbers that are no counts."""
+        values: list[tuple[Any, Any]] = [(each.module, value) for each in attributes for value in each.changed()]
+        values += self._call.kept()
+        if not values:
+            return
+        names = {id(hidden.tensor): hidden.name for hidden in hidden_tensors(self.module)}
+        modules = {id(module): name for name, module in canonical_modules(self.module)}
+        found: dict[int, tuple[str, Tensor]] = {}
+        for home, value in values:
+            for tensor in _tensors_of(value, with_counts=False):
+                found.setdefault(id(tensor), (names.get(id(tensor), modules.get(id(home), str(home))), tensor))
+        seen.keeps, seen.kept = True, list(found.values())
 
     def set_training(self, is_training: bool) -> None:
         """Puts the copy in training mode, or in eval mode: other code may run, and write other buffers."""
@@ -187,35 +212,38 @@ class Trial:
     @contextlib.contextmanager
     def noting(self, uses: Uses) -> Iterator[Callable[[Layer], None]]:
         """Context manager: gives a function for ``note`` of :meth:`run` that adds each layer to ``uses``."""
-        running = [""]
+        running = [OUTSIDE]
         with around_modules(self.module, running.append, lambda _: running.pop()):
             yield lambda layer: uses.setdefault(layer.weight, {}).setdefault(running[-1], set()).add(layer)
 
     @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
-        """Context manager: buffers have their values again at the end, and modules of which one was written their Python state. The
-        first run shows which are written."""
+    def _restored(self) -> Iterator[list[Attributes]]:
+        """Context manager: buffers have their values again at the end, modules their Python state, and places outside of them what they
+        held. Gives the Python state. The first run shows which buffers are written."""
         known = {} if self._has_run else self._buffers()
-        modules = [module for module in self.module.modules() if module._buffers or keeps_attributes(module)]
-        before = [(module, set(module._buffers), Attributes(module)) for module in modules]
+        modules, parts = [*self.module.modules()], dict[int, Any]()
+        before = [
+            (set(module._buffers), Attributes(module, all_tensors=True, known=parts))
+            for module in modules
+            if module._buffers or keeps_attributes(module)
+        ]
+        hooks = HookState(modules)
         try:
-            yield
+            yield [attributes for _, attributes in before]
         finally:
             self._has_run = True
             for name, (owner, attr, buffer, value) in known.items():
                 is_same = owner._buffers.get(attr) is buffer and torch.equal(buffer.detach(), value)
                 if not is_same or id(buffer) in self._statistics:
                     self.written[name] = owner, attr, value
-            homes = {id(owner) for owner, _, _ in self.written.values()}
-            homes = with_holders(homes, self.module.modules(), [attributes for *_, attributes in before])
-            for module, names, attributes in before:
-                registered = module._buffers.keys() - names
-                for attr in registered:
-                    delattr(module, attr)
-                if registered or id(module) in homes:
-                    attributes.restore()
+            for names, attributes in before:
+                for attr in attributes.module._buffers.keys() - names:
+                    delattr(attributes.module, attr)
+                attributes.restore()
+            hooks.restore()
+            self._call.restore()
             for owner, attr, value in self.written.values():  # another tensor: gradients may need what was written
-                owner._buffers[attr] = value.clone().requires_grad_(value.requires_grad)
+                owner._buffers[attr] = _cloned(value)
 
     def _buffers(self) -> dict[str, tuple[nn.Module, str, Tensor, Tensor]]:
         found = [
@@ -336,23 +364,28 @@ class Trial:
 
 @contextlib.contextmanager
 def around_modules(root: nn.Module, before: Callable[[str], Any], after: Callable[[str], Any]) -> Iterator[None]:
-    """Context manager: functions are called with the name of each module, before and after its forward."""
+    """Context manager: functions are called with the name of each module, before and after its forward, which its hooks are outside
+    of."""
 
-    def hook(call: Callable[[str], Any], name: str) -> Callable[..., None]:
-        def hooked(*_: Any) -> None:
-            call(name)
+    def around(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            before(name)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                after(name)
 
-        return hooked
+        inside.__wrapped__ = forward  # type: ignore[attr-defined]  # its signature may be asked for
+        return inside
 
-    handles = []
-    for name, module in canonical_modules(root):
-        handles.append(module.register_forward_pre_hook(hook(before, name)))
-        handles.append(module.register_forward_hook(hook(after, name)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, module in canonical_modules(root):
+            if "forward" in vars(module):
+                stack.callback(setattr, module, "forward", module.forward)
+            else:
+                stack.callback(vars(module).pop, "forward")
+            module.forward = around(name, module.forward)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]) -> None:
@@ -386,16 +419,40 @@ def _with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + 0.1 * drawn if tensor.dim() < 2 else drawn / max(tensor.shape[-1], 1) ** 0.5
 
 
-def _tensors_of(value: Any) -> list[Tensor]:
-    """Tensors and numbers in an output, also those in the attributes of objects without methods. An object with methods does
-    something with what it keeps, as a cache of keys and values does, which is a rank's own."""
-    leaves = leaves_of(value)
-    numbers = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | int | float | complex)]
-    return numbers + tensors_within([leaf for leaf in leaves if not _has_methods(leaf)])[0]
+def _tensors_of(value: Any, *, with_counts: bool = True) -> list[Tensor]:
+    """Tensors and numbers in a value, also in the attributes of objects, in closures, and those that a generator gives. Not in a
+    cache of keys and values of transformers, which is a rank's own. ``with_counts``: whole numbers too."""
+    kinds = Tensor | float | complex | (int if with_counts else float)
+    found: list[Tensor] = []
+    waiting, seen = leaves_of(value), set[int]()
+    while waiting:
+        leaf = waiting.pop(0)
+        if isinstance(leaf, kinds):
+            found.append(torch.as_tensor(leaf))
+        elif id(leaf) not in seen and not _is_cache(leaf):
+            seen.add(id(leaf))
+            waiting += _held(leaf)
+    return found
 
 
-def _has_methods(value: Any) -> bool:
-    return any(callable(item) for cls in type(value).__mro__ for name, item in vars(cls).items() if name[0] != "_")
+def _held(leaf: Any) -> list[Any]:
+    """What calling a function, or going through a generator, would show; the tensors of another object."""
+    if isinstance(leaf, types.GeneratorType):
+        return leaves_of(list(itertools.islice(leaf, _MOST_GENERATED)))
+    if isinstance(leaf, functools.partial):
+        return leaves_of([leaf.func, leaf.args, leaf.keywords])
+    if isinstance(leaf, types.MethodType):
+        return [leaf.__self__]
+    if isinstance(leaf, types.FunctionType):
+        cells = [value for cell in leaf.__closure__ or () for value in content_of(cell)]
+        return leaves_of([cells, leaf.__defaults__ or (), leaf.__kwdefaults__ or {}])
+    return list(tensors_within([leaf])[0])
+
+
+def _is_cache(value: Any) -> bool:
+    return any(
+        cls.__name__.endswith("Cache") and cls.__module__.startswith("transformers.") for cls in type(value).__mro__
+    )
 
 
 @contextlib.contextmanager

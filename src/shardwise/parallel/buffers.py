@@ -32,6 +32,7 @@ from shardwise.parallel.buffer_errors import (
     other_buffers,
     other_values,
 )
+from shardwise.parallel.replicas import compare_replicas
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe.records import STATISTICS, SUMMED_OVER
 from shardwise.world.agreement import Entry, digest_of_text
@@ -272,12 +273,14 @@ def watched_outside(runtime: Runtime) -> contextlib.AbstractContextManager[None]
 
 
 def end_outside(runtime: Runtime, place: str) -> None:
-    """Compares buffers after backwards outside of windows, and makes equal what their policies say. All ranks must call it."""
+    """Compares buffers, and gradients of what ranks hold whole, after backwards outside of windows, and makes equal what policies of
+    buffers say. All ranks must call it."""
     begun, runtime.loose_buffers, runtime.has_loose_buffers = runtime.loose_buffers, None, False
     exchange = begun if isinstance(begun, BufferExchange) else BufferExchange(runtime)
     if exchange.is_needed:
         summed = runtime.world.agreement.sum(exchange.entries(is_idle=False), f"{place}, comparing buffers")
         exchange.apply(summed, place)
+    compare_replicas(runtime, place)
 
 
 def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place: str) -> None:

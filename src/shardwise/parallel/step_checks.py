@@ -27,6 +27,7 @@ from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.buffers import end_outside
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise, refuse_mixing_optimizer
+from shardwise.parallel.replicas import compare_replicas
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
 from shardwise.parallel.step_threads import HookedThreads
@@ -89,6 +90,9 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         runtime.is_checked, runtime.holds_stepped_gradients = False, True
         if runtime.has_loose_buffers:
             end_outside(runtime, f"{type(optimizer).__name__}.step()")
+        elif not runtime.has_compared:
+            compare_replicas(runtime, f"{type(optimizer).__name__}.step()")
+        runtime.has_compared = False
         _warn_of_sums(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)

@@ -1,5 +1,5 @@
 """What the ranks exchange about a sharded module before an optimizer step: units entered, parameters used, 0-dim
-gradients."""
+gradients; early in a run, whether ranks that hold the same parameters have the same gradients."""
 
 from collections.abc import Mapping
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
+from shardwise.parallel.replicas import Replicas
 from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world.agreement import Entry, digest_of_text, minority
 
@@ -23,6 +24,7 @@ class Exchange:
         self._whole = ScalarGradients(
             whole, runtime.engine.penalties, runtime.world.axis("loss").size, counts=runtime.world.counts
         )
+        self._replicas = Replicas(runtime)
 
     def entries(self) -> dict[str, Entry]:
         runtime = self.runtime
@@ -30,7 +32,7 @@ class Exchange:
         found: dict[str, Entry] = {"units": runtime.world.agreement.same(digest_of_text("\n".join(units)))}
         told = {"used": runtime.engine.used(), "late": runtime.engine.late()}
         found |= {name: flags for name, flags in told.items() if flags is not None}
-        return found | self._whole.entries()
+        return found | self._whole.entries() | self._replicas.entries()
 
     def apply(self, summed: Mapping[str, Tensor]) -> bool:
         """Completes the gradients. Returns whether some came late, so that what was computed from them is to be computed
@@ -46,6 +48,8 @@ class Exchange:
             self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
         if is_late := "late" in summed and bool(summed["late"].any()):
             runtime.add_late(summed["late"].tolist(), summed["used"].tolist(), f"window {runtime.step + 1}")
+        else:
+            self._replicas.apply(summed)
         return is_late
 
     def _units_differ(self) -> RankError:

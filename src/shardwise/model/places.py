@@ -1,0 +1,172 @@
+"""Places outside of modules that hold values between calls: dicts, classes, names in namespaces, caches of functions, generators."""
+
+import functools
+import operator
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Sized
+from typing import Any
+
+from shardwise.errors import UnsupportedError
+from shardwise.model.iterators import is_iterator
+from shardwise.model.module_state import changed_values, content_of, is_mutable, put
+
+__all__ = ["LONGEST", "Key", "Place", "is_cache", "is_opaque", "is_place", "moves_on"]
+
+LONGEST = 1000  # items of a container that are looked at one by one
+_ABSENT = object()
+_OPAQUE = frozenset({"torch", "shardwise", "builtins", "numpy", "sympy", "mpmath", "einops", "einx"})
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+
+
+@functools.cache
+def is_opaque(module: Any) -> bool:
+    """Whether code of a module, by its name, keeps nothing that a forward of a user's would. Classes made in C may have no name of
+    theirs, and are."""
+    root = module.partition(".")[0] if isinstance(module, str) else "builtins"
+    return root != "__main__" and (root in _OPAQUE or root in sys.stdlib_module_names)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a function is one of ``functools.lru_cache``."""
+    return hasattr(type(value), "cache_info") and hasattr(value, "__wrapped__")
+
+
+def is_place(value: Any) -> bool:
+    """Whether a value may hold something else later."""
+    return is_mutable(value) or isinstance(value, (*_WEAK, threading.local)) or is_iterator(type(value))
+
+
+class Key:
+    """A name in a namespace, of which other names are left alone."""
+
+    def __init__(self, space: dict[str, Any], name: str):
+        self.space, self.name = space, name
+
+    def __hash__(self) -> int:
+        return hash((id(self.space), self.name))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.space is other.space and self.name == other.name
+
+
+class Place:
+    """What a place holds now.
+
+    Args:
+        name: for messages.
+        part: the place.
+
+    Attributes:
+        look: gives of ``part`` something else than ``mark`` once it holds something else.
+    """
+
+    __slots__ = ("content", "look", "mark", "name", "part")
+
+    def __init__(self, name: str, part: Any):
+        self.name, self.part, self.content = name, part, _content(part)
+        look = _mark_of_class if isinstance(part, type) else _MARKS.get(type(part), _mark)
+        is_long = isinstance(part, Sized) and not isinstance(part, type) and len(part) > LONGEST
+        self.look: Callable[[Any], Any] = len if is_long else look
+        self.mark = self.look(part)
+
+    @property
+    def new_values(self) -> list[Any]:
+        """What it did not hold."""
+        return changed_values(_content(self.part), self.content)
+
+    def restore(self) -> None:
+        """Makes it hold that again.
+
+        Raises:
+            UnsupportedError: it is an iterator, which has moved on.
+        """
+        part, content = self.part, self.content
+        if isinstance(part, Key):
+            part.space.pop(part.name, None)
+            part.space.update(content)
+        elif isinstance(part, type):
+            _put_into_class(part, content)
+        elif is_cache(part):
+            part.cache_clear()
+        elif isinstance(part, _WEAK):
+            put(part.data, content)  # type: ignore[attr-defined]
+        elif is_iterator(type(part)):
+            raise moves_on(self.name, f"a {type(part).__name__}")
+        else:
+            put(vars(part) if isinstance(part, threading.local) else part, content)
+
+
+def moves_on(name: str, what: str) -> UnsupportedError:
+    """The error for a place that cannot be put back."""
+    return UnsupportedError(
+        f"{what} outside of the model, which a forward changes",
+        why="the model is run before training, to see what it does, and this cannot be put back",
+        fix="keep what a forward counts, or draws from, in an attribute of a module, as a number or a list",
+        name=name,
+    )
+
+
+def _content(part: Any) -> Any:
+    """A shallow copy of what a place holds."""
+    if isinstance(part, Key):
+        return {part.name: part.space[part.name]} if part.name in part.space else {}
+    if isinstance(part, type | threading.local):
+        return dict(vars(part))
+    if is_cache(part):
+        return _bytes(part.cache_info().misses)
+    if isinstance(part, _WEAK):
+        return part.data.copy()  # type: ignore[attr-defined]
+    if isinstance(part, types.GeneratorType):
+        frame = part.gi_frame
+        return _bytes(None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values())))
+    return _bytes(part, operator.length_hint(part, -1)) if is_iterator(type(part)) else content_of(part)
+
+
+def _put_into_class(cls: type, content: dict[str, Any]) -> None:
+    for key in vars(cls).keys() - content.keys():
+        delattr(cls, key)
+    for key, value in content.items():
+        if vars(cls).get(key, _ABSENT) is not value:
+            setattr(cls, key, value)
+
+
+def _bytes(*values: Any) -> bytearray:
+    """Something that is equal where ``values`` are written equally."""
+    return bytearray(repr(values).encode())
+
+
+# ---- marks: other ones where what is held has changed, and fast, as there are hundreds of places and a run is short ----
+
+
+def _mark_of_dict(part: dict[Any, Any]) -> list[int]:
+    return [*map(id, part), *map(id, part.values())]
+
+
+def _mark_of_class(part: type) -> list[int]:
+    return [*map(id, vars(part).values())]
+
+
+def _mark_of_items(part: Iterable[Any]) -> list[int]:
+    return [*map(id, part)]
+
+
+def _mark_of_key(part: Key) -> int:
+    return id(part.space.get(part.name, _ABSENT))
+
+
+def _mark(part: Any) -> Any:
+    content = _content(part)
+    if isinstance(content, dict):
+        return _mark_of_dict(content)
+    return _mark_of_items(content) if isinstance(content, list | set) else bytes(content)
+
+
+_MARKS: dict[type, Callable[[Any], Any]] = {
+    dict: _mark_of_dict,
+    list: _mark_of_items,
+    set: _mark_of_items,
+    Key: _mark_of_key,
+}

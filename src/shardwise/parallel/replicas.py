@@ -1,0 +1,98 @@
+"""Whether ranks that hold the same parameters whole have the same gradients of them."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise._torch.dtensor import local_tensor
+from shardwise.errors import RankError
+from shardwise.model import dtype_of
+from shardwise.parallel.runtime import Runtime
+
+__all__ = ["Replicas", "compare_replicas"]
+
+
+class Replicas:
+    """Compares the gradients of parameters that all ranks along ``tp`` hold whole: they have the same data, so that a difference
+    is a part of a gradient for the whole. In the first window of a run and then ever more rarely, in the exchange that is made
+    anyway."""
+
+    def __init__(self, runtime: Runtime):
+        self._runtime, self._axis = runtime, runtime.world.axis("tp")
+        runtime.num_windows, runtime.has_compared = runtime.num_windows + 1, True
+        is_due = self._axis.size > 1 and not runtime.num_windows & (runtime.num_windows - 1)
+        params = runtime.recipe.params if is_due else {}
+        self._names = [
+            name for name in runtime.trainable if name in params and all(c.axis != "tp" for c in params[name].cuts)
+        ]
+
+    def entries(self) -> dict[str, Tensor]:
+        """``replicas``, float64 [n, 2]: of each gradient a sum with other signs on the ranks, 0 where they are equal; and its size."""
+        if not self._names:
+            return {}
+        weights = [(i + 1) * _STEP % 1 for i in range(self._axis.size)]
+        weight = weights[self._axis.rank] - sum(weights) / len(weights)
+        return {"replicas": torch.stack([_mark(self._runtime.parameters[name], weight) for name in self._names])}
+
+    def apply(self, summed: Mapping[str, Tensor]) -> None:
+        """Makes equal what differs by rounding.
+
+        Raises:
+            RankError: gradients differ by more, on all ranks.
+        """
+        found = summed["replicas"].tolist() if self._names else []
+        least = _NOISE * max((size for _, size in found), default=0.0)
+        for name, (off, size) in zip(self._names, found, strict=True):
+            if abs(off) > max(size, least) * self._rounding(name):
+                raise self._differ(name)
+            grad = self._runtime.parameters[name].grad
+            numel = math.prod(self._runtime.recipe.params[name].shape)
+            if abs(off) > size * _EXACT * numel**0.5 and grad is not None:
+                local = local_tensor(grad)
+                local.copy_(self._axis.reduce(local, "sum") / self._axis.size)
+
+    def _rounding(self, name: str) -> float:
+        """Of a gradient, relative: on a device sums may be in another order on each rank, in the dtype that is computed in."""
+        param = self._runtime.recipe.params[name]
+        return max(torch.finfo(dtype_of(dtype)).eps for dtype in (param.storage, param.compute, param.reduce)) ** 0.5
+
+    def _differ(self, name: str) -> RankError:
+        return RankError(
+            f"ranks {', '.join(map(str, self._axis.ranks))} with other gradients of a parameter that each holds whole",
+            why="they have the same data, along tp: code between layers that are cut uses it in a way that the example did not show",
+            fix="parallelize(..., example=batch), with one micro-batch as training gives it; or keep the layers around it whole: "
+            "tensor_parallel=sw.TensorParallel(plan={...})",
+            name=name,
+            ranks=self._axis.ranks,
+        )
+
+
+_EXACT = 2.0**-48  # of a float64 sum, beside the square root of how many numbers are summed
+_NOISE = 1e-2  # of the largest gradient: a smaller one, as that of a key's bias, may be rounding alone
+_STEP = 0.7548776662
+_AT_ONCE = 1 << 20  # numbers: a gradient as large as a table of tokens would need three times its size in float64
+
+
+def compare_replicas(runtime: Runtime, place: str) -> None:
+    """:class:`Replicas` in an exchange of its own, for loops without windows. All ranks must call it."""
+    replicas = Replicas(runtime)
+    if entries := replicas.entries():
+        replicas.apply(runtime.world.agreement.sum(entries, f"{place}, comparing gradients"))
+
+
+def _mark(param: Tensor, weight: float) -> Tensor:
+    """A sum of a gradient with a weight for each place, times ``weight``; and how large such a sum is by chance."""
+    found = torch.zeros(2, dtype=torch.float64, device=local_tensor(param).device)
+    if param.grad is None:
+        return found
+    flat = local_tensor(param.grad).detach().flatten()
+    flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    places = torch.arange(1, min(flat.numel(), _AT_ONCE) + 1, dtype=torch.float64, device=flat.device)
+    places.mul_(_STEP).frac_()
+    for part in flat.split(_AT_ONCE):
+        terms = places[: part.numel()] * part
+        found += torch.stack([terms.sum() * weight, terms.square_().sum()])
+    found[1].sqrt_()
+    return found

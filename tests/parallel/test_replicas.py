@@ -1,0 +1,79 @@
+"""Ranks along tp hold some parameters whole: their gradients are compared early in a run, in every kind of loop."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.parallel import replicas
+
+LOOPS = ("window", "accumulate", "plain")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def gradients(loop, off, precision="fp64", layout="tp=2"):
+    """Gradients of a norm, whole, after rank ``r`` along tp has added ``off`` r times to it in a backward; or the error."""
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        torch.manual_seed(3)
+        model = sw.parallelize(
+            nn.Sequential(Block(), Block()), world, precision=precision, example={"input": torch.randn(4, 16)}
+        )
+        optim, weight = torch.optim.SGD(model.parameters(), lr=0.1), model.get_parameter("0.norm.weight")
+        x = torch.randn(4, 16, dtype=torch.float64 if precision == "fp64" else torch.float32)
+
+        def backward():
+            model(x).float().square().mean().backward()
+            weight.grad.add_(off * world.axis("tp").rank)
+
+        try:
+            with mock.patch.object(replicas, "_AT_ONCE", 5):
+                if loop == "window":
+                    with sw.window(model, [{"x": x}], count=lambda batch: len(batch["x"])) as window:
+                        for _ in window:
+                            backward()
+                elif loop == "accumulate":
+                    with sw.accumulate(model, is_last=True):
+                        backward()
+                else:
+                    backward()
+                optim.step()
+        except sw.RankError as error:
+            return str(error)
+        return sw.full_tensor(weight.grad).tolist()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_differs_by_rounding_is_made_equal(ranks, loop):
+    first, second = ranks.run(gradients, 2, loop, 1e-13)
+    exact, _ = ranks.run(gradients, 2, loop, 0.0)
+    assert first == second != exact
+    assert first == pytest.approx(exact, abs=1e-12)
+
+
+@pytest.mark.parametrize(("precision", "off"), [("fp64", 1e-6), ("fp32", 1e-3), ("bf16", 1.0)])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_differs_by_more_is_named(ranks, loop, precision, off):
+    for text in ranks.run(gradients, 2, loop, off, precision):
+        assert text.startswith("0.norm.weight: ranks 0, 1 with other gradients")
+
+
+def test_what_is_computed_in_bfloat16_may_differ_as_its_rounding_does(ranks):
+    first, second = ranks.run(gradients, 2, "window", 1e-4, "bf16")
+    assert first == second
+
+
+def test_beside_data_ranks(ranks):
+    for text in ranks.run(gradients, 4, "window", 1e-6, "fp64", "dp_shard=2,tp=2"):
+        assert text.startswith("0.norm.weight: ranks ")
+    found = ranks.run(gradients, 4, "window", 1e-13, "fp64", "dp_shard=2,tp=2")
+    assert all(each == found[0] for each in found)

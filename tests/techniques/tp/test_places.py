@@ -1,0 +1,79 @@
+"""What a forward keeps between calls, or hands out beside its output, wherever Python has room for it: under tp training is that of
+one process, or is refused by the name of the place. And what the search for layers to cut runs leaves nothing there."""
+
+import pytest
+from techniques.tp import places
+
+import shardwise.model.cut_search
+from shardwise.model.calling import run_on
+
+REFUSED = {
+    "counter": "UnsupportedError: techniques.tp.places.COUNTER: a count outside of the model, which a forward changes",
+    "registered_for_good": ".kept: a persistent buffer that was registered after parallelize",
+}
+HOOKS = ("of_row", "of_column", "of_block", "before_block", "of_model")
+CASES = [
+    (kind, where, late)
+    for kinds, wheres in ((places.KEPT | places.HANDED, ("cut", "outside")), (("inside", "no_grad", *HOOKS), ("cut",)))
+    for kind in kinds
+    for where in wheres
+    for late in (False, True)
+]
+QUICK = {
+    ("attribute", "cut", False), ("nested", "outside", True), ("class_dict", "cut", True), ("method_cache", "outside", False), ("module_global", "cut", False),
+    ("closure_cell", "outside", True), ("weak_dict", "cut", False), ("context_variable", "cut", True), ("second_count", "outside", False),
+    ("library_module", "cut", False), ("out_list", "cut", True), ("out_object", "cut", False), ("out_generator", "cut", True), ("out_context", "cut", False),
+    ("out_number", "cut", False), ("inside", "cut", True), ("of_row", "cut", True), ("before_block", "cut", True),
+}  # fmt: skip
+
+
+def compared(ranks, layout, kind, where, late):
+    """Asserts that training is that of one process; returns the refusals that there are instead."""
+    losses, params = places.plain(kind, where, late)
+    found = ranks.run(places.trained, 4 if "dp" in layout else 2, layout, kind, where, late)
+    if all(isinstance(each, str) for each in found):
+        return found
+    assert not any(isinstance(each, str) for each in found)
+    state = found[0][1]
+    assert losses == pytest.approx(found[0][0], abs=1e-12)
+    assert max(float((state[name] - value).abs().max()) for name, value in params.items()) < 1e-12
+    assert found[0][2] > 2  # something is cut
+    return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "late"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.soak) for c in CASES]
+)
+def test_what_a_forward_keeps_is_right_or_refused_by_its_name(ranks, kind, where, late):
+    for text in compared(ranks, "tp=2", kind, where, late):
+        assert REFUSED[kind] in text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "where", "late"), [c for c in CASES if not c[0].startswith("second")])
+def test_so_it_is_beside_data_ranks(ranks, kind, where, late):
+    """Not what one forward keeps for the next, of which each data rank has others."""
+    for text in compared(ranks, "dp_shard=2,tp=2", kind, where, late):
+        assert REFUSED[kind] in text
+
+
+@pytest.mark.parametrize("kind", [*places.KEPT, *places.HANDED])
+def test_a_search_leaves_nothing_behind(kind):
+    places.reset()
+    before = places.everything()
+    model = places.build(kind, "cut", late=False)
+    attributes = {name: {*vars(module)} for name, module in model.named_modules()}
+    if kind in REFUSED and kind == "counter":
+        with pytest.raises(Exception, match="COUNTER"):
+            shardwise.model.cut_search.search(model, run_on(None), 2)
+        return
+    shardwise.model.cut_search.search(model, run_on(None), 2)
+    assert places.everything() == before
+    assert {name: {*vars(module)} for name, module in model.named_modules()} == attributes
+
+
+def test_gradients_of_what_every_rank_holds_whole_are_compared(ranks):
+    """Here nothing is proved of later blocks: in the first window the parameter is named, on all ranks."""
+    for text in ranks.run(places.trained_without_proof, 4, "dp_shard=2,tp=2"):
+        assert text.startswith("RankError: blocks.2.s: ranks ")
+        assert "with other gradients of a parameter that each holds whole" in text
