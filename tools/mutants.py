@@ -2404,6 +2404,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "what one forward keeps for the next is not seen",
     ),
     Mutant(
+        "backward-from-inside-unnoticed",
+        "        before_backward(_refuse_from_inside)\n",
+        "",
+        "tests/techniques/data/test_second_order.py -k inside_of_a_unit",
+        "a backward that begins at a feature caught in a unit reads freed memory",
+    ),
+    Mutant(
         "replicas-outside-of-windows-not-compared",
         "    compare_replicas(runtime, place)\n",
         "",

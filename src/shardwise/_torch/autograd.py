@@ -1,7 +1,8 @@
 """State of autograd: the running backward, hooks on tensors, function modes, recomputing checkpoints."""
 
+import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, length_hint
 from typing import Any
 
@@ -18,13 +19,17 @@ __all__ = [
     "StopRecomputation",
     "TorchDispatchMode",
     "at_end_of_backward",
+    "before_backward",
     "checkpointed",
     "current_backward",
+    "freed_leaf",
     "function_modes",
     "has_users_hook",
     "hook_counts",
     "hooks_of_saved_tensors",
     "in_backward",
+    "mark_output",
+    "marks_of",
     "num_hooks",
     "on_inputs",
     "share_hooks",
@@ -75,6 +80,62 @@ def _is_accumulated(param: Tensor) -> bool:
         if "autograd.grad()" not in str(error):
             raise
         return False
+
+
+_MARK = "shardwise"
+
+
+def mark_output(tensor: Tensor, by: Any) -> None:
+    """Notes in the graph that ``tensor`` is an output, with a hook, of ``by``; see :func:`freed_leaf` and :func:`marks_of`."""
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.metadata[_MARK] = by
+
+
+def freed_leaf(outputs: Sequence[Any]) -> Tensor | None:
+    """A leaf without memory that a backward from ``outputs`` comes to without passing a marked output."""
+    for node in _nodes(outputs, past_marks=False):
+        leaf = getattr(node, "variable", None)
+        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.numel() and not leaf.is_meta:
+            if not leaf.untyped_storage().size():
+                return leaf
+    return None
+
+
+def marks_of(outputs: Sequence[Any]) -> list[Any]:
+    """What :func:`mark_output` was given for the outputs that a backward from ``outputs`` passes."""
+    return [node.metadata[_MARK] for node in _nodes(outputs, past_marks=True) if _MARK in node.metadata]
+
+
+def _nodes(outputs: Sequence[Any], *, past_marks: bool) -> Iterator[Any]:
+    """The nodes of the graph below ``outputs``, tensors or edges; marked ones are the last of their branch unless ``past_marks``."""
+    waiting, seen = [getattr(x, "grad_fn", None) or getattr(x, "node", None) for x in outputs], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if past_marks or _MARK not in node.metadata:
+            waiting += [inner for inner, _ in node.next_functions]
+
+
+def before_backward(look: Callable[[Sequence[Any]], None]) -> None:
+    """Calls ``look(outputs)`` before each backward that is not started by another one. May be called again with the same function."""
+    if look in _lookers:
+        return
+    _lookers.append(look)
+    run = torch.autograd._engine_run_backward
+
+    @functools.wraps(run)
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not in_backward():
+            look(outputs)
+        return run(outputs, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward
+
+
+_lookers: list[Callable[[Sequence[Any]], None]] = []
 
 
 def on_inputs(replace: Callable[[Sequence[Any], bool], Sequence[Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch.autograd import unseen
+from shardwise._torch.autograd import mark_output, unseen
 from shardwise._torch.stand_ins import StandIn
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.pytrees import Replaced, leaves_of, map_leaves, tensors_within
@@ -110,6 +110,7 @@ def hand_out(
 
 def _hook(tensor: Tensor, reached: Callable[[Tensor], None], through: Callable[[Any], None] | None) -> None:
     tensor.register_hook(reached)
+    mark_output(tensor, getattr(reached, "of", None))
     if through is not None and tensor.grad_fn is not None:
         tensor.grad_fn.register_prehook(through)
 

@@ -178,3 +178,65 @@ def test_gradients_that_are_graphs_themselves_are_refused_over_replicas(ranks: R
     for found in ranks.run(outcomes, 2, "dp_replicate=2", cases, {}):
         assert all(each[2] == "backward(create_graph=True) on several ranks" for each in found), found
     assert all(map(is_right, ranks.run(outcomes, 1, "dp_shard=1", cases, {})[0]))
+
+
+class Scale(nn.Module):
+    """Its kernel reads what it multiplies with, whether there is memory or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return x * self.w
+
+
+INSIDE = {**LAYERS, "Scale": Scale, "LSTM": lambda: nn.LSTM(6, 6), "Embedding": lambda: nn.Embedding(4, 6)}
+
+
+class Catching(nn.Module):
+    """Keeps what its layer returns, before the rest of its forward."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self.layer, self.linear = INSIDE[layer](), nn.Linear(6, 6)
+
+    def forward(self, x):
+        found = self.layer(x.long().clamp(0, 3)[:, 0] if isinstance(self.layer, nn.Embedding) else x)
+        self.feature = found[0] if isinstance(found, tuple) else found
+        return torch.tanh(self.linear(self.feature))
+
+
+def of_a_feature(layer, layout, beside):
+    """Gradients of a feature's own loss, with the output's in it if ``beside``; or the error."""
+    torch.manual_seed(5)
+    values = nn.Sequential(Catching(layer), Catching("Linear")).double().state_dict()
+    x = torch.arange(48, dtype=torch.float64).reshape(8, 6).sin()
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        model = nn.Sequential(Catching(layer), Catching("Linear")).double()
+        model.load_state_dict(values)
+        model = sw.parallelize(model, world, sharding=sw.Sharding(min_unit_bytes=0))
+        batch = {"x": x.tensor_split(world.axis("dp").size)[world.axis("dp").rank]}
+        try:
+            with sw.window(model, [batch], count=lambda batch: len(batch["x"])) as window:
+                for given in window:
+                    out = model(given["x"])
+                    loss = model[0].feature.pow(2).sum() + (out.sum() if beside else 0)
+                    (loss / window.num_tokens).backward()
+        except sw.ShardwiseError as error:
+            return str(error)
+        return {name: sw.full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("layer", INSIDE)
+def test_a_backward_that_begins_inside_of_a_unit_is_refused_before_it_reads_freed_memory(ranks, layer):
+    for text in ranks.run(of_a_feature, 2, layer, "dp_shard=2", False):
+        assert text.startswith("0: a backward that reaches a unit whose parameters are not gathered")
+
+
+@pytest.mark.parametrize(("layer", "beside"), [("Scale", True), ("PReLU", True), ("LSTM", True)])
+def test_a_feature_in_a_loss_beside_the_output_is_right(ranks, layer, beside):
+    wanted, _ = ranks.run(of_a_feature, 2, layer, "dp_replicate=2", beside)  # whole parameters, as in one process
+    for found in ranks.run(of_a_feature, 2, layer, "dp_shard=2", beside):
+        assert found.keys() == wanted.keys()
+        assert max(float((found[name] - value).abs().max()) for name, value in wanted.items()) < 1e-12

@@ -10,7 +10,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import module_of_error
 from shardwise.techniques.edges import WhenLeft
 
-__all__ = ["translated"]
+__all__ = ["translated", "ungathered"]
 
 _PENALTY = (
     "give a weight penalty a backward of its own, once in each `with sw.window(...)`: penalty.backward(). What stands beside a parameter "
@@ -22,12 +22,7 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
     """The ShardwiseError for ``error``, raised in a forward or backward of ``root``; None if its cause is not known."""
     text = str(error)
     if ("setStorage" in text and "storage of size 0" in text) or "its data is not allocated yet" in text:
-        return UnsupportedError(
-            "a backward that reaches a unit whose parameters are not gathered",
-            why="a unit is gathered when a gradient comes to what it returned; it comes from inside it here: a feature that a hook has caught",
-            fix='let the block return what the loss needs; or keep parameters whole on every rank: sw.init("dp_replicate=-1")',
-            name=module_of_error(root, error),
-        )
+        return ungathered(module_of_error(root, error))
     if WhenLeft.__name__ in str(error):  # of the node in the graph
         return UnsupportedError(
             "a block that changes what it is given in place",
@@ -64,6 +59,16 @@ def translated(root: nn.Module, error: BaseException) -> ShardwiseError | None:
         + 'let both be in one unit: Sharding(units="none"), or units= with the names of modules that hold both; within '
         "sw.gathered(model) every parameter is whole, for reading",
         name=module_of_error(root, error),
+    )
+
+
+def ungathered(name: str | None) -> UnsupportedError:
+    """The error for a backward that comes to the parameters of the module ``name`` before they are gathered."""
+    return UnsupportedError(
+        "a backward that reaches a unit whose parameters are not gathered",
+        why="a unit is gathered when a gradient comes to what it returned; it comes from inside it here: a feature that a hook has caught",
+        fix='let the block return what the loss needs; or keep parameters whole on every rank: sw.init("dp_replicate=-1")',
+        name=name,
     )
 
 

@@ -17,16 +17,17 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import current_backward, in_backward
+from shardwise._torch.autograd import before_backward, current_backward, freed_leaf, in_backward, marks_of
 from shardwise._torch.fsdp2 import Unit, when_interrupted
 from shardwise._torch.fully_shard import reset_iteration
 from shardwise.errors import UnsupportedError
+from shardwise.techniques.data.explain import ungathered
 from shardwise.techniques.data.gradients import EndOfBackward
 from shardwise.techniques.data.passes import Backward, Forward, Units, refuse_written
 from shardwise.techniques.data.walk import Orders, Walk
@@ -50,6 +51,20 @@ class Listener(Protocol):
         """``unit`` was gathered in a forward, or is about to be reduced in a backward."""
 
 
+_in_use: "weakref.WeakSet[Order]" = weakref.WeakSet()
+
+
+def _refuse_from_inside(outputs: Sequence[Any]) -> None:
+    """Raises UnsupportedError for a backward that comes to a unit's parameters past none of its outputs, at which it would be gathered:
+    kernels read freed memory without a check, which ends the process. Where a unit's output is passed too, that comes first."""
+    leaf = freed_leaf(outputs)
+    if leaf is None:
+        return
+    for unit in [unit for order in _in_use for unit in order.units.all()]:
+        if any(whole is leaf for whole, _ in unit.gathered()) and id(unit) not in marks_of(outputs):
+            raise ungathered(unit.name or None)
+
+
 class Order:
     """Gathers, frees and reduces the units of one sharded model, by hooks on its modules."""
 
@@ -61,6 +76,8 @@ class Order:
         self._num_forwards = 0  # forwards with gradients since the last backward
         self._root_version = -1  # version of the root's shards when they were gathered
         self._forget()
+        _in_use.add(self)
+        before_backward(_refuse_from_inside)
         when_interrupted(module, self._leave_interrupted)
         module.register_forward_pre_hook(self._before_root, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._after_root, always_call=True)
@@ -319,6 +336,7 @@ class Order:
             refuse_written(unit, version)
             self._reach(number)
 
+        hook.of = id(unit)  # type: ignore[attr-defined]
         return hook
 
     def _refuse_graph(self, number: int | None) -> Callable[[Any], None] | None:
