@@ -136,7 +136,7 @@ class CheckpointError(ShardwiseError, OSError):
     Args:
         given, why, fix, name: as for every :class:`ShardwiseError`.
         misfit: where the files are sound and the model is another one: what does not fit. ``"double"``: two stored tensors
-            are for one of the model's. ``"frozen"``: what is missing would be drawn at random, and not be trained.
+            are for one of the model's. ``"drawn"``: what is missing would stay as it was drawn at random.
         rename: the pattern and the replacement by which names would fit; None: it is not known.
     """
 
@@ -147,7 +147,7 @@ class CheckpointError(ShardwiseError, OSError):
         why: str,
         fix: str,
         name: str | None = None,
-        misfit: Literal["names", "shape", "dtype", "double", "frozen"] | None = None,
+        misfit: Literal["names", "shape", "dtype", "double", "drawn"] | None = None,
         rename: tuple[str, str] | None = None,
     ):
         super().__init__(given, why=why, fix=fix, name=name)

@@ -304,3 +304,35 @@ def cleared(where):
 def test_wherever_it_is_written(ranks, where):
     for rows, error in ranks.run(cleared, 2, where):
         assert rows == 0.0 and "embed.weight: " in error and "sw.full_tensor(w)" in error, error
+
+
+def of_other_tensors():
+    """What is not a write into what Shardwise has cut stays as torch does it."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    with sw.init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        sw.parallelize(nn.Linear(4, 4), world)
+        other = init_device_mesh("cpu", (2,))
+        w = DTensor.from_local(torch.ones(2, 4), world.mesh, [Shard(0), *[Replicate()] * (world.mesh.ndim - 1)])
+        row = DTensor.from_local(torch.ones(2, 4), other, [Shard(0)])
+        part = DTensor.from_local(torch.ones(2, 4), other, [Partial()])
+        plain, three = torch.zeros(3), distribute_tensor(torch.tensor(3.0), other, [Replicate()])
+        said = []
+        for act in (
+            lambda: w.view(3, 7),
+            lambda: w.copy_(torch.ones(3, 3)),
+            lambda: part.fill_(torch.tensor(3.0)),
+            lambda: plain.fill_(three),
+        ):
+            try:
+                act()
+            except Exception as error:
+                said.append(type(error).__name__)
+        compiled = torch.compile(lambda x: x[:, 0] * 2, backend="aot_eager")
+        return said, compiled(row).shape, row[0].zero_().sum().item()
+
+
+def test_what_is_no_such_write_is_as_torch_does_it(ranks):
+    for said, shape, row in ranks.run(of_other_tensors, 2):
+        assert "UsageError" not in said and "AttributeError" not in said
+        assert shape == (4,) and row == 0

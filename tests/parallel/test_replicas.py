@@ -77,3 +77,33 @@ def test_beside_data_ranks(ranks):
         assert text.startswith("0.norm.weight: ranks ")
     found = ranks.run(gradients, 4, "window", 1e-13, "fp64", "dp_shard=2,tp=2")
     assert all(each == found[0] for each in found)
+
+
+def without_a_part(layout, precision):
+    """Whether it is noticed that the last rank along tp has nothing of a gradient, for eight models; data ranks have other data."""
+    noticed = 0
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        for seed in range(8):
+            torch.manual_seed(seed)
+            x = torch.randn(4, 16)
+            model = sw.parallelize(nn.Sequential(Block(), Block()), world, precision=precision, example={"input": x})
+            tp, weight = world.axis("tp"), model.get_parameter("0.norm.weight")
+            try:
+                with sw.window(
+                    model, [{"x": x + world.axis("dp").rank}], count=lambda batch: len(batch["x"])
+                ) as window:
+                    for batch in window:
+                        model(batch["x"]).float().square().mean().backward()
+                        weight.grad.mul_(tp.rank < tp.size - 1)
+            except sw.RankError:
+                noticed += 1
+    return noticed
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [("tp=2", "fp32"), ("tp=4", "bf16"), ("dp_shard=2,tp=2", "bf16"), ("dp_replicate=2,tp=2", "bf16")],
+)
+def test_a_part_that_is_missing_is_seen_in_every_precision(ranks, layout, precision):
+    found = ranks.run(without_a_part, 2 if layout == "tp=2" else 4, layout, precision)
+    assert min(found) == max(found) >= 6

@@ -87,17 +87,18 @@ _MARK = "shardwise"
 
 def mark_output(tensor: Tensor, by: Any) -> None:
     """Notes in the graph that ``tensor`` is an output, with a hook, of ``by``; see :func:`freed_leaf` and :func:`marks_of`."""
-    if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata[_MARK] = by
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = by
 
 
 def freed_leaf(outputs: Sequence[Any]) -> Tensor | None:
     """A leaf without memory that a backward from ``outputs`` comes to without passing a marked output."""
     for node in _nodes(outputs, past_marks=False):
-        leaf = getattr(node, "variable", None)
-        if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.numel() and not leaf.is_meta:
-            if not leaf.untyped_storage().size():
-                return leaf
+        leaf: Any = getattr(node, "variable", None)
+        is_plain = type(leaf) in (Tensor, torch.nn.Parameter) and not leaf.is_meta
+        if is_plain and leaf.numel() and not leaf.untyped_storage().size():
+            return leaf
     return None
 
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -105,6 +106,14 @@ _PLACED = (
     *("scatter_", "scatter_add_", "scatter_reduce_", "masked_fill_", "masked_scatter_", "triu_", "tril_"),
 )
 _NEVER = (_aten.eye.m_out, _aten.eye.out)  # each rank would write the whole in place of its piece
+_WORDS = (
+    "sharding strateg",
+    "got mixed torch.Tensor and DTensor",
+    "placement",
+    "shard",
+    "redistribut",
+    "mesh",
+)  # of torch's errors
 _NO_OPERATORS = ("apply_", "map_", "map2_", "set_")  # on a DTensor they end the process by a signal
 
 
@@ -116,7 +125,8 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
     view that it cannot make, and an assignment to ``.data``, which a DTensor does not follow. ``call`` gets the operator's name, the address
     of the local piece that the tensor is, or was viewed from, and whether it writes.
     """
-    if not _on_lost_write:
+    if not getattr(DTensor, "_shardwise_refuses", False):
+        DTensor._shardwise_refuses = True  # type: ignore[attr-defined]
         dispatcher: Any = DTensor._op_dispatcher
         handlers = dispatcher._custom_op_handlers
         for names, run in ((_VIEWS, _viewed), (_PLACED, _placed)):
@@ -204,27 +214,36 @@ def _viewed(op: Any, args: Any, kwargs: Any) -> Any:
     with _without_handler(op):
         result = op(*args, **kwargs)
     tensor = args[0]
-    if tensor.device_mesh._get_root_mesh() in _on_lost_write:
-        cuts, origin = _cuts(tensor), tensor._local_tensor.data_ptr()
+    if not torch.compiler.is_compiling() and tensor.device_mesh._get_root_mesh() in _on_lost_write:
+        cuts = _cuts(tensor)
         for each in result if isinstance(result, list | tuple) else (result,):
-            if cuts != _cuts(each):
-                _mark(each, origin)
+            if cuts != _cuts(each) and not is_fake(tensor._local_tensor):
+                _mark(each, tensor._local_tensor.data_ptr())
     return result
+
+
+def _has_no_rule(error: RuntimeError) -> bool:
+    """Whether torch refuses an operator because of how its arguments are cut, and not, say, for want of memory."""
+    return any(words in str(error) for words in _WORDS)
 
 
 def _placed(op: Any, args: Any, kwargs: Any) -> Any:
     try:
         with _without_handler(op):
             return op(*args, **kwargs)
-    except RuntimeError:
-        if isinstance(args[0], DTensor):
+    except RuntimeError as error:
+        if isinstance(args[0], DTensor) and _has_no_rule(error):
             _refuse(args[0], op.overloadpacket.__name__)
         raise
 
 
-def _filled(op: Any, args: Any, kwargs: Any) -> Any:
+def _filled(op: Any, args: Any, _kwargs: Any) -> Any:
     """``w[:, 0] = 1``, for which torch has no rule: a fill of a view that is this rank's own."""
     tensor, value = args
+    is_ours = isinstance(tensor, DTensor) and tensor.device_mesh._get_root_mesh() in _on_lost_write
+    if not is_ours or any(placement.is_partial() for placement in tensor.placements):
+        with _without_handler(op):
+            return op(*args, **_kwargs)
     op(tensor._local_tensor, value.full_tensor() if isinstance(value, DTensor) else value)
     return tensor
 
@@ -252,8 +271,8 @@ def _with_reasons(propagate: Callable[..., Any]) -> Callable[..., Any]:
     def find(op: Any, args: Any, *rest: Any, **options: Any) -> Any:
         try:
             return propagate(op, args, *rest, **options)
-        except (RuntimeError, NotImplementedError):
-            if (op._schema.is_mutable or op.is_view) and args and isinstance(args[0], DTensor):
+        except RuntimeError as error:
+            if _has_no_rule(error) and (op._schema.is_mutable or op.is_view) and args and isinstance(args[0], DTensor):
                 _refuse(args[0], op.overloadpacket.__name__, writes=op._schema.is_mutable)
             raise
 

@@ -116,17 +116,17 @@ class Isolated:
         if self._changed is None:
             self.kept()
         changed, self._changed = self._changed or [], None
-        for place in changed:
-            place.restore()
-        for _, now, was in self._marked:
-            put(now, was)
-        for state in self._modules:
-            state.restore()
-        for name, tensor, version, value in self._tensors:
-            if tensor._version != version:
-                if value is None:
-                    raise moves_on(name, "a large tensor")
-                tensor.detach().copy_(value)
+        with contextlib.ExitStack() as stack:  # all of them, whichever raises
+            for each in (*changed, *self._modules):
+                stack.callback(each.restore)
+            for _, now, was in self._marked:
+                put(now, was)
+            written = [each for each in self._tensors if each[1]._version != each[2]]
+            for _, tensor, _, value in written:
+                if value is not None:
+                    tensor.detach().copy_(value)
+            if name := next((name for name, *_, value in written if value is None), ""):
+                raise moves_on(name, "a large tensor")
 
     # ---- where ------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """Places outside of modules that hold values between calls: dicts, classes, names in namespaces, caches of functions, generators."""
 
 import functools
+import gc
 import operator
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sized
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwise.errors import UnsupportedError
@@ -16,6 +18,7 @@ from shardwise.model.module_state import changed_values, content_of, is_mutable,
 __all__ = ["LONGEST", "Key", "Place", "is_cache", "is_opaque", "is_place", "moves_on"]
 
 LONGEST = 1000  # items of a container that are looked at one by one
+_LARGEST = 1 << 20  # bytes of an array
 _ABSENT = object()
 _OPAQUE = frozenset({"torch", "shardwise", "builtins", "numpy", "sympy", "mpmath", "einops", "einx"})
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
@@ -35,7 +38,9 @@ def is_cache(value: Any) -> bool:
 
 
 def is_place(value: Any) -> bool:
-    """Whether a value may hold something else later."""
+    """Whether a value may hold something else later. Large arrays are data."""
+    if type(value).__name__ == "ndarray" and value.nbytes > _LARGEST:
+        return False
     return is_mutable(value) or isinstance(value, (*_WEAK, threading.local)) or is_iterator(type(value))
 
 
@@ -68,7 +73,7 @@ class Place:
     def __init__(self, name: str, part: Any):
         self.name, self.part, self.content = name, part, _content(part)
         look = _mark_of_class if isinstance(part, type) else _MARKS.get(type(part), _mark)
-        is_long = isinstance(part, Sized) and not isinstance(part, type) and len(part) > LONGEST
+        is_long = isinstance(part, dict | list | set | deque) and len(part) > LONGEST
         self.look: Callable[[Any], Any] = len if is_long else look
         self.mark = self.look(part)
 
@@ -85,12 +90,16 @@ class Place:
         """
         part, content = self.part, self.content
         if isinstance(part, Key):
-            part.space.pop(part.name, None)
             part.space.update(content)
+            if not content:
+                part.space.pop(part.name, None)
         elif isinstance(part, type):
             _put_into_class(part, content)
         elif is_cache(part):
-            part.cache_clear()
+            if (table := _table(part)) is None:
+                part.cache_clear()
+            else:
+                put(table, content)
         elif isinstance(part, _WEAK):
             put(part.data, content)  # type: ignore[attr-defined]
         elif is_iterator(type(part)):
@@ -116,13 +125,21 @@ def _content(part: Any) -> Any:
     if isinstance(part, type | threading.local):
         return dict(vars(part))
     if is_cache(part):
-        return _bytes(part.cache_info().misses)
+        return _bytes(part.cache_info().misses) if (table := _table(part)) is None else dict(table)
     if isinstance(part, _WEAK):
         return part.data.copy()  # type: ignore[attr-defined]
     if isinstance(part, types.GeneratorType):
         frame = part.gi_frame
         return _bytes(None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values())))
     return _bytes(part, operator.length_hint(part, -1)) if is_iterator(type(part)) else content_of(part)
+
+
+def _table(cache: Any) -> dict[Any, Any] | None:
+    """The results that a cache without a limit holds, which may be more than can be computed again; None of one with a limit."""
+    if cache.cache_parameters()["maxsize"] is not None:
+        return None
+    tables = [each for each in gc.get_referents(cache) if type(each) is dict and each is not vars(cache)]
+    return tables[0] if len(tables) == 1 else None
 
 
 def _put_into_class(cls: type, content: dict[str, Any]) -> None:

@@ -120,15 +120,13 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
     def note(name: str) -> None:
         entered.setdefault(name, len(entered))
 
-    hooks = HookState(child for _, child in canonical_modules(module))
-    handles = [
-        child.register_forward_pre_hook(lambda *_, name=name: note(name)) for name, child in canonical_modules(module)
-    ]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     modules = [child for _, child in canonical_modules(module)]
-    state, attributes = ModuleState(modules), [Attributes(child) for child in modules if keeps_attributes(child)]
+    states = [ModuleState(modules), *(Attributes(child) for child in modules if keeps_attributes(child))]
     isolated = Isolated(module, lambda model: call_alone(model, {key: x.to(device) for key, x in example.items()}))
-    rng = torch.get_rng_state()
+    rng, hooks = torch.get_rng_state(), HookState(modules)
+    for name, child in canonical_modules(module):
+        child.register_forward_pre_hook(lambda *_, name=name: note(name))
     try:
         with torch.no_grad(), isolated.noting(""):
             isolated(module)
@@ -144,10 +142,8 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
             "model first runs",
         ) from error
     finally:
-        for handle in handles:
-            handle.remove()
         torch.set_rng_state(rng)
-        state.restore()
-        for each in (*attributes, hooks, isolated):
-            each.restore()
+        with contextlib.ExitStack() as stack:  # all of them, whichever raises
+            for each in (isolated, hooks, *reversed(states)):
+                stack.callback(each.restore)
     return entered

@@ -167,7 +167,10 @@ class Trial:
             torch.default_generator.manual_seed(0)
             attributes = stack.enter_context(self._restored())
             if again:
-                with Leaves(self, Run(), draw, rows or {}, set(), lambda _: None, watch and (lambda *_: None), outputs):
+                first = Leaves(
+                    self, Run(), draw, rows or {}, set(), lambda _: None, watch and (lambda *_: None), outputs
+                )
+                with first as self._running:
                     self._call(self.module)
             self._running = stack.enter_context(Leaves(self, seen, draw, rows or {}, missing, note, watch, outputs))
             if not self._has_run:
@@ -236,12 +239,13 @@ class Trial:
                 is_same = owner._buffers.get(attr) is buffer and torch.equal(buffer.detach(), value)
                 if not is_same or id(buffer) in self._statistics:
                     self.written[name] = owner, attr, value
-            for names, attributes in before:
-                for attr in attributes.module._buffers.keys() - names:
-                    delattr(attributes.module, attr)
-                attributes.restore()
-            hooks.restore()
-            self._call.restore()
+            with contextlib.ExitStack() as stack:  # all of them, whichever raises
+                stack.callback(self._call.restore)
+                stack.callback(hooks.restore)
+                for names, attributes in before:
+                    for attr in attributes.module._buffers.keys() - names:
+                        delattr(attributes.module, attr)
+                    attributes.restore()
             for owner, attr, value in self.written.values():  # another tensor: gradients may need what was written
                 owner._buffers[attr] = _cloned(value)
 

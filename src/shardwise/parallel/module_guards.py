@@ -31,11 +31,13 @@ _is_installed = False
 def watch_modules(runtime: Runtime) -> None:
     """Refuses such calls on modules of ``runtime``."""
     global _is_installed
-    cut = [
-        f"{name}." for name, param in runtime.recipe.params.items() if param.cuts or runtime.recipe.engine == "fsdp2"
-    ]
+    cut: set[str] = set()  # names of modules
+    for name, param in runtime.recipe.params.items():
+        if param.cuts or runtime.recipe.engine == "fsdp2":
+            words = name.split(".")
+            cut |= {".".join(words[:i]) for i in range(len(words))}
     for name, module in runtime.modules:
-        holds_cut = any(each.startswith(f"{name}.") for each in cut) if name else bool(cut)
+        holds_cut = name in cut
         _known[module] = (weakref.ref(runtime), name, holds_cut)
         if holds_cut or not name:
             # FSDP2 puts one of its own on the class.
@@ -56,10 +58,10 @@ def _reduce(module: nn.Module, protocol: Any) -> Any:
     if found is not None:
         caller = sys._getframe(1)
         if caller.f_globals.get("__name__") != "copy":
-            refuse_pickling(found[1])
+            refuse_pickling(found[1])  # its hooks cannot be, whole or not
         if found[2] or not found[1]:
             refuse_copy(f"copy.{caller.f_code.co_name}", found[1])
-    return object.__reduce_ex__(module, protocol)
+    return super(nn.Module, module).__reduce_ex__(protocol)
 
 
 def _checked(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:

@@ -21,7 +21,7 @@ class Replicas:
 
     def __init__(self, runtime: Runtime):
         self._runtime, self._axis = runtime, runtime.world.axis("tp")
-        runtime.num_windows, runtime.has_compared = runtime.num_windows + 1, True
+        runtime.num_windows, runtime.stepped = runtime.num_windows + 1, set()
         is_due = self._axis.size > 1 and not runtime.num_windows & (runtime.num_windows - 1)
         params = runtime.recipe.params if is_due else {}
         self._names = [
@@ -29,11 +29,13 @@ class Replicas:
         ]
 
     def entries(self) -> dict[str, Tensor]:
-        """``replicas``, float64 [n, 2]: of each gradient a sum with other signs on the ranks, 0 where they are equal; and its size."""
+        """``replicas``, float64 [n, 2]: of each gradient a sum with other signs on the ranks, 0 where they are equal; and the square of how
+        large such a sum is by chance."""
         if not self._names:
             return {}
         weights = [(i + 1) * _STEP % 1 for i in range(self._axis.size)]
-        weight = weights[self._axis.rank] - sum(weights) / len(weights)
+        weights = [weight - sum(weights) / len(weights) for weight in weights]
+        weight = weights[self._axis.rank] / max(map(abs, weights))
         return {"replicas": torch.stack([_mark(self._runtime.parameters[name], weight) for name in self._names])}
 
     def apply(self, summed: Mapping[str, Tensor]) -> None:
@@ -42,16 +44,29 @@ class Replicas:
         Raises:
             RankError: gradients differ by more, on all ranks.
         """
-        found = summed["replicas"].tolist() if self._names else []
+        found = [
+            (abs(off) / copies, (squares / copies / self._axis.size) ** 0.5)
+            for (off, squares), copies in zip(
+                summed["replicas"].tolist() if self._names else [], map(self._num_copies, self._names), strict=True
+            )
+        ]
         least = _NOISE * max((size for _, size in found), default=0.0)
         for name, (off, size) in zip(self._names, found, strict=True):
-            if abs(off) > max(size, least) * self._rounding(name):
+            if off > max(size, least) * self._rounding(name):
                 raise self._differ(name)
-            grad = self._runtime.parameters[name].grad
             numel = math.prod(self._runtime.recipe.params[name].shape)
-            if abs(off) > size * _EXACT * numel**0.5 and grad is not None:
-                local = local_tensor(grad)
+            if off > size * _EXACT * numel**0.5:
+                param = self._runtime.parameters[name]
+                local = torch.zeros_like(local_tensor(param)) if param.grad is None else local_tensor(param.grad)
                 local.copy_(self._axis.reduce(local, "sum") / self._axis.size)
+
+    def _num_copies(self, name: str) -> int:
+        """How many data ranks have the same numbers of a gradient: one by one, they count that often in a sum over all ranks."""
+        if name in self._runtime.replicated:  # not yet summed
+            return 1
+        is_cut = any(cut.axis == "fsdp" for cut in self._runtime.recipe.params[name].cuts)
+        world = self._runtime.world
+        return world.axis("dp").size // (world.axis("fsdp").size if is_cut else 1)
 
     def _rounding(self, name: str) -> float:
         """Of a gradient, relative: on a device sums may be in another order on each rank, in the dtype that is computed in."""
@@ -83,7 +98,7 @@ def compare_replicas(runtime: Runtime, place: str) -> None:
 
 
 def _mark(param: Tensor, weight: float) -> Tensor:
-    """A sum of a gradient with a weight for each place, times ``weight``; and how large such a sum is by chance."""
+    """A sum of a gradient with a weight for each place, times ``weight``; and the square of how large such a sum is by chance."""
     found = torch.zeros(2, dtype=torch.float64, device=local_tensor(param).device)
     if param.grad is None:
         return found
@@ -94,5 +109,4 @@ def _mark(param: Tensor, weight: float) -> Tensor:
     for part in flat.split(_AT_ONCE):
         terms = places[: part.numel()] * part
         found += torch.stack([terms.sum() * weight, terms.square_().sum()])
-    found[1].sqrt_()
     return found

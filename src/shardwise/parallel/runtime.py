@@ -171,7 +171,8 @@ class Runtime:
         self.shown: ShownClasses | None = None  # None: there are none
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.num_windows = 0  # that have ended in this process, or steps of a loop without them
-        self.has_compared = False  # gradients that ranks along tp hold whole, since the last optimizer step
+        # Ids of the optimizers that have stepped since gradients were compared that ranks along tp hold whole; None: never.
+        self.stepped: set[int] | None = None
         self.in_window = False
         self._busy: tuple[threading.Thread, str] | None = None  # the thread that runs something on the model, and what
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step

@@ -101,7 +101,7 @@ def refuse_pickling(name: str) -> NoReturn:
     )
     raise UnsupportedError(
         f"torch.save or pickle of {'a part of ' if name else ''}a sharded module",
-        why="hooks and process groups belong to this process, and of most parameters it has a part",
+        why="hooks and process groups belong to this process, and where parameters are cut it has a part of them",
         fix=f"on every rank: {values if name else 'sw.save_weights(model, directory) for its values'}, sw.CheckpointManager to go on with the run later",
         name=name or None,
     )

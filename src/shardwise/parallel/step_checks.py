@@ -90,9 +90,9 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         runtime.is_checked, runtime.holds_stepped_gradients = False, True
         if runtime.has_loose_buffers:
             end_outside(runtime, f"{type(optimizer).__name__}.step()")
-        elif not runtime.has_compared:
+        elif runtime.stepped is None or id(optimizer) in runtime.stepped:
             compare_replicas(runtime, f"{type(optimizer).__name__}.step()")
-        runtime.has_compared = False
+        runtime.stepped = {id(optimizer), *(runtime.stepped or ())}
         _warn_of_sums(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)

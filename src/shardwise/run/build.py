@@ -50,7 +50,7 @@ _KEYS = {
     "names": f"{_RENAME}, or --model.strict=false to load what fits and draw the rest",
     "shape": "--model.strict=false with --model.rename={pattern: null} leaves tensors out",
     "dtype": f"--model.cast=true, {_SAME}",
-    "frozen": f"{_RENAME}; what is not trained is not drawn either: give weights that have it, or train it (model.freeze, model.train_only)",
+    "drawn": f"{_RENAME}; what is not trained is not drawn either: give weights that have it, or train it (model.freeze, model.train_only)",
     "double": "--model.rename={pattern: null}, with a pattern of the one to leave out",
 }
 """What does not fit in the weights that a run starts from -> the keys that say what to do."""

@@ -31,27 +31,39 @@ def refuse_misfit_names(
             else 'map names with rename=[("pattern", "replacement")]'
             + ("" if drawn else ", or pass strict=False to load what fits"),
             name=(matched.missing or matched.unexpected)[0],
-            misfit="frozen" if drawn and not rename else "names",
+            misfit="drawn" if drawn and not rename else "names",
             rename=rename,
         )
-    if not (rename or (drawn and matched.tensors)):
-        return
-    names = tuple(drawn) or matched.missing
-    if rename is None or drawn:
-        why = f"{len(names)} tensors that are not there are not trained either (requires_grad is False)"
-        fix = (
-            'map their names with rename=[("pattern", "replacement")], or load first the weights that have them. Random numbers that are meant to '
-            "stay belong into a buffer (register_buffer), what is to be trained gets requires_grad before parallelize"
+    if drawn and matched.tensors:
+        raise _stays_drawn(
+            source,
+            tuple(drawn),
+            rename,
+            why=f"{len(drawn)} tensors that are not there are not trained either (requires_grad is False)",
+            fix=f"the layers were wrapped, so map their names: {_as_argument(rename)}"
+            if rename
+            else 'map their names with rename=[("pattern", "replacement")], or load first the weights that have them. Random numbers that are '
+            "meant to stay belong into a buffer (register_buffer), what is to be trained gets requires_grad before parallelize",
         )
-    else:
-        why = "the model has wrapped layers, of which the tensors are there under their names from before"
-        fix = f'map their names: {_as_argument(rename)}; or, where new ones are meant, leave those out: rename=[(r"{rename[0]}", None)]'
-    raise CheckpointError(
+    if rename:
+        raise _stays_drawn(
+            source,
+            matched.missing,
+            rename,
+            why="the model has wrapped layers, of which the tensors are there under their names from before",
+            fix=f'map their names: {_as_argument(rename)}; or, where new ones are meant, leave those out: rename=[(r"{rename[0]}", None)]',
+        )
+
+
+def _stays_drawn(
+    source: Source, names: tuple[str, ...], rename: tuple[str, str] | None, *, why: str, fix: str
+) -> CheckpointError:
+    return CheckpointError(
         f"weights from {source.place}, with strict=False",
         why=f"{why}, and the model would train on numbers drawn at random: {shortened(names)}",
-        fix=f"the layers were wrapped, so map their names: {_as_argument(rename)}" if rename and drawn else fix,
+        fix=fix,
         name=names[0],
-        misfit="frozen",
+        misfit="drawn",
         rename=rename,
     )
 

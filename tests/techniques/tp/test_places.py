@@ -1,7 +1,10 @@
 """What a forward keeps between calls, or hands out beside its output, wherever Python has room for it: under tp training is that of
 one process, or is refused by the name of the place. And what the search for layers to cut runs leaves nothing there."""
 
+import functools
+
 import pytest
+import torch
 from techniques.tp import places
 
 import shardwise.model.cut_search
@@ -70,6 +73,45 @@ def test_a_search_leaves_nothing_behind(kind):
     shardwise.model.cut_search.search(model, run_on(None), 2)
     assert places.everything() == before
     assert {name: {*vars(module)} for name, module in model.named_modules()} == attributes
+
+
+@functools.cache
+def registry(name):
+    return {}
+
+
+class Sized:
+    def __len__(self):
+        raise TypeError("it has no length yet")
+
+
+SIZED = Sized()
+
+
+class Normed(torch.nn.Module):
+    """As in OLMo2, with norms of queries and keys over all heads; it keeps a number of each forward, and asks a registry."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.qn, self.kn = torch.nn.RMSNorm(16), torch.nn.RMSNorm(16)
+
+    def forward(self, x):
+        q, k, v = (
+            y.unflatten(-1, (-1, 4)).transpose(1, 2) for y in (self.qn(self.q(x)), self.kn(self.k(x)), self.v(x))
+        )
+        y = ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        self.mean = x.mean() if registry("of forwards") is not SIZED else None
+        return x + self.o(y)
+
+
+def test_a_search_with_norms_over_all_heads_looks_at_two_forwards_and_keeps_a_users_registry():
+    registry("of the user")["x"] = 1
+    found = shardwise.model.cut_search.search(
+        torch.nn.Sequential(Normed(), Normed()), lambda model: model(torch.randn(2, 3, 16, dtype=torch.float64)), 2
+    )
+    assert len(found.regions) == 6
+    assert registry("of the user") == {"x": 1} and registry.cache_info().currsize == 1
 
 
 def test_gradients_of_what_every_rank_holds_whole_are_compared(ranks):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.errors import ConfigError, Stopped, UsageError
 from shardwise.parallel import runtime_of
@@ -409,16 +410,7 @@ class CheckpointManager:
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes if self._world.is_main else ():
-            warnings.warn(note, stacklevel=_to_the_caller())
-
-
-def _to_the_caller() -> int:
-    """The ``stacklevel`` with which a warning of the calling function points to the line outside this file, and the
-    decorator of its constructor, that led to it."""
-    frame, level, own = sys._getframe(1), 1, (__file__, public_call.__code__.co_filename)
-    while frame is not None and frame.f_code.co_filename in own:
-        frame, level = frame.f_back, level + 1
-    return level
+            warnings.warn(note, stacklevel=level_of_caller())
 
 
 def _check_limit(stop_after_s: float | None) -> None:
