@@ -11,7 +11,9 @@ import dis
 import functools
 import gc
 import sys
+import threading
 import types
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -19,14 +21,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.model.module_state import Attributes, ModuleState, changed_values, content_of, put
 from shardwise.model.names import canonical_modules, own_attributes
 from shardwise.model.places import LONGEST, Key, Place, is_cache, is_opaque, is_place, moves_on
+from shardwise.model.tensors import same_bytes
 
 __all__ = ["Isolated"]
 
 _ABSENT = object()
-_MOST = 50_000  # values that are looked at, the nearest ones first: a script may hold all of its data
+_MOST = 200_000  # values that are looked at, the nearest ones first: a script may hold all of its data
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), range, slice})
 _MOST_COPIED = 64 << 20  # bytes of tensors of which copies are kept
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -85,11 +89,13 @@ class Isolated:
             yield
             return
         self._noted.add(what)
-        before = sys.getprofile()
+        before, of_threads = sys.getprofile(), threading.getprofile()
         sys.setprofile(self._entered)
+        threading.setprofile(self._entered)  # of those that begin within
         try:
             yield
         finally:
+            threading.setprofile(of_threads)  # type: ignore[arg-type]
             sys.setprofile(before if callable(before) else None)
             if hasattr(before, "enable"):  # a profile of cProfile, which is no function
                 before.enable()
@@ -121,7 +127,11 @@ class Isolated:
                 stack.callback(each.restore)
             for _, now, was in self._marked:
                 put(now, was)
-            written = [each for each in self._tensors if each[1]._version != each[2]]
+            written = [
+                each
+                for each in self._tensors
+                if each[1]._version != each[2] or (each[3] is not None and not same_bytes(each[1], each[3]))  # by .data
+            ]
             for _, tensor, _, value in written:
                 if value is not None:
                     tensor.detach().copy_(value)
@@ -181,6 +191,11 @@ class Isolated:
             name, value = self._waiting.popleft()
             if len(self._known) > _MOST:
                 self._waiting.clear()
+                warnings.warn(
+                    f"{name}: a forward names so much outside of the model that only the {_MOST:,} nearest values are looked at. What it keeps in "
+                    "others for its next call is not put back after the runs that look for layers to cut: keep it in attributes of a module",
+                    stacklevel=level_of_caller(),
+                )
             elif value.__class__ not in _ATOMS and id(value) not in self._known:
                 self._known[id(value)] = value
                 self._waiting += self._visit(name, value)
@@ -249,7 +264,7 @@ class Isolated:
         return place.content
 
     def _note_tensor(self, name: str, tensor: Tensor) -> None:
-        if type(tensor) is Tensor and not (tensor.is_meta or tensor.is_inference()):
+        if type(tensor) in (Tensor, nn.Parameter) and not (tensor.is_meta or tensor.is_inference()):
             value = tensor.detach().clone() if tensor.nbytes <= self._left else None
             self._left -= 0 if value is None else tensor.nbytes
             self._tensors.append((name, tensor, tensor._version, value))

@@ -5,11 +5,13 @@ count, both go back together: one without the other would be read wrong from the
 """
 
 import sys
+import sysconfig
 import types
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Sized
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ __all__ = [
     "changed_values",
     "content_of",
     "is_mutable",
+    "is_of_python",
     "is_same",
     "keeps_attributes",
     "plain_numbers",
@@ -52,6 +55,10 @@ _DEPTH = 32  # containers within containers that are looked into, each once
 _MOST_COPIED = 64 << 20  # bytes of the tensors that functions keep
 _MOST_PARTS, _LONGEST = 2000, 1000  # of what a function reaches: it may hold on to a trainer with its dataset
 _OPAQUE = frozenset({"torch", "shardwise", "builtins"})
+_PLAIN = frozenset(
+    {"argparse", "collections", "queue"}
+)  # Python's classes that hold a user's values: Namespace, UserDict, Queue
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 class ModuleState:
@@ -262,6 +269,23 @@ def _restore(parts: Iterable[tuple[Any, Any]], tensors: dict[int, _Value]) -> No
         tensors[key].restore()
 
 
+class TensorAttributes:
+    """The attributes that a user's code has given the tensors of modules; :meth:`restore` puts back what has changed."""
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        held = {id(x): x for module in modules for x in (*module._parameters.values(), *module._buffers.values())}
+        self._tensors = [(x, dict(vars(x))) for x in held.values() if x is not None]
+
+    def changed(self) -> list[Any]:
+        """The values that are new."""
+        return [value for x, was in self._tensors for value in changed_values(vars(x), was)]
+
+    def restore(self) -> None:
+        for x, was in self._tensors:
+            if not is_same(vars(x), was):
+                put(vars(x), was)
+
+
 class HookState:
     """The hooks of modules; :meth:`restore` removes those that a forward has added, and adds those that it has removed."""
 
@@ -421,11 +445,20 @@ def is_mutable(value: Any) -> bool:
     home = str(kind.__module__).partition(".")[0]
     if home == "numpy":
         return kind.__name__ == "ndarray"
+    if home in _PLAIN:
+        return isinstance(getattr(value, "__dict__", None), dict)
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or home in _OPAQUE:
         return False
-    if home in sys.stdlib_module_names:
+    if is_of_python(home):
         return False
     return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots(kind))
+
+
+@cache
+def is_of_python(name: str) -> bool:
+    """Whether a module is one of Python's own, and not a user's of the same name."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name in sys.stdlib_module_names and (file is None or Path(file).is_relative_to(_STDLIB))
 
 
 @cache
@@ -488,7 +521,9 @@ def changed_values(now: Any, before: Any) -> list[Any]:
     if isinstance(now, list | set) and not is_same(now, before):
         known = set(map(id, before))
         return [value for value in now if id(value) not in known]
-    return []
+    if isinstance(now, array):
+        return [] if is_same(now, before) else list(now)
+    return [now] if type(now).__module__ == "numpy" and not is_same(now, before) else []
 
 
 def put(part: Any, content: Any) -> None:
@@ -513,7 +548,7 @@ def put(part: Any, content: Any) -> None:
         part[...] = content
     else:
         for name in _attributes_of(part).keys() - content.keys():
-            delattr(part, name)
+            object.__delattr__(part, name)
         for name, value in content.items():
             object.__setattr__(part, name, value)  # as a frozen dataclass refuses setattr
 

@@ -3,7 +3,6 @@
 import functools
 import gc
 import operator
-import sys
 import threading
 import types
 import weakref
@@ -13,7 +12,7 @@ from typing import Any
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.iterators import is_iterator
-from shardwise.model.module_state import changed_values, content_of, is_mutable, put
+from shardwise.model.module_state import changed_values, content_of, is_mutable, is_of_python, put
 
 __all__ = ["LONGEST", "Key", "Place", "is_cache", "is_opaque", "is_place", "moves_on"]
 
@@ -29,7 +28,7 @@ def is_opaque(module: Any) -> bool:
     """Whether code of a module, by its name, keeps nothing that a forward of a user's would. Classes made in C may have no name of
     theirs, and are."""
     root = module.partition(".")[0] if isinstance(module, str) else "builtins"
-    return root != "__main__" and (root in _OPAQUE or root in sys.stdlib_module_names)
+    return root != "__main__" and (root in _OPAQUE or is_of_python(root))
 
 
 def is_cache(value: Any) -> bool:

@@ -12,7 +12,7 @@ from shardwise.errors import UnsupportedError, UsageError, first_line
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
 from shardwise.model.isolated import Isolated
-from shardwise.model.module_state import Attributes, HookState, ModuleState, keeps_attributes
+from shardwise.model.module_state import Attributes, HookState, ModuleState, TensorAttributes
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, TensorFact
@@ -122,7 +122,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
 
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     modules = [child for _, child in canonical_modules(module)]
-    states = [ModuleState(modules), *(Attributes(child) for child in modules if keeps_attributes(child))]
+    states = [ModuleState(modules), TensorAttributes(modules), *map(Attributes, modules)]
     isolated = Isolated(module, lambda model: call_alone(model, {key: x.to(device) for key, x in example.items()}))
     rng, hooks = torch.get_rng_state(), HookState(modules)
     for name, child in canonical_modules(module):

@@ -27,7 +27,7 @@ from shardwise.model.computed import with_plain_weights
 from shardwise.model.isolated import Isolated
 from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
-from shardwise.model.module_state import Attributes, HookState, content_of, keeps_attributes
+from shardwise.model.module_state import Attributes, HookState, TensorAttributes, content_of
 from shardwise.model.names import canonical_modules, canonical_tensors, module_of_error
 from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.run import Call, Place, Run
@@ -173,16 +173,16 @@ class Trial:
                 with first as self._running:
                     self._call(self.module)
             self._running = stack.enter_context(Leaves(self, seen, draw, rows or {}, missing, note, watch, outputs))
-            if not self._has_run:
-                stack.enter_context(self._call.noting((self.module.training, self._without)))
+            if again or not self._has_run:
+                stack.enter_context(self._call.noting((self.module.training, self._without, again)))
             with contextlib.suppress(Ended):
                 seen.output = _tensors_of(self._call(self.module))
                 self._note_kept(seen, attributes)
         return seen
 
-    def _note_kept(self, seen: Run, attributes: Iterable[Attributes]) -> None:
-        """Notes what a run has kept anywhere: tensors, and numbers that are no counts."""
-        values: list[tuple[Any, Any]] = [(each.module, value) for each in attributes for value in each.changed()]
+    def _note_kept(self, seen: Run, attributes: Iterable[Attributes | TensorAttributes]) -> None:
+        """Notes what a run has kept anywhere: tensors, numbers and texts."""
+        values = [(getattr(each, "module", None), value) for each in attributes for value in each.changed()]
         values += self._call.kept()
         if not values:
             return
@@ -190,7 +190,7 @@ class Trial:
         modules = {id(module): name for name, module in canonical_modules(self.module)}
         found: dict[int, tuple[str, Tensor]] = {}
         for home, value in values:
-            for tensor in _tensors_of(value, with_counts=False):
+            for tensor in _tensors_of(value):
                 found.setdefault(id(tensor), (names.get(id(tensor), modules.get(id(home), str(home))), tensor))
         seen.keeps, seen.kept = True, list(found.values())
 
@@ -220,19 +220,15 @@ class Trial:
             yield lambda layer: uses.setdefault(layer.weight, {}).setdefault(running[-1], set()).add(layer)
 
     @contextlib.contextmanager
-    def _restored(self) -> Iterator[list[Attributes]]:
+    def _restored(self) -> Iterator[list[Attributes | TensorAttributes]]:
         """Context manager: buffers have their values again at the end, modules their Python state, and places outside of them what they
         held. Gives the Python state. The first run shows which buffers are written."""
         known = {} if self._has_run else self._buffers()
         modules, parts = [*self.module.modules()], dict[int, Any]()
-        before = [
-            (set(module._buffers), Attributes(module, all_tensors=True, known=parts))
-            for module in modules
-            if module._buffers or keeps_attributes(module)
-        ]
-        hooks = HookState(modules)
+        before = [(set(module._buffers), Attributes(module, all_tensors=True, known=parts)) for module in modules]
+        hooks, of_tensors = HookState(modules), TensorAttributes(modules)
         try:
-            yield [attributes for _, attributes in before]
+            yield [of_tensors, *(attributes for _, attributes in before)]
         finally:
             self._has_run = True
             for name, (owner, attr, buffer, value) in known.items():
@@ -242,6 +238,7 @@ class Trial:
             with contextlib.ExitStack() as stack:  # all of them, whichever raises
                 stack.callback(self._call.restore)
                 stack.callback(hooks.restore)
+                stack.callback(of_tensors.restore)
                 for names, attributes in before:
                     for attr in attributes.module._buffers.keys() - names:
                         delattr(attributes.module, attr)
@@ -423,15 +420,20 @@ def _with_values(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return 1 + 0.1 * drawn if tensor.dim() < 2 else drawn / max(tensor.shape[-1], 1) ** 0.5
 
 
-def _tensors_of(value: Any, *, with_counts: bool = True) -> list[Tensor]:
-    """Tensors and numbers in a value, also in the attributes of objects, in closures, and those that a generator gives. Not in a
-    cache of keys and values of transformers, which is a rank's own. ``with_counts``: whole numbers too."""
-    kinds = Tensor | float | complex | (int if with_counts else float)
+def _tensors_of(value: Any) -> list[Tensor]:
+    """Tensors, numbers, arrays of them and texts (as a number) in a value, also in the attributes of objects, in closures, and those that a generator gives. Not in a
+    cache of keys and values of transformers, which is a rank's own."""
     found: list[Tensor] = []
     waiting, seen = leaves_of(value), set[int]()
     while waiting:
         leaf = waiting.pop(0)
-        if isinstance(leaf, kinds):
+        if isinstance(leaf, Tensor | int | float | complex):
+            found.append(torch.as_tensor(leaf))
+        elif isinstance(leaf, str):
+            found.append(torch.tensor(zlib.crc32(leaf.encode())))
+        elif (
+            type(leaf).__module__ == "numpy" and getattr(leaf, "dtype", None) is not None and leaf.dtype.kind in "biufc"
+        ):
             found.append(torch.as_tensor(leaf))
         elif id(leaf) not in seen and not _is_cache(leaf):
             seen.add(id(leaf))

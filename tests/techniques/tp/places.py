@@ -1,6 +1,7 @@
 """Everywhere that code of a model may keep a value, or hand out a tensor, between forwards: blocks that keep one there, for a run under
 tp and beside it in one process."""
 
+import argparse
 import contextvars
 import functools
 import itertools
@@ -8,10 +9,11 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import UserDict, UserList, deque
 from typing import ClassVar
 from unittest import mock
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,6 +24,7 @@ WIDTH, HEAD, VOCAB = 16, 4, 20
 VALUE = None
 LISTED, NAMED, COUNTER, QUEUED = [], {}, itertools.count(1), deque()
 WEAK, LOCAL, SPACE = weakref.WeakKeyDictionary(), threading.local(), types.SimpleNamespace()
+ARGS = argparse.Namespace()
 VARIABLE = contextvars.ContextVar("value", default=None)
 HOLDER = types.ModuleType("holder_of_values")
 sys.modules[HOLDER.__name__] = HOLDER
@@ -275,12 +278,71 @@ def second_count(block, make):
     return value / 8
 
 
+def on_layer(block, make):
+    """An attribute of a layer of torch's."""
+    if not hasattr(block.q, "gain"):
+        block.q.gain = make()
+    return block.q.gain
+
+
+def on_parameter(block, make):
+    if not hasattr(block.s, "gain"):
+        block.s.gain = make()
+    return block.s.gain
+
+
+def on_namespace(block, make):
+    block.args.gain = getattr(block.args, "gain", None) or make()
+    return block.args.gain
+
+
+def on_user_dict(block, make):
+    return block.options.setdefault("gain", make())
+
+
+def on_global_args(block, make):
+    """As of a script's parser, for all blocks."""
+    ARGS.gain = getattr(ARGS, "gain", None) or make()
+    return ARGS.gain
+
+
+def in_thread(block, make):
+    """Code that another thread runs."""
+
+    def keep():
+        SPACE.gain = getattr(SPACE, "gain", None) or make()
+
+    thread = threading.Thread(target=keep)
+    thread.start()
+    thread.join()
+    return SPACE.gain
+
+
+def history(block, make):
+    """What the two forwards before have shown."""
+    block.last = getattr(block, "last", deque([4 if block.where == "outside" else 2] * 2, maxlen=2))
+    block.last.append(round(4 * make()))
+    return block.last[0] / 4
+
+
+def _begun_later(block, make):
+    block.args.gain = getattr(block.args, "gain", None) or make()
+    return block.args.gain
+
+
+def second_function(block, make):
+    """A function that runs from the second forward on only."""
+    block.notes["forwards"] = block.notes.get("forwards", 0) + 1
+    return _begun_later(block, make) if block.notes["forwards"] > 1 else 0.5
+
+
 KEPT = {
     f.__name__.strip("_"): f
     for f in (
         attribute, own_dict, nested, own_slots, own_property, class_attribute, class_dict, other_class, metaclass, method_cache,
         function_cache, module_global, global_list, global_dict, global_deque, global_slots, default_argument, keyword_default,
         function_attribute, weak_dict, context_variable, thread_local, namespace, other_module, library_module, counter, generator, second_forward, second_count, registered, registered_for_good,
+        on_layer, on_parameter, on_namespace, on_user_dict, on_global_args, in_thread, history, second_function,
     )
 } | {"closure_cell": closure_cell}  # fmt: skip
 
@@ -341,9 +403,36 @@ def out_number(block, u):
     block.notes["size"] = float(u.detach().square().mean())
 
 
+def out_layer(block, u):
+    """An attribute of a layer of torch's."""
+    block.n1.aux = _aux(u)
+
+
+def out_queue(block, u):
+    block.args.queue = getattr(block.args, "queue", None) or UserList()
+    block.args.queue.append(_aux(u))
+
+
+def out_shape(block, u):
+    block.notes["size"] = tuple(u.shape)[-1]
+
+
+def out_flag(block, u):
+    block.notes["size"] = u.shape[-1] > WIDTH
+
+
+def out_text(block, u):
+    block.notes["size"] = str(u.shape[-1])
+
+
+def out_array(block, u):
+    """An array that is written in place."""
+    block.array[0] = u.shape[-1]
+
+
 HANDED = {
     f.__name__: f
-    for f in (out_list, out_class, out_attribute, out_deque, out_set, out_object, out_generator, out_closure, out_context, out_local, out_weak, out_number)
+    for f in (out_list, out_class, out_attribute, out_deque, out_set, out_object, out_generator, out_closure, out_context, out_local, out_weak, out_number, out_layer, out_queue, out_shape, out_flag, out_text, out_array)
 }  # fmt: skip
 
 
@@ -376,11 +465,17 @@ def handed(model, out, kind):
     elif kind == "out_local":
         found = LOCAL.value
         del LOCAL.value
+    elif kind == "out_layer":
+        found = sum(b.n1.aux for b in blocks if hasattr(b.n1, "aux"))
+    elif kind == "out_queue":
+        found = sum(sum(b.args.__dict__.pop("queue", ())) for b in blocks)
+    elif kind == "out_array":
+        found = torch.zeros((), dtype=torch.float64) + sum(float(b.array[0]) for b in blocks)
     elif kind == "out_weak":
         found = sum(WEAK.values())
         WEAK.clear()
     else:
-        found = torch.zeros((), dtype=torch.float64) + sum(b.notes.get("size", 0) for b in blocks)
+        found = torch.zeros((), dtype=torch.float64) + sum(float(b.notes.get("size", 0)) for b in blocks)
     return found
 
 
@@ -395,6 +490,15 @@ class Outputs:
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
+
+
+OBJECTS = {
+    "on_namespace": lambda: ("args", argparse.Namespace()),
+    "second_function": lambda: ("args", argparse.Namespace()),
+    "out_queue": lambda: ("args", argparse.Namespace()),
+    "on_user_dict": lambda: ("options", UserDict()),
+    "out_array": lambda: ("array", numpy.zeros(2)),
+}
 
 
 class Inner:
@@ -415,6 +519,8 @@ class Block(nn.Module):
         super().__init__()
         self.kind, self.where, self.number, self.first = kind, where, i, 2 if late else 0
         self.notes, self.deep, self.slots, self.held = {}, [Inner()], Slots(), set()
+        if kind in OBJECTS:  # blocks with objects of their own are not taken to be alike
+            setattr(self, *OBJECTS[kind]())
         self.n1, self.n2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -447,6 +553,8 @@ class Block(nn.Module):
             HANDED[self.kind](self, tensor)
             if self.kind in ("out_object", "out_generator", "out_closure"):
                 return x + self.down(u) * self.s, tensor
+        if self.kind == "measured" and self.number >= self.first:
+            return x + self.down(u) * self.s * (64 / self.down.weight.numel())
         if self.kind == "inside" and self.number >= self.first:
             return x + self.down(u * self.s)
         if self.kind == "no_grad" and self.number >= self.first:
@@ -524,7 +632,7 @@ def reset():
     """All places are as when they were imported."""
     global VALUE, COUNTER
     VALUE, COUNTER = None, itertools.count(1)
-    for each in (LISTED, NAMED, QUEUED, WEAK, Block.table, vars(SPACE), vars(function_attribute)):
+    for each in (LISTED, NAMED, QUEUED, WEAK, Block.table, vars(SPACE), vars(ARGS), vars(function_attribute)):
         each.clear()
     for each in (LOCAL, SLOTS, HOLDER, Meta):
         if hasattr(each, "value"):
@@ -548,6 +656,7 @@ def everything():
         WEAK,
         Block.table,
         vars(SPACE),
+        vars(ARGS),
         vars(function_attribute),
         default_argument.__defaults__[0],
     )

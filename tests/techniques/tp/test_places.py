@@ -17,7 +17,7 @@ REFUSED = {
 HOOKS = ("of_row", "of_column", "of_block", "before_block", "of_model")
 CASES = [
     (kind, where, late)
-    for kinds, wheres in ((places.KEPT | places.HANDED, ("cut", "outside")), (("inside", "no_grad", *HOOKS), ("cut",)))
+    for kinds, wheres in ((places.KEPT | places.HANDED, ("cut", "outside")), (("inside", "no_grad", "measured", *HOOKS), ("cut",)))
     for kind in kinds
     for where in wheres
     for late in (False, True)
@@ -26,6 +26,9 @@ QUICK = {
     ("attribute", "cut", False), ("nested", "outside", True), ("class_dict", "cut", True), ("method_cache", "outside", False), ("module_global", "cut", False),
     ("closure_cell", "outside", True), ("weak_dict", "cut", False), ("context_variable", "cut", True), ("second_count", "outside", False),
     ("library_module", "cut", False), ("out_list", "cut", True), ("out_object", "cut", False), ("out_generator", "cut", True), ("out_context", "cut", False),
+    ("on_layer", "cut", False), ("on_parameter", "outside", True), ("on_namespace", "cut", True), ("on_user_dict", "outside", False), ("on_global_args", "cut", False),
+    ("in_thread", "cut", True), ("history", "outside", False), ("second_function", "cut", False), ("out_layer", "cut", True), ("out_queue", "cut", False),
+    ("out_shape", "cut", False), ("out_flag", "cut", True), ("out_text", "cut", False), ("out_array", "cut", True), ("measured", "cut", True),
     ("out_number", "cut", False), ("inside", "cut", True), ("of_row", "cut", True), ("before_block", "cut", True),
 }  # fmt: skip
 
