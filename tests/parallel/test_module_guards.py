@@ -160,3 +160,35 @@ def test_wrappers_of_torch_around_a_sharded_model_are_refused(ranks, layout):
     for error in said:
         assert "around a model that parallelize has made parallel" in error.given and "do not wrap it" in error.fix
     assert plain.given == "a module that holds a DataParallel" and "pass the plain module" in plain.fix
+
+
+def initialised():
+    """What initialisers say of parameters that are cut over tp, and what their whole is after the error's own fix."""
+    with sw.init("tp=2", device="cpu", timeout_s=30) as world:
+        model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
+        model = sw.parallelize(model, world, example={"input": torch.randn(2, 16)})
+        said = [
+            said_of(act)
+            for act in (
+                lambda: nn.init.kaiming_normal_(model[2].weight),
+                lambda: nn.init.xavier_uniform_(model[2].weight),
+                lambda: model[2].reset_parameters(),
+            )
+        ]
+        state = sw.full_state_dict(model)
+        if world.is_main:
+            nn.init.xavier_uniform_(state["2.weight"])
+        sw.load_full_state_dict(model, state)
+        sw.full_state_dict(model)
+        return (
+            said,
+            nn.init.xavier_uniform_(torch.empty(4, 4)).shape,
+            said_of(lambda: sw.parallelize(nn.Linear(2, 2), world, example=torch.ones(2, 2))),
+        )
+
+
+def test_initialisers_do_not_take_the_fan_of_a_part(ranks):
+    for said, shape, example in ranks.run(initialised, 2):
+        assert all(str(each).startswith("2.weight: an initialiser that counts the inputs") for each in said[:2])
+        assert str(said[2]).startswith("2.weight: kaiming_uniform_ of a parameter that is cut over tp")
+        assert shape == (4, 4) and "parallelize(example=Tensor)" in str(example)

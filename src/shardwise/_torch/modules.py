@@ -21,6 +21,7 @@ __all__ = [
     "BatchNormBase",
     "DDPModule",
     "PausableHooks",
+    "before_fan",
     "before_functional_call",
     "cast_floating",
     "is_spectral_norm",
@@ -30,6 +31,21 @@ __all__ = [
 
 CALLS = frozenset([nn.Module._call_impl.__code__])
 """The code, as frames have it, in which a module, its ``self``, is called."""
+
+
+def before_fan(look: Callable[[Tensor], None]) -> None:
+    """Calls ``look`` with each tensor that an initialiser of torch takes the number of inputs and outputs of. May be called again."""
+    count = torch.nn.init._calculate_fan_in_and_fan_out
+    if getattr(count, "shardwise_looks", None) is look:
+        return
+
+    @functools.wraps(count)
+    def looked_at(tensor: Tensor) -> tuple[int, int]:
+        look(tensor)
+        return count(tensor)
+
+    looked_at.shardwise_looks = look  # type: ignore[attr-defined]
+    torch.nn.init._calculate_fan_in_and_fan_out = looked_at
 
 
 class PausableHooks:

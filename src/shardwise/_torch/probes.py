@@ -86,6 +86,7 @@ PROBES = (
     Probe("torch.nn.modules.batchnorm", ("_NormBase",)),
     Probe("torch.nn.utils.stateless", ("_functional_call",)),
     Probe("torch.nn.utils.parametrizations", ("_SpectralNorm",)),
+    Probe("torch.nn.init", ("_calculate_fan_in_and_fan_out",)),
     Probe("torch.nn.modules.module:Module", ("_apply", "_call_impl"), words=("_forward_pre_hooks", "_parameters")),
     Probe("torch.amp.grad_scaler:GradScaler", ("_check_scale_growth_tracker",), words=("_per_optimizer_states",)),
     Probe(

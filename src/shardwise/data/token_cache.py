@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.config.caller import level_of_caller
 from shardwise.data.entry_note import leave_note, news_of, note_of, state_of_entry
 from shardwise.data.file_digest import digest_of_file, size_of, state_of
 from shardwise.data.part_file import remove_left, size_of_parts, written
@@ -48,7 +49,7 @@ Say = Callable[[str, str], object]
 
 def _warn(kind: str, text: str) -> None:
     if kind != "progress":
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, stacklevel=level_of_caller())
 
 
 class _UnusableError(Exception):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
@@ -114,7 +115,7 @@ def from_fsdp1(
     precision = said.mixed_precision if said.is_enabled else None
     made = Parallel(layout=said.layout(), precision=precision, sharding=said.sharding())
     for given, why in said.changes():
-        warnings.warn(f"{given}: {why}", stacklevel=3)  # of the caller of a public call
+        warnings.warn(f"{given}: {why}", stacklevel=level_of_caller())  # of the caller of a public call
     return made
 
 

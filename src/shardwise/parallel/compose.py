@@ -19,9 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.modules import DDPModule
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.record import Options
-from shardwise.errors import PlanError, UsageError
+from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.model import read_anatomy
 from shardwise.model.calling import cropped, run_on
 from shardwise.model.large_pages import in_large_pages
@@ -103,6 +104,12 @@ def parallelize(
         >>> model = parallelize(lambda: nn.Linear(8, 8), world)  # doctest: +SKIP
     """
     _refuse_no_world(world)
+    if example is not None and not isinstance(example, Mapping):
+        raise ConfigError(
+            f"parallelize(example={type(example).__name__})",
+            why="an example is one micro-batch: the tensors that forward takes, by name",
+            fix='example={"x": x}, with the names that forward has; of a window or a loader the first micro-batch: next(iter(loader))[0]',
+        )
     return shard(model, world, Parallel.of(**options), init=init, example=example)
 
 
@@ -173,7 +180,10 @@ def shard(
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}
     for note in recipe.notes:
         if note.warns and world.is_main:
-            warnings.warn(f"{note.option.partition('.')[0] if note.option else note.name}: {note.why}", stacklevel=3)
+            warnings.warn(
+                f"{note.option.partition('.')[0] if note.option else note.name}: {note.why}",
+                stacklevel=level_of_caller(),
+            )
     runtime = apply_recipe(module, recipe, world)
     in_large_pages(tensor for name, tensor in runtime.local_tensors().items() if name in without_memory)
     source.write(runtime)
@@ -195,7 +205,7 @@ def _warn_of_unregistered(module: nn.Module) -> None:
             f"{first}{more}: trainable, and in a Python list, tuple or dict, so model.parameters() does not have them: no optimizer gets them, and "
             "nothing shards them, moves them or sums their gradients. Keep modules in nn.ModuleList or nn.ModuleDict, parameters in "
             "nn.ParameterList; or call requires_grad_(False) on what is not to be trained.",
-            stacklevel=4,
+            stacklevel=level_of_caller(),
         )
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as all_modules
 
 from shardwise._torch.autograd import in_backward, without_subclasses
-from shardwise._torch.modules import CALLS
+from shardwise._torch.modules import CALLS, before_fan
 from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
@@ -200,6 +200,7 @@ def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
         _shown.update(dict.fromkeys((module for _, module in runtime.modules), shown))
         runtime.module.register_forward_pre_hook(shown.begin_forward, prepend=True)
         runtime.module.register_forward_hook(shown.end_forward, always_call=True)
+        before_fan(_refuse_fan)
         for owner in (nn.Module, all_modules):
             for name, register in [*vars(owner).items()]:
                 if name in _HOOKS and not hasattr(register, "_shardwise_shows"):
@@ -341,7 +342,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return math.prod(whole_sizes(args[0], parts[0].cuts))
     if kind is Kind.WRITE:
         if _part_of(args[1]) is None:  # not a mask
-            raise _refusal("a write by place", parts[0])
+            raise _refusal(_BY_PLACE, parts[0])
         return func(*args, **kwargs)
     if kind is Kind.UNKNOWN:
         return _unknown(func, name, args, kwargs, parts[0])
@@ -442,6 +443,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
+_BY_PLACE = "a write by place"
+
+
 def _beside_whole(function: str, part: _PartOf) -> UsageError:
     return UsageError(
         f"{function} of a part of a parameter that is cut over {part.axis}, and of a tensor that is not cut as it is",
@@ -450,6 +454,20 @@ def _beside_whole(function: str, part: _PartOf) -> UsageError:
         "parallelized in the same way; or compute with wholes, for reading: sw.full_tensor(p)",
         name=part.name,
     )
+
+
+def _refuse_fan(tensor: Tensor) -> None:
+    part = _part_of(tensor)
+    if part is not None:
+        raise UsageError(
+            f"an initialiser that counts the inputs and outputs of a parameter, which is cut over {part.axis}",
+            why="each rank has a part of it, with fewer of them, so that its numbers would be too large",
+            fix=f"initialise it where the model is made, before parallelize; or later its whole: {_PUT_BACK}",
+            name=part.name,
+        )
+
+
+_PUT_BACK = "state = sw.full_state_dict(model); on rank 0 change state[name], on every rank sw.load_full_state_dict(model, state)"
 
 
 def _refusal(function: str, part: _PartOf) -> UsageError:
@@ -463,7 +481,9 @@ def _refusal(function: str, part: _PartOf) -> UsageError:
         f"{function} of {what[part.what]} that is cut over {part.axis}, outside of the model's forward",
         why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank, by which "
         "what ranks have whole would drift apart",
-        fix='take the whole first, on every rank: sw.full_tensor(p.grad).norm(); or the norm of each: sw.parameter_norms(model, of="gradients"), of '
+        fix=f"write the whole: {_PUT_BACK}; a row is also cleared by a mask that is cut alike"
+        if function == _BY_PLACE
+        else 'take the whole first, on every rank: sw.full_tensor(p.grad).norm(); or the norm of each: sw.parameter_norms(model, of="gradients"), of '
         "all gradients together, which clips by it: sw.clip_grad_norm_(model, max_norm), or TrainStep(max_grad_norm=). A penalty on weights: weight_decay= of the optimizer, or, after the window, "
         "p.grad.add_(p.detach(), alpha=0.02). This rank's part, if it is meant: p.detach().to_local()",
         name=part.name,

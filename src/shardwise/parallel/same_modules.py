@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.errors import RankError
 from shardwise.model import canonical_modules
 from shardwise.model.names import own_attributes
@@ -104,7 +105,7 @@ def refuse_other_modules(
         warnings.warn(
             f"{texts.names[0]}{more} differs between ranks: {texts.told}. If the forward reads it, ranks compute different "
             f"things. {_FIX.capitalize()}.",
-            stacklevel=4,
+            stacklevel=level_of_caller(),
         )
 
 

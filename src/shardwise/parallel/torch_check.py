@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from shardwise._torch.version import TESTED, is_newer
+from shardwise.config.caller import level_of_caller
 from shardwise.errors import UnsupportedError
 from shardwise.world import World
 
@@ -49,7 +50,7 @@ def check_torch(world: World) -> None:
             warnings.warn(
                 f"torch {torch.__version__} is newer than {newest}, on which Shardwise's tests ran. A short check of what it relies on "
                 f"passed (python -m {_PROGRAM}); compare your own model too: sw.verify, or shardwise verify",
-                stacklevel=4,
+                stacklevel=level_of_caller(),
             )
     if _outcome[0]:
         raise UnsupportedError(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.caller import level_of_caller
 from shardwise.errors import CheckpointError, UsageError
 
 __all__ = ["MetricsWriter", "Pace", "cut_metrics", "read_metrics"]
@@ -111,7 +112,7 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
     if torn:
         text = f"left out of {path}: line {', '.join(map(str, torn))}, which was cut off"
         if say is None:
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=level_of_caller())
         else:
             say(text)
     return rows

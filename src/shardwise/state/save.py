@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.conversion import ENDINGS
 from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keywords import public_call
@@ -122,7 +123,7 @@ def save_weights(
         _tell_extra_states(states)
         _tell_versions(runtime)
         for note in saving.notes:
-            warnings.warn(note, stacklevel=2)
+            warnings.warn(note, stacklevel=level_of_caller())
     return saving.dest / file_layout.entry
 
 
@@ -166,7 +167,7 @@ def _tell_extra_states(states: dict[str, Any]) -> None:
         warnings.warn(
             f"weights without {', '.join(filled)}: safetensors holds tensors only; what get_extra_state returned is in "
             "sw.full_state_dict(model), to be kept with torch.save",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
 
 
@@ -177,7 +178,7 @@ def _tell_versions(runtime: Runtime) -> None:
             f"{', '.join(json.loads(own.versions)) or 'a module'}: loads by its version, which is in the files' headers for "
             "sw.load_weights; safetensors.torch.load_file passes over it, as over that of any model, and the module would take them for "
             "its oldest version. torch.save(sw.full_state_dict(model), path) on rank 0 keeps it for torch",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
 
 

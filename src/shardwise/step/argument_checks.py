@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
 from shardwise.errors import CheckpointError, UnsupportedError, UsageError
 from shardwise.parallel import Runtime
@@ -133,7 +134,7 @@ def warn_of_left_out(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
             f"{type(optim).__name__} holds {len(runtime.trainable) - len(rest)} of the model's {len(runtime.trainable)} trainable "
             f"parameters, without {first_few(rest)}: they are never changed, and count in the norm of the gradients. If that "
             "is meant, call requires_grad_(False) on them before parallelize; else give the optimizer model.parameters()",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
 
 

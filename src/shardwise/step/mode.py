@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from shardwise._torch.modules import BatchNormBase
+from shardwise.config.caller import level_of_caller
 from shardwise.model import canonical_modules
 
 __all__ = ["EvalMode", "acts_by_mode", "eval_mode"]
@@ -57,7 +58,7 @@ class EvalMode:
                 f"a training step of a model in eval mode: {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''} (dropout, batch "
                 "norm) act as in evaluation. Call model.train() first (from_pretrained gives models in eval mode; after model.eval() it stays "
                 "so); where it is meant, leave the model in train mode, and call eval() on those modules.",
-                stacklevel=3,
+                stacklevel=level_of_caller(),
             )
 
 

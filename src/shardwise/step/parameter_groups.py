@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.suggest import first_few
 from shardwise.errors import UsageError
@@ -74,7 +75,7 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
         warnings.warn(
             f"{_METHOD}() of {type(model).__name__} leaves out {first_few(rest)}, which the optimizer will not change; if that is "
             "meant, call requires_grad_(False) on them before parallelize",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
     elif rest:
         groups.append({"params": list(rest.values())})

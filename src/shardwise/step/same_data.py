@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.config.caller import level_of_caller
 from shardwise.data.batch import Place, is_padding
 from shardwise.errors import RankError
 from shardwise.model.digest import digest_of_values
@@ -102,7 +103,7 @@ def judge_data(runtime: Runtime, digest: int, is_same: bool) -> None:
             f"all {size} ranks were given the same samples in {_WINDOWS} windows: each counts {size} times, and a step learns from 1/{size} "
             "of the data it seems to. Pass the dataset to sw.Loader(dataset, world, ...), which gives each rank its own; or give a DataLoader "
             "sampler=DistributedSampler(dataset), and call its set_epoch(epoch) in every epoch.",
-            stacklevel=5,
+            stacklevel=level_of_caller(),
         )
 
 

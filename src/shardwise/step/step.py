@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import known_keywords
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.model.calling import call, methods_called
@@ -345,7 +346,7 @@ class TrainStep:
         warnings.warn(
             f"the scheduler {type(self.scheduler).__name__} was stepped {now - before} times since the last step, and TrainStep(scheduler=...) "
             "steps it itself: learning rates pass faster than was set. Leave out scheduler.step(), or leave scheduler= out of TrainStep.",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
 
     def _agree_on_buffers(self, w: Window) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.data.batch import MicroBatch, is_padding
 from shardwise.data.labels import refuse_second_shift, shifts_labels
@@ -291,7 +292,7 @@ class Window:
         if told is not None and told[:20] not in runtime.loop_warnings:
             runtime.loop_warnings.add(told[:20])
             if runtime.world.is_main:
-                warnings.warn(told, stacklevel=4)
+                warnings.warn(told, stacklevel=level_of_caller())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -364,7 +365,7 @@ def _warn_of_unread(runtime: Runtime) -> None:
             f"nothing has read num_tokens of the window before: its gradients are sums over {last.num_summed} micro-batches of all ranks, and those "
             f'of a mean {last.num_summed} times too large. Divide a sum by it: (loss / w.num_tokens).backward(), with reduction="sum"; a loop '
             "that divides by another number may read it once",
-            stacklevel=3,
+            stacklevel=level_of_caller(),
         )
 
 

@@ -17,7 +17,10 @@ REFUSED = {
 HOOKS = ("of_row", "of_column", "of_block", "before_block", "of_model")
 CASES = [
     (kind, where, late)
-    for kinds, wheres in ((places.KEPT | places.HANDED, ("cut", "outside")), (("inside", "no_grad", "measured", *HOOKS), ("cut",)))
+    for kinds, wheres in (
+        (places.KEPT | places.HANDED, ("cut", "outside")),
+        (("inside", "no_grad", "measured", *HOOKS), ("cut",)),
+    )
     for kind in kinds
     for where in wheres
     for late in (False, True)

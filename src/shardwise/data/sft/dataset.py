@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import known_keywords
 from shardwise.config.tokenizer import tokenizer_path
 from shardwise.data.batch import IGNORED, default_collate
@@ -109,7 +110,7 @@ class SFTDataset:
         self.packs = self._packs()
         self.report = SFTReport(**self.documents.facts["report"], samples=len(self.packs))
         for note in self.report.notes:
-            warnings.warn(note, stacklevel=3)  # of the caller of the constructor, which is wrapped
+            warnings.warn(note, stacklevel=level_of_caller())
         self.content_digest = self.documents.digest()
         self.collate: Callable[[list[Any]], Mapping[str, Tensor]] = (
             default_collate if pack else pad_collate(input_ids=self.pad_id)
