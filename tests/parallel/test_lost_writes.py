@@ -306,6 +306,32 @@ def test_wherever_it_is_written(ranks, where):
         assert rows == 0.0 and "embed.weight: " in error and "sw.full_tensor(w)" in error, error
 
 
+def reduced_into():
+    """What is said of reductions that write into a parameter by out=, and of one written in place before it is brought together."""
+    with sw.init("dp_shard=2", device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(nn.Linear(6, 6), world)
+        w, b, said = model.weight, model.bias, []
+        with torch.no_grad():
+            mean = w.mean(0).full_tensor()
+            for act in (
+                lambda: torch.mean(w, 0, out=b),
+                lambda: torch.sum(w, 1, out=b),
+                lambda: w.mean().clamp_(0.1),
+            ):
+                try:
+                    act()
+                except sw.UsageError as error:
+                    said.append(str(error))
+            b.copy_(w.mean(0))
+        return said, (sw.full_tensor(b) - mean).abs().max().item(), sw.full_tensor(w.mean().clamp(0.1)).item()
+
+
+def test_reductions_do_not_write_into_a_parameter(ranks):
+    for said, off, mean in ranks.run(reduced_into, 2):
+        assert [text.partition("(")[0] for text in said] == ["bias: mean", "bias: sum", "clamp_"]
+        assert off < 1e-6 and mean == pytest.approx(0.1)
+
+
 def of_other_tensors():
     """What is not a write into what Shardwise has cut stays as torch does it."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh

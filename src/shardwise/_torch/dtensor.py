@@ -105,7 +105,27 @@ _PLACED = (
     *("copy_", "index_put_", "_index_put_impl_", "index_fill_", "index_copy_", "index_add_", "index_reduce_", "put_"),
     *("scatter_", "scatter_add_", "scatter_reduce_", "masked_fill_", "masked_scatter_", "triu_", "tril_"),
 )
-_NEVER = (_aten.eye.m_out, _aten.eye.out)  # each rank would write the whole in place of its piece
+# With out=, each rank would write the whole, or its own sum, in place of its piece of the whole.
+_REDUCTIONS = (
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "prod",
+    "var",
+    "std",
+    "norm",
+    "linalg_vector_norm",
+    "logsumexp",
+    "all",
+    "any",
+)
+_NEVER = (_aten.eye.m_out, _aten.eye.out) + tuple(
+    getattr(packet, kind)
+    for packet in (getattr(_aten, name) for name in (*_REDUCTIONS, "mm", "addmm", "cat", "stack"))
+    for kind in packet.overloads()
+    if kind.endswith("out")
+)
 _WORDS = (
     "sharding strateg",
     "got mixed torch.Tensor and DTensor",
@@ -125,8 +145,8 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
     view that it cannot make, and an assignment to ``.data``, which a DTensor does not follow. ``call`` gets the operator's name, the address
     of the local piece that the tensor is, or was viewed from, and whether it writes.
     """
-    if not getattr(DTensor, "_shardwise_refuses", False):
-        DTensor._shardwise_refuses = True  # type: ignore[attr-defined]
+    if not getattr(DTensor, "shardwise_refuses", False):
+        DTensor.shardwise_refuses = True  # type: ignore[attr-defined]
         dispatcher: Any = DTensor._op_dispatcher
         handlers = dispatcher._custom_op_handlers
         for names, run in ((_VIEWS, _viewed), (_PLACED, _placed)):
@@ -249,7 +269,8 @@ def _filled(op: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _never(op: Any, _args: Any, kwargs: Any) -> Any:
-    _refuse(kwargs["out"], op.overloadpacket.__name__)
+    if isinstance(kwargs["out"], DTensor):
+        _refuse(kwargs["out"], op.overloadpacket.__name__)
     with _without_handler(op):
         return op(*_args, **kwargs)
 

@@ -35,6 +35,12 @@ def _refuse(operator: str, address: int, writes: bool) -> NoReturn:
             "put back later is a copy: before = p.detach().clone()",
             name=name,
         )
+    if name is None:
+        raise UsageError(
+            f"{operator}() into a DTensor that each rank has a part of, and that is no parameter of the model",
+            why="each rank has some of its rows, or a part of a sum; torch gathers them and writes into the copy, or has no rule for it",
+            fix="let the operator make a new tensor: x.clamp(), not x.clamp_(); or take the whole first, on every rank: sw.full_tensor(x)",
+        )
     raise UsageError(
         f"{operator}() into {what} that is cut over the ranks, or into a row or a slice of it",
         why="each rank has some of its rows. torch gathers them and writes into the copy, so that the write is lost, or has no rule for it",
