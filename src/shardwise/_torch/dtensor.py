@@ -120,12 +120,12 @@ _REDUCTIONS = (
     "all",
     "any",
 )
-_NEVER = (_aten.eye.m_out, _aten.eye.out) + tuple(
+_NEVER = [
     getattr(packet, kind)
-    for packet in (getattr(_aten, name) for name in (*_REDUCTIONS, "mm", "addmm", "cat", "stack"))
+    for packet in (getattr(_aten, name) for name in (*_REDUCTIONS, "mm", "addmm", "cat", "stack", "eye"))
     for kind in packet.overloads()
     if kind.endswith("out")
-)
+]
 _WORDS = (
     "sharding strateg",
     "got mixed torch.Tensor and DTensor",
