@@ -192,3 +192,24 @@ def test_initialisers_do_not_take_the_fan_of_a_part(ranks):
         assert all(str(each).startswith("2.weight: an initialiser that counts the inputs") for each in said[:2])
         assert str(said[2]).startswith("2.weight: kaiming_uniform_ of a parameter that is cut over tp")
         assert shape == (4, 4) and "parallelize(example=Tensor)" in str(example)
+
+
+def two_models(layout: str) -> tuple:
+    """Two models that share an activation, as those of some libraries do; the second is saved before it is sharded."""
+    activation = nn.GELU()
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        first, second = (nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 4)) for _ in range(2))
+        sw.parallelize(first, world, sharding=sw.Sharding(min_unit_bytes=0), example={"input": torch.randn(2, 4)})
+        is_cut = "replicate" not in layout  # else the activation has hooks of the first, which no pickle takes
+        said = said_of(lambda: torch.save(second, io.BytesIO())) if is_cut else "done"
+        other = said_of(
+            lambda: sw.parallelize(
+                second, world, sharding=sw.Sharding(min_unit_bytes=0), example={"input": torch.randn(2, 4)}
+            )
+        )
+        return said, other
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2", "tp=2"])
+def test_models_that_share_an_activation_do_not_meet(ranks, layout):
+    assert all(said == ("done", "done") for said in ranks.run(two_models, 2, layout))

@@ -5,6 +5,7 @@ They are functions of ``nn.Module``, and of torch's wrappers, that look first wh
 """
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,8 @@ def watch_modules(runtime: Runtime) -> None:
             words = name.split(".")
             cut |= {".".join(words[:i]) for i in range(len(words))}
     for name, module in runtime.modules:
+        if name and next(itertools.chain(module.parameters(), module.buffers()), None) is None:
+            continue  # an activation, of which all models of a library may have the same one
         holds_cut = name in cut
         _known[module] = (weakref.ref(runtime), name, holds_cut)
         if holds_cut or not name:
