@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of, parse_layout
+from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of, num_ranks_of, parse_layout
 from shardwise.techniques import AXES_IN_USE
 
 
@@ -54,9 +54,28 @@ def test_fsdp_and_loss_join_cp():
     assert layout.groups("fsdp") == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+def test_a_carved_axis_takes_neighbours_along_fsdp_and_adds_no_ranks():
+    layout = Layout(dp_replicate=2, dp_shard=2, cp=2, ep=2)
+    assert layout.size == 8 and str(layout) == "dp_replicate=2,dp_shard=2,cp=2,ep=2"
+    assert layout.groups("ep") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.groups("efsdp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    for axis in ("ep", "efsdp"):
+        for group in layout.groups(axis):
+            assert [layout.coord(rank).index(axis) for rank in group] == [0, 1] and layout.degree(axis) == 2
+    assert Layout(**layout.all_degrees) == layout and Layout(dp_shard=4).groups("efsdp") == ((0, 1, 2, 3),)
+    assert num_ranks_of("dp_shard=4,ep=2") == 4
+
+
+def test_the_text_of_an_axis_names_the_degrees_that_a_user_has_given():
+    layout = Layout(dp_shard=2, cp=2, tp=2, ep=2)
+    assert layout.text_of("fsdp") == "dp_shard=2,cp=2" and layout.text_of("efsdp") == "efsdp=2"
+    assert Layout(tp=2).text_of("fsdp") == "dp_shard=1" and layout.shared_axes == ("tp",)
+
+
 @pytest.mark.parametrize(
     ("text", "ranks", "expected"),
     [
+        ("dp_shard=-1,ep=2", 4, Layout(dp_shard=4, ep=2)),
         ("dp_shard=-1", 4, Layout(dp_shard=4)),
         ("dp_replicate=2,dp_shard=-1", 8, Layout(dp_replicate=2, dp_shard=4)),
         (" dp_replicate = -1 ", 3, Layout(dp_replicate=3)),
@@ -86,6 +105,9 @@ def test_layout_of(text, ranks, expected):
         ("dp_shard=two", 2, ["axis=degree"]),
         ("dp_replicate=node", 2, ["dp_replicate=node", "neighbours are along dp_shard"]),
         ({"dp_shard": "nodes"}, 2, ["dp_shard=nodes", "of dp_shard also 'node'"]),
+        ("dp_shard=4,ep=3", 4, ["ep=3", "of which dp_shard=4 gives 4", "ep=2 or 4"]),
+        ("dp_replicate=2,ep=2", 2, ["of which dp_shard=1 gives 1", "leave ep out"]),
+        ("dp_shard=4,ep=-1", 4, ["ep=-1", "no ranks of its own"]),
         ("dp_shard=node", 8, ["not known here", '"dp_replicate=-1,dp_shard=8"']),
     ],
 )
@@ -96,11 +118,11 @@ def test_impossible_layouts_are_refused_with_the_numbers(text, ranks, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep"])
 def test_axes_without_a_technique_are_refused_by_name(axis):
     with pytest.raises(UnsupportedError, match=f"{axis}=2.*\n.*does not exist yet"):
         layout_of(f"dp_shard=2,{axis}=2", 4, axes=AXES_IN_USE)
-    assert layout_of(f"dp_shard=2,{axis}=2", 4).degree(axis) == 2
+    assert layout_of(f"dp_shard=2,{axis}=2", 2 if axis == "ep" else 4).degree(axis) == 2
 
 
 def test_other_axes_keep_their_degrees_in_what_is_offered():
@@ -166,7 +188,6 @@ def test_a_node_that_does_not_fit_says_what_does(text, words):
         ("tensor-model-parallel-size=2", "write tp=2"),
         ("mp=2", "write tp=2"),
         ("sp=2", "leave it out: there is no sequence parallelism"),
-        ("ep=2", "leave it out: there is no expert parallelism yet"),
         ("expert_model_parallel_size=2", "leave it out: there is no expert parallelism yet"),
         ("context_parallel_size=2", "leave it out: there is no context parallelism yet"),
         ("pipeline_parallel_degree=2", "leave it out: there is no pipeline parallelism yet"),

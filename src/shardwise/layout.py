@@ -3,10 +3,12 @@
 A layout is a grid. Its axes, outer to inner, are ``pp, dp_replicate, dp_shard, cp, tp``; rank 0 is the first cell and
 the innermost axis moves fastest, so ``rank = ravel(coordinates)``. A derived axis joins mesh axes for one purpose:
 ``dp`` (ranks that read different data), ``fsdp`` (ranks over which parameters are sharded), ``loss`` (ranks over which
-loss and tokens are summed). ``dp_shard=node`` stands for the number of ranks of a node. :mod:`shardwise.world` turns a
-layout into process groups.
+loss and gradients are summed). A carved axis divides the ranks of another one anew, and adds none: ``ep`` takes neighbours
+along ``fsdp``, and ``efsdp`` is what is left of it. ``dp_shard=node`` stands for the number of ranks of a node.
+:mod:`shardwise.world` turns a layout into process groups.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +18,21 @@ from shardwise.config.axis_words import axis_answer
 from shardwise.config.suggest import closest
 from shardwise.errors import LayoutError, UnsupportedError
 
-__all__ = ["AXES", "DERIVED_AXES", "NODE", "Coord", "Layout", "layout_of", "num_ranks_of", "parse_layout"]
+__all__ = [
+    "ALL_AXES",
+    "AXES",
+    "CARVED",
+    "DERIVED_AXES",
+    "GIVEN_AXES",
+    "NODE",
+    "Coord",
+    "Layout",
+    "layout_of",
+    "mesh_axes",
+    "num_ranks_of",
+    "overlap",
+    "parse_layout",
+]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DERIVED_AXES = {
@@ -24,6 +40,12 @@ DERIVED_AXES = {
     "fsdp": ("dp_shard", "cp"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
 }
+# Axis with a degree of its own -> the axis whose ranks it divides, and what is left of that.
+CARVED = {"ep": ("fsdp", "efsdp")}
+GIVEN_AXES = (*AXES, *CARVED)  # those that a layout gives a degree
+_LEFT = {left: axis for axis, (_, left) in CARVED.items()}
+ALL_AXES = (*GIVEN_AXES, *DERIVED_AXES, *_LEFT)
+_MAIN = {"dp": "dp_shard", "fsdp": "dp_shard", "loss": "dp_shard"}  # what stands for a derived axis of one rank
 NODE = "node"  # a degree of dp_shard: as many ranks as a node has
 _EXAMPLE = '"dp_shard=4" or "dp_replicate=2,dp_shard=-1"'
 
@@ -33,7 +55,10 @@ class Layout:
     """How many ranks each mesh axis has; every degree is at least 1. Build one with :func:`layout_of`.
 
     Args:
-        pp, dp_replicate, dp_shard, cp, tp: degrees, outer to inner; ``pp`` and ``cp`` are planned, and refused by ``init``.
+        pp, dp_replicate, dp_shard, cp, tp: degrees, outer to inner.
+        ep: how many neighbours along ``fsdp`` make up one group; it adds no ranks, and divides ``dp_shard * cp``.
+
+    An axis that no technique uses yet (``pp``, ``cp``, ``ep``) is refused by ``init``.
 
     Example:
         >>> layout = Layout(dp_replicate=2, dp_shard=2)
@@ -46,6 +71,7 @@ class Layout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @cached_property
     def size(self) -> int:
@@ -57,9 +83,34 @@ class Layout:
         """Degree of every mesh axis, outer to inner."""
         return {axis: getattr(self, axis) for axis in AXES}
 
+    @property
+    def carved(self) -> dict[str, int]:
+        """Degree of every carved axis of more than one rank."""
+        return {axis: degree for axis in CARVED if (degree := getattr(self, axis)) > 1}
+
+    @property
+    def all_degrees(self) -> dict[str, int]:
+        """What ``Layout(**...)`` makes this layout of: :attr:`degrees` and :attr:`carved`."""
+        return {**self.degrees, **self.carved}
+
+    @property
+    def shared_axes(self) -> tuple[str, ...]:
+        """Mesh axes of more than one rank whose ranks run the same samples, of which one counts."""
+        return tuple(axis for axis in AXES if axis not in DERIVED_AXES["loss"] and self.degrees[axis] > 1)
+
     def degree(self, axis: str) -> int:
-        """Degree of a mesh or derived axis."""
-        return math.prod(self.degrees[a] for a in mesh_axes(axis))
+        """Degree of any axis."""
+        if axis in CARVED:
+            return int(getattr(self, axis))
+        whole = math.prod(self.degrees[a] for a in mesh_axes(axis))
+        return whole // self.degree(_LEFT[axis]) if axis in _LEFT else whole
+
+    def text_of(self, axis: str) -> str:
+        """Degrees of the mesh axes of an axis that have several ranks, as text: "dp_shard=2,cp=2"."""
+        if axis in CARVED or axis in _LEFT:
+            return f"{axis}={self.degree(axis)}"
+        names = [name for name in mesh_axes(axis) if self.degrees[name] > 1] or [_MAIN.get(axis, axis)]
+        return ",".join(f"{name}={self.degrees[name]}" for name in names)
 
     def coord(self, rank: int) -> "Coord":
         """The mesh coordinates of ``rank``."""
@@ -82,7 +133,12 @@ class Layout:
         return rank
 
     def ranks_along(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along ``axis`` (mesh or derived), in axis order."""
+        """The ranks that differ from ``rank`` only along ``axis``, in axis order."""
+        if axis in CARVED or axis in _LEFT:
+            carved = _LEFT.get(axis, axis)
+            whole, size = self.ranks_along(CARVED[carved][0], rank), self.degree(carved)
+            at = whole.index(rank)
+            return whole[at % size :: size] if axis in _LEFT else whole[at - at % size :][:size]
         here = self.coord(rank)
         cells = [dict(zip(AXES, here.indices, strict=True))]
         for name in mesh_axes(axis):
@@ -100,7 +156,7 @@ class Layout:
         return tuple(found)
 
     def __str__(self) -> str:
-        given = ",".join(f"{axis}={degree}" for axis, degree in self.degrees.items() if degree > 1)
+        given = ",".join(f"{axis}={degree}" for axis, degree in self.all_degrees.items() if degree > 1)
         return given or "dp_shard=1"
 
 
@@ -113,31 +169,44 @@ class Coord:
     indices: tuple[int, ...]  # along AXES
 
     def index(self, axis: str) -> int:
-        """Index of the rank along a mesh or derived axis."""
+        """Index of the rank along any axis."""
+        if axis in CARVED:
+            return self.index(CARVED[axis][0]) % self.layout.degree(axis)
+        if axis in _LEFT:
+            return self.index(CARVED[_LEFT[axis]][0]) // self.layout.degree(_LEFT[axis])
         index = 0
         for name in mesh_axes(axis):
             index = index * self.layout.degrees[name] + self.indices[AXES.index(name)]
         return index
 
     def degree(self, axis: str) -> int:
-        """Degree of a mesh or derived axis."""
+        """Degree of any axis."""
         return self.layout.degree(axis)
 
 
 def mesh_axes(axis: str) -> tuple[str, ...]:
-    """The mesh axes that a mesh or derived axis consists of, outer to inner."""
+    """The mesh axes that an axis consists of, outer to inner; of a carved one those whose ranks it divides."""
     if axis in AXES:
         return (axis,)
     if axis in DERIVED_AXES:
         return DERIVED_AXES[axis]
+    if axis in CARVED or axis in _LEFT:
+        return mesh_axes(CARVED[_LEFT.get(axis, axis)][0])
     raise _unknown_axis(axis)
+
+
+def overlap(axis: str, other: str) -> bool:
+    """Whether ranks that differ along one axis may differ along the other too."""
+    if axis != other and {axis, other} <= {*CARVED, *_LEFT}:  # the two that an axis was divided into
+        return False
+    return bool(set(mesh_axes(axis)) & set(mesh_axes(other)))
 
 
 def layout_of(
     value: "str | Layout | Mapping[str, int | str]",
     num_ranks: int,
     ranks_per_node: int | Callable[[], int] | None = None,
-    axes: Collection[str] = AXES,
+    axes: Collection[str] = GIVEN_AXES,
 ) -> Layout:
     """The :class:`Layout` that ``value`` means on ``num_ranks`` ranks: parsed, ``-1`` inferred, refused if impossible.
 
@@ -153,25 +222,30 @@ def layout_of(
             layouts that work.
         UnsupportedError: an axis that is not in ``axes``.
     """
-    given = {a: d for a, d in value.degrees.items() if d != 1} if isinstance(value, Layout) else value
+    given = {a: d for a, d in value.all_degrees.items() if d != 1} if isinstance(value, Layout) else value
     degrees = parse_layout(given, axes)
     text = str(value) if isinstance(value, str | Layout) else _text_of(degrees)
     ranks = f"{num_ranks} rank" + ("s" if num_ranks != 1 else "")
     size = _node_size(text, num_ranks, ranks_per_node) if NODE in degrees.values() else 0
     found = {axis: size if degree == NODE else int(degree) for axis, degree in degrees.items()}
-    return Layout(
-        **_infer(found, num_ranks, f"layout {text!r} on {ranks}" + (f", {size} on each node" if size else ""))
-    )
+    carved = {axis: found.pop(axis) for axis in CARVED if axis in found}
+    given = f"layout {text!r} on {ranks}" + (f", {size} on each node" if size else "")
+    layout = Layout(**_infer(found, num_ranks, given))
+    for axis, degree in carved.items():
+        _refuse_carved(layout, axis, degree, given)
+    return dataclasses.replace(layout, **carved)
 
 
 def num_ranks_of(value: "str | Layout | Mapping[str, int | str]") -> int | None:
     """The number of ranks that the degrees of a layout multiply to; None where one of them is to be inferred."""
-    degrees = value.degrees if isinstance(value, Layout) else parse_layout(value)
+    if isinstance(value, Layout):
+        return value.size
+    degrees = {axis: degree for axis, degree in parse_layout(value).items() if axis in AXES}
     numbers = [degree for degree in degrees.values() if isinstance(degree, int) and degree > 0]
     return math.prod(numbers) if len(numbers) == len(degrees) else None
 
 
-def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = AXES) -> dict[str, int | str]:
+def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = GIVEN_AXES) -> dict[str, int | str]:
     """Degree of each axis as written; ``-1`` and ``node`` are kept. ``axes``: those that some technique uses.
 
     Raises:
@@ -182,7 +256,7 @@ def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = A
     pairs = list(_pairs(value)) if isinstance(value, str) else list(value.items())
     degrees: dict[str, int | str] = {}
     for axis, degree in pairs:
-        if axis not in AXES:
+        if axis not in GIVEN_AXES:
             raise _unknown_axis(axis, degree, axes)
         if axis in degrees:
             raise LayoutError(f"layout {value!r}: {axis} twice", why="an axis has one degree", fix=f"keep one {axis}=")
@@ -198,6 +272,12 @@ def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = A
                 why="a degree is a number of ranks, 1 or more, or -1 for 'whatever is left'; of dp_shard also 'node'",
                 fix=f"write {axis}=1 or leave {axis} out",
             )
+        if axis in CARVED and degree == -1:
+            raise LayoutError(
+                f"layout {value!r}: {axis}=-1",
+                why=f"{axis} takes neighbours along {CARVED[axis][0]}, and no ranks of its own",
+                fix=f"give {axis} a number",
+            )
         degrees[axis] = degree
     if list(degrees.values()).count(-1) > 1:
         several = [axis for axis, degree in degrees.items() if degree == -1]
@@ -211,7 +291,7 @@ def parse_layout(value: str | Mapping[str, int | str], axes: Collection[str] = A
             raise UnsupportedError(
                 f"layout {_text_of(degrees)!r}: {axis}={degree}",
                 why=f"{axis} is a planned axis; its technique does not exist yet",
-                fix=f"leave {axis} out; axes that work: {', '.join(axis for axis in AXES if axis in axes)}",
+                fix=f"{axis_answer(axis) or f'leave {axis} out'}; axes that work: {', '.join(axis for axis in GIVEN_AXES if axis in axes)}",
             )
     return degrees
 
@@ -251,6 +331,18 @@ def _node_size(text: str, num_ranks: int, given: int | Callable[[], int] | None)
             fix="start as many ranks on every node, or give dp_shard a number that divides those of all nodes",
         )
     return size
+
+
+def _refuse_carved(layout: Layout, axis: str, degree: int, given: str) -> None:
+    of = CARVED[axis][0]
+    size = layout.degree(of)
+    if size % degree:
+        fits = [n for n in range(2, size + 1) if size % n == 0]
+        raise LayoutError(
+            f"{given}: {axis}={degree}",
+            why=f"{axis} takes neighbours along {of}, of which {layout.text_of(of)} gives {size}",
+            fix=f"use {axis}={' or '.join(map(str, fits))}, or leave it out" if fits else f"leave {axis} out",
+        )
 
 
 def _infer(degrees: dict[str, int], num_ranks: int, given: str) -> dict[str, int]:
@@ -294,9 +386,9 @@ def _nearest(degrees: dict[str, int], num_ranks: int) -> list[Layout]:
     return [*sorted(options, key=distance)[: 3 - len(smaller)], *smaller]
 
 
-def _unknown_axis(axis: str, degree: int | str | None = None, axes: Collection[str] = AXES) -> LayoutError:
+def _unknown_axis(axis: str, degree: int | str | None = None, axes: Collection[str] = GIVEN_AXES) -> LayoutError:
     """The error about an axis that no layout has; with a ``degree``, it was written in a layout."""
-    known = [name for name in AXES if name in axes]
+    known = [name for name in GIVEN_AXES if name in axes]
     fix = axis_answer(str(axis), degree) if degree is not None else None
     close = closest(str(axis), known)
     return LayoutError(

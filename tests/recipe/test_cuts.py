@@ -49,6 +49,32 @@ def test_one_uneven_cut_tiles(layout, shape, data):
     assert_tiles(_param(shape, Cut(axis="fsdp", dim=dim)), layout)
 
 
+@given(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), SHAPES, st.data())
+@settings(max_examples=100, deadline=None)
+def test_cuts_over_an_axis_that_is_carved_out_and_what_is_left_of_it_tile(copies, left, ep, cp, shape, data):
+    """Ranks that differ in dp_shard and cp alone may have one index along ep, and hold the same piece."""
+    layout = Layout(dp_replicate=copies, dp_shard=left * ep, cp=cp, ep=ep)
+    dims = [data.draw(st.integers(0, len(shape) - 1)) for _ in range(2)]
+    param = _param(shape, Cut(axis="ep", dim=dims[0]), Cut(axis="efsdp", dim=dims[1]))
+    check_param("p", param, layout)
+    assert_tiles(param, layout)
+    assert_tiles(_param(shape, Cut(axis="ep", dim=dims[0])), layout)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), SHAPES, st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_stage_that_one_index_holds_tiles(pp, dp_shard, shape, data):
+    """Every rank keeps the name; the ranks of other stages hold an empty piece of it."""
+    layout = Layout(pp=pp, dp_shard=dp_shard)
+    holder = data.draw(st.integers(0, pp - 1))
+    param = _param(shape, Cut(axis="pp", dim=0, holder=holder), Cut(axis="fsdp", dim=0))
+    check_param("p", param, layout)
+    assert_tiles(param, layout)
+    for rank in range(layout.size):
+        rows = local_shape(param, layout.coord(rank))[0]
+        assert rows == 0 or layout.coord(rank).index("pp") == holder
+
+
 @given(LAYOUTS, SHAPES, st.data())
 @settings(max_examples=100, deadline=None)
 def test_two_cuts_tile_on_one_dim_or_two(layout, shape, data):
@@ -125,6 +151,10 @@ def test_hsdp_owners_are_the_replicas():
         ((4,), [Cut(axis="fsdp", dim=1)], "a cut of dim 1"),
         ((4,), [Cut(axis="dq", dim=0)], "axis 'dq'"),
         ((4,), [Cut(axis="fsdp", dim=0), Cut(axis="dp_shard", dim=0)], "two cuts"),
+        ((4,), [Cut(axis="ep", dim=0), Cut(axis="fsdp", dim=0)], "two cuts"),
+        ((4,), [Cut(axis="efsdp", dim=0), Cut(axis="dp_shard", dim=0)], "two cuts"),
+        ((4,), [Cut(axis="tp", dim=0, holder=2)], "index 2 of tp=2"),
+        ((4,), [Cut(axis="tp", dim=0, parts=(Part(size=4),), holder=1)], "in parts"),
         ((4,), [Cut(axis="tp", dim=0, parts=(Part(size=3),))], "must add up to its size, 4"),
         ((6,), [Cut(axis="tp", dim=0, parts=(Part(size=3), Part(size=3, replicas=2)))], "evenly"),
     ],

@@ -10,8 +10,10 @@ from shardwise import Precision, Sharding
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
 from shardwise.recipe import Buffer, Recipe, check_recipe, dtype_groups, fingerprint_of
+from shardwise.techniques import fold
 from shardwise.techniques.fold import check_entries, describe, make_recipe
 from shardwise.techniques.precision.options import precision_of
+from shardwise.techniques.technique import MeshAxis
 
 BF16 = precision_of("bf16")
 
@@ -335,3 +337,44 @@ def test_a_buffer_that_the_end_of_a_window_does_not_know_is_refused_by_name(fiel
     with pytest.raises(PlanError, match=f"{field} {value!r}") as caught:
         Recipe.from_json(other.to_json())
     assert caught.value.name == "table"
+
+
+# ---- axes by what their ranks have of a batch -----------------------------------------------------------------------------
+
+
+def test_an_axis_of_which_no_technique_says_what_its_ranks_have_of_a_batch_is_refused():
+    """Its gradients would be summed over whichever ranks the layout joins, with the same samples or others."""
+    for layout, said in (
+        (Layout(dp_shard=2, cp=2), "cp=2"),
+        (Layout(pp=2), "pp=2"),
+        (Layout(dp_shard=4, ep=2), "ep=2"),
+    ):
+        with pytest.raises(PlanError, match=rf"{said}\n.*no technique says it\n.*MeshAxis\(name=\"{said[:2]}\""):
+            make_recipe(tower(), layout)
+
+
+@pytest.mark.parametrize(
+    ("axis", "batch", "words"),
+    [
+        ("cp", "same", "'positions'"),
+        ("cp", "samples", "'positions'"),
+        ("pp", "positions", "'same' or 'stage'"),
+        ("dp_shard", "same", "'samples'"),
+        ("ep", "samples", "carved out of fsdp"),
+    ],
+)
+def test_an_axis_whose_ranks_have_something_else_than_the_layout_sums_over_is_refused(monkeypatch, axis, batch, words):
+    monkeypatch.setitem(fold.MESH_AXES, axis, MeshAxis(name=axis, batch=batch))
+    with pytest.raises(PlanError, match=words):
+        make_recipe(tower(), Layout(dp_shard=4, ep=2) if axis == "ep" else Layout(**{axis: 2}))
+
+
+def test_an_axis_that_says_what_the_layout_does_is_taken(monkeypatch):
+    monkeypatch.setitem(fold.MESH_AXES, "cp", MeshAxis(name="cp", batch="positions"))
+    recipe = make_recipe(tower(), Layout(dp_shard=2, cp=2))
+    assert recipe.engine == "fsdp2" and "dp_shard=2,cp=2 cuts parameters" in describe(recipe)
+    assert {cut.axis for param in recipe.params.values() for cut in param.cuts} == {"fsdp"}
+    alone = make_recipe(tower(), Layout(cp=2))  # no rank along dp_shard: cut over cp alone
+    assert alone.engine == "fsdp2" and "cp=2 cuts parameters" in describe(alone)
+    replicas = make_recipe(tower(), Layout(cp=2), sharding=Sharding(engine="ddp"))
+    assert replicas.engine == "ddp" and not any(param.cuts for param in replicas.params.values())

@@ -1,4 +1,4 @@
-"""A technique is one folder and one row: two toys, put into a copy of the package, are taken by everything that takes a technique.
+"""A technique is one folder and one row: toys, put into a copy of the package, are taken by everything that takes a technique.
 
 The copy is the package of the moment; each toy's folder is copied into ``techniques`` and its row is written into ``__init__.py``.
 Nothing else is changed, and what a user would start is run: the command line, ranks of a launcher, a script. What takes ranks is run
@@ -17,7 +17,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 TOYS = Path(__file__).parent / "toys"
 COMMANDS = Path(__file__).resolve().parents[1] / "cli" / "commands.py"
-ROWS = {"adapter": '        "precision",', "rows": '        "precision",'}  # a toy's row stands before this one
+ROWS = dict.fromkeys(("adapter", "rows", "spread"), '        "precision",')  # a toy's row stands before this one
 
 
 @pytest.fixture(scope="module")
@@ -123,13 +123,13 @@ def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(warm):
 
 def test_an_axis_is_refused_until_a_technique_uses_it(tree, warm):
     told = warm("verify", "models.py:Words", "--layout=cp=2", code=1)
-    assert "cp is a planned axis" in told and "axes that work: pp, dp_replicate, dp_shard, tp" in told
+    assert "cp is a planned axis" in told and "axes that work: pp, dp_replicate, dp_shard, tp, ep" in told
     (tree / "use_cp.py").write_text(
         "import json, shardwise as sw\n"
         "try: sw.init('dp_shard=1,cp=2')\n"
         "except sw.UnsupportedError as error: json.dump(str(error), open('out.json', 'w'))\n"
     )
-    assert "axes that work: pp, dp_replicate, dp_shard, tp" in warm("script", "use_cp.py")
+    assert "axes that work: pp, dp_replicate, dp_shard, tp, ep" in warm("script", "use_cp.py")
 
 
 @pytest.mark.soak
@@ -153,3 +153,22 @@ def test_a_run_on_a_new_axis_is_proved(warm):
     words = ["--model.build=models.py:Words", "--model.args={size: 256}", "--parallel.rows=true"]
     more = ["--parallel.layout=pp=2", "--train.steps=2", "--data.seq_len=16", "--log.dir=cut", "--log.plot=false"]
     assert "largest gradient difference" in warm("train", *words, *more)
+
+
+# ---- an axis carved out of another, and parameters on a mesh of their own ---------------------------------------------------
+
+
+def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(tree):
+    layouts = ["dp_shard=2,ep=2", "dp_shard=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2"]
+    run(tree, "use_spread.py", *layouts)
+    found = json.loads((tree / "spread.json").read_text())
+    assert found.pop("cuts") == ["ep", "efsdp"]
+    for layout in layouts:
+        assert found.pop(layout).startswith("equal, fsdp2"), found
+    assert max(found.values()) == 0.0, found  # of checkpoints that were continued under other layouts
+
+
+def test_a_mesh_that_is_not_the_recipes_is_refused(tree):
+    """What is cut over ep and sharded over all of fsdp would have half of the rows that the recipe says."""
+    words = "has a piece of shape"
+    assert words in run(tree, "use_spread.py", "--mesh-of-fsdp", code=1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 
 from shardwise.errors import UnsupportedError
 
@@ -73,8 +73,10 @@ def lazy_chunks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: DeviceMesh | None) -> Iterator[None]:
-    """Context manager: ``fully_shard`` puts the parameters of one unit into these groups, each with its own mixed
+def parameter_groups(
+    groups: list[tuple[list[Tensor], DeviceMesh, Any]], after_forward: DeviceMesh | None
+) -> Iterator[None]:
+    """Context manager: ``fully_shard`` puts the parameters of one unit into these groups, each with its own mesh and mixed
     precision policy. FSDP2 makes several groups by itself for parameters on several meshes, but a group has one dtype
     of trained parameters. Groups reshard after forward over the last dim of ``after_forward``; None: as ``fully_shard``
     was called."""
@@ -83,14 +85,16 @@ def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: Devi
     def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
         if len(groups) > 1 and not hasattr(state, "_fsdp_param_groups"):
             raise UnsupportedError(
-                "A unit with parameters of several dtypes",
-                why=f"PyTorch {torch.__version__} has one group of parameters for a unit, which has one dtype",
-                fix="take PyTorch 2.12 or newer, or units of modules of one dtype: Sharding(units=...)",
+                "A unit with parameters of several dtypes or meshes",
+                why=f"PyTorch {torch.__version__} has one group of parameters for a unit, which has one dtype and one mesh",
+                fix="take PyTorch 2.12 or newer, or units of modules of one dtype and mesh: Sharding(units=...)",
             )
-        modules, mesh, after, device, placement, _, offload = args
-        if after_forward is not None:
-            after = HSDPMeshInfo(after_forward, shard_mesh_dim=1, replicate_mesh_dim=0)
-        for members, policy in groups:
+        modules, usual, usual_after, device, placement, _, offload = args
+        for members, over, policy in groups:
+            mesh = usual if over == usual.mesh else _mesh_info(over)
+            after = usual_after if usual_after is None or mesh is usual else mesh
+            if after_forward is not None and mesh is usual:
+                after = HSDPMeshInfo(after_forward, shard_mesh_dim=1, replicate_mesh_dim=0)
             ids = {id(param) for param in members}
             mine = [param for param in params if id(param) in ids]
             whole(state, mine, modules, mesh, after, device, placement, policy, offload, **kwargs)  # type: ignore[arg-type]
@@ -100,6 +104,10 @@ def parameter_groups(groups: list[tuple[list[Tensor], Any]], after_forward: Devi
         yield
     finally:
         _fully_shard._init_param_group = whole
+
+
+def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    return FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def unit_groups(module: nn.Module) -> list[Any]:

@@ -125,12 +125,7 @@ def _device_text(world: Any) -> str:
 
 def _layout_text(layout: Any) -> str:
     """What a layout shards and replicates, as text."""
-    shard, copies = layout.dp_shard, layout.dp_replicate
-    parts = []
-    if shard > 1:
-        parts.append(f"parameters, gradients and optimizer state are cut over {shard} ranks")
-    if copies > 1:
-        parts.append(f"{copies} {'groups hold a copy each' if shard > 1 else 'ranks hold a whole copy each'}")
-    if layout.tp > 1:
-        parts.append(f"layers are cut over {layout.tp} ranks with the same data")
+    from shardwise.techniques import TECHNIQUES
+
+    parts = [text for technique in reversed(TECHNIQUES) if (text := technique.layout_text(layout))]
     return ", and ".join(parts) or "one rank holds everything"

@@ -4,7 +4,6 @@ The model's function and the layout's text are checked before torch is imported.
 """
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def more_help() -> str:
 def run(args: argparse.Namespace) -> int:
     from shardwise.config.target import check_target
     from shardwise.errors import ConfigError
-    from shardwise.layout import layout_of, parse_layout
+    from shardwise.layout import layout_of, num_ranks_of
     from shardwise.run.train_config import MODEL_LOSS
     from shardwise.techniques import AXES_IN_USE
 
@@ -96,15 +95,14 @@ def run(args: argparse.Namespace) -> int:
             why="the next-token loss is computed in place of the logits, which a loss of your own would be given",
             fix="leave one of them out",
         )
-    degrees = parse_layout(args.layout)
-    numbers = [degree for degree in degrees.values() if isinstance(degree, int) and degree > 0]
-    if len(numbers) < len(degrees):
+    num_ranks = num_ranks_of(args.layout)
+    if num_ranks is None:
         raise ConfigError(
             f"--layout {args.layout}",
             why="-1 and node need to know how many ranks there are",
             fix='give numbers: "dp_shard=2"',
         )
-    layout_of(degrees, math.prod(numbers), axes=AXES_IN_USE)
+    layout_of(args.layout, num_ranks, axes=AXES_IN_USE)
     parallel, is_default = _parallel(args.overrides)
     return import_frozen("shardwise.verify.job").main(
         args.model,

@@ -91,7 +91,7 @@ def other_values(
     more = f"; so do {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''}" if len(names) > 1 else ""
     same_data = grid.coord(rank).index("loss") == grid.coord(other).index("loss")
     because = (
-        "they run the same data (tp), and a layer that is cut shows each another part"
+        f"they run the same data ({', '.join(grid.shared_axes)}), and a layer that is cut shows each another part"
         if same_data
         else "each runs other data"
     )

@@ -218,7 +218,7 @@ class BufferExchange:
             if marks[one] != mark:
                 raise RankError(
                     f'buffers of the policy "sum", such as this one, at the end of {place}',
-                    why=f"ranks {one} and {rank} run the same data (tp), and have added other values",
+                    why=f"ranks {one} and {rank} run the same data ({', '.join(grid.shared_axes)}), and have added other values",
                     fix="add the same on both: nothing that depends on the rank",
                     name=name,
                     ranks=(rank,),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.modules import DDPModule
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
@@ -48,7 +49,7 @@ from shardwise.parallel.unfit_modules import (
     refuse_unfit_parts,
     refuse_whole_values,
 )
-from shardwise.recipe import Anatomy, Recipe, fingerprint_of
+from shardwise.recipe import Anatomy, Recipe, fingerprint_of, local_shape
 from shardwise.techniques import TECHNIQUES, Parallel, fold
 from shardwise.techniques.data.fsdp2 import apply_fsdp2
 from shardwise.techniques.data.replicas import apply_ddp
@@ -222,7 +223,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     """
     anatomy = read_anatomy(module)
     found = fingerprint_of(anatomy)
-    if found != recipe.fingerprint or recipe.layout != world.layout.degrees:
+    if found != recipe.fingerprint or recipe.layout != world.layout.all_degrees:
         raise PlanError(
             f"a recipe for {recipe.module_class} ({recipe.fingerprint}) on {recipe.grid}",
             why=f"this module is {type(module).__name__} ({found}) on {world.layout}: names, shapes, dtypes or ties differ",
@@ -249,6 +250,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     for act in acts():
         act.around(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
+    _refuse_other_shapes(runtime)
     runtime.explainers += [act.explain for act in acts()]
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
@@ -303,6 +305,22 @@ def world_of(model: nn.Module) -> World:
 
 
 # ---- checks and moves -----------------------------------------------------------------------------------------
+
+
+def _refuse_other_shapes(runtime: Runtime) -> None:
+    """Raises PlanError if what this rank has of a parameter is not what the recipe says: what is saved, loaded and counted follows the
+    recipe, what is computed the tensors."""
+    coord = runtime.recipe.grid.coord(runtime.world.rank)
+    for name, param in runtime.parameters.items():
+        has, said = tuple(local_tensor(param).shape), local_shape(runtime.recipe.params[name], coord)
+        if has != said:
+            over = ", ".join(f"{cut.axis} (dim {cut.dim})" for cut in runtime.recipe.params[name].cuts)
+            raise PlanError(
+                f"a parameter of which rank {coord.rank} has a piece of shape {has}",
+                why=f"the recipe says {said}: all of it is {runtime.recipe.params[name].shape}, and it is cut over {over or 'no axis'}",
+                fix="a technique cuts a tensor otherwise than its rule says: let its act, or the mesh it shards over, follow the recipe",
+                name=name,
+            )
 
 
 def _refuse_no_world(world: Any) -> None:

@@ -15,7 +15,8 @@ _WHOLE = "whole = sw.full_tensor(w); whole[0].zero_(); w.copy_(torch.distributed
 def refuse_lost_writes(world: World) -> None:
     """Makes writes into a row, a slice, or places of a DTensor over the ranks of ``world`` raise UsageError, where torch would
     lose them or has no rule for them."""
-    on_lost_write(world.mesh, _refuse)
+    for mesh in world.root_meshes():
+        on_lost_write(mesh, _refuse)
 
 
 def _refuse(operator: str, address: int, writes: bool) -> NoReturn:

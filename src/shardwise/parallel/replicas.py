@@ -10,33 +10,36 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import RankError
 from shardwise.model import dtype_of
 from shardwise.parallel.runtime import Runtime
+from shardwise.world.axis import Axis
 
 __all__ = ["Replicas", "compare_replicas"]
 
 
 class Replicas:
-    """Compares the gradients of parameters that all ranks along ``tp`` hold whole: they have the same data, so that a difference
-    is a part of a gradient for the whole. In the first window of a run and then ever more rarely, in the exchange that is made
-    anyway."""
+    """Compares the gradients of parameters that all ranks along an axis hold whole whose ranks have the same data (``tp``): a
+    difference is a part of a gradient for the whole. In the first window of a run and then ever more rarely, in the exchange that is
+    made anyway."""
 
     def __init__(self, runtime: Runtime):
-        self._runtime, self._axis = runtime, runtime.world.axis("tp")
+        self._runtime = runtime
         runtime.num_windows, runtime.stepped = runtime.num_windows + 1, set()
-        is_due = self._axis.size > 1 and not runtime.num_windows & (runtime.num_windows - 1)
-        params = runtime.recipe.params if is_due else {}
-        self._names = [
-            name for name in runtime.trainable if name in params and all(c.axis != "tp" for c in params[name].cuts)
+        is_due = not runtime.num_windows & (runtime.num_windows - 1)
+        axes = [runtime.world.axis(name) for name in runtime.world.layout.shared_axes] if is_due else []
+        params = runtime.recipe.params
+        self._held = [
+            (axis, name)
+            for axis in axes
+            for name in runtime.trainable
+            if name in params and all(cut.axis != axis.name for cut in params[name].cuts)
         ]
 
     def entries(self) -> dict[str, Tensor]:
         """``replicas``, float64 [n, 2]: of each gradient a sum with other signs on the ranks, 0 where they are equal; and the square of how
         large such a sum is by chance."""
-        if not self._names:
+        if not self._held:
             return {}
-        weights = [(i + 1) * _STEP % 1 for i in range(self._axis.size)]
-        weights = [weight - sum(weights) / len(weights) for weight in weights]
-        weight = weights[self._axis.rank] / max(map(abs, weights))
-        return {"replicas": torch.stack([_mark(self._runtime.parameters[name], weight) for name in self._names])}
+        marks = [_mark(self._runtime.parameters[name], _weight(axis)) for axis, name in self._held]
+        return {"replicas": torch.stack(marks)}
 
     def apply(self, summed: Mapping[str, Tensor]) -> None:
         """Makes equal what differs by rounding.
@@ -44,43 +47,45 @@ class Replicas:
         Raises:
             RankError: gradients differ by more, on all ranks.
         """
-        found = [
-            (abs(off) / copies, (squares / copies / self._axis.size) ** 0.5)
-            for (off, squares), copies in zip(
-                summed["replicas"].tolist() if self._names else [], map(self._num_copies, self._names), strict=True
-            )
-        ]
+        found = []
+        for (axis, name), (off, squares) in zip(
+            self._held, summed["replicas"].tolist() if self._held else [], strict=True
+        ):
+            copies = self._num_copies(axis, name)
+            found.append((abs(off) / copies, (squares / copies / axis.size) ** 0.5))
         least = _NOISE * max((size for _, size in found), default=0.0)
-        for name, (off, size) in zip(self._names, found, strict=True):
+        for (axis, name), (off, size) in zip(self._held, found, strict=True):
             if off > max(size, least) * self._rounding(name):
-                raise self._differ(name)
+                raise self._differ(axis, name)
             numel = math.prod(self._runtime.recipe.params[name].shape)
             if off > size * _EXACT * numel**0.5:
                 param = self._runtime.parameters[name]
                 local = torch.zeros_like(local_tensor(param)) if param.grad is None else local_tensor(param.grad)
-                local.copy_(self._axis.reduce(local, "sum") / self._axis.size)
+                local.copy_(axis.reduce(local, "sum") / axis.size)
 
-    def _num_copies(self, name: str) -> int:
-        """How many data ranks have the same numbers of a gradient: one by one, they count that often in a sum over all ranks."""
-        if name in self._runtime.replicated:  # not yet summed
-            return 1
-        is_cut = any(cut.axis == "fsdp" for cut in self._runtime.recipe.params[name].cuts)
-        world = self._runtime.world
-        return world.axis("dp").size // (world.axis("fsdp").size if is_cut else 1)
+    def _num_copies(self, axis: Axis, name: str) -> int:
+        """How many sets of the ranks of ``axis`` have the same numbers of a gradient: one by one, they count that often in a sum over
+        all ranks."""
+        layout = self._runtime.world.layout
+        others = math.prod(layout.degree(other) for other in layout.shared_axes if other != axis.name)
+        if name in self._runtime.replicated:  # not yet summed over the data ranks
+            return others
+        pieces = math.prod(layout.degree(cut.axis) for cut in self._runtime.recipe.params[name].cuts)
+        return max(1, others * layout.degree("loss") // pieces)
 
     def _rounding(self, name: str) -> float:
         """Of a gradient, relative: on a device sums may be in another order on each rank, in the dtype that is computed in."""
         param = self._runtime.recipe.params[name]
         return max(torch.finfo(dtype_of(dtype)).eps for dtype in (param.storage, param.compute, param.reduce)) ** 0.5
 
-    def _differ(self, name: str) -> RankError:
+    def _differ(self, axis: Axis, name: str) -> RankError:
         return RankError(
-            f"ranks {', '.join(map(str, self._axis.ranks))} with other gradients of a parameter that each holds whole",
-            why="they have the same data, along tp: code between layers that are cut uses it in a way that the example did not show",
+            f"ranks {', '.join(map(str, axis.ranks))} with other gradients of a parameter that each holds whole",
+            why=f"they have the same data, along {axis.name}: code between layers that are cut uses it in a way that the example did not show",
             fix="parallelize(..., example=batch), with one micro-batch as training gives it; or keep the layers around it whole: "
             "tensor_parallel=sw.TensorParallel(plan={...})",
             name=name,
-            ranks=self._axis.ranks,
+            ranks=axis.ranks,
         )
 
 
@@ -95,6 +100,13 @@ def compare_replicas(runtime: Runtime, place: str) -> None:
     replicas = Replicas(runtime)
     if entries := replicas.entries():
         replicas.apply(runtime.world.agreement.sum(entries, f"{place}, comparing gradients"))
+
+
+def _weight(axis: Axis) -> float:
+    """Of this rank: the weights of the ranks of an axis add up to 0, and the largest is 1."""
+    weights = [(i + 1) * _STEP % 1 for i in range(axis.size)]
+    weights = [weight - sum(weights) / len(weights) for weight in weights]
+    return weights[axis.rank] / max(map(abs, weights))
 
 
 def _mark(param: Tensor, weight: float) -> Tensor:

@@ -160,6 +160,9 @@ class Runtime:
     def __init__(self, module: nn.Module, recipe: Recipe, world: World, engine: Engine):
         self.module, self.recipe, self.world, self.engine = module, recipe, world, engine
         self.view: RankView = recipe.at(world.rank)
+        # The ranks that hold the same units, which they must enter in one order: those of one stage.
+        staged = {cut.axis for param in recipe.params.values() for cut in param.cuts if cut.holder is not None}
+        self.same_units = world.among(sorted(staged))
         self.parameters: dict[str, nn.Parameter] = tensors_of(module, "_parameters")  # type: ignore[assignment]
         self.trainable = [name for name, param in recipe.params.items() if param.trainable]
         cut_engine = recipe.engine == "fsdp2"
@@ -322,7 +325,7 @@ class Runtime:
     def owned_gradients(self, *, without: Collection[str] = ()) -> list[Tensor]:
         """This rank's share of all gradients, as views: over all ranks each element is in one share. Of copies of the whole model it is
         an equal part of what their gradients are packed in, which are few tensors."""
-        data = self.world.axis("dp")
+        data = self.world.axis("loss")
         if data.size == self.world.size and not without and (flats := self.engine.flat_gradients()):
             shares = [flat.tensor_split(data.size)[data.rank] for flat in flats]
             return [share for share in shares if share.numel()]
@@ -486,7 +489,7 @@ def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
         return
     runtime.has_loose_buffers = True
     in_other = any(other.in_window for other in runtimes_in_use())
-    if runtime.has_loose_sums is False and runtime.world.axis("dp").size > 1 and not in_other:
+    if runtime.has_loose_sums is False and runtime.world.axis("loss").size > 1 and not in_other:
         runtime.has_loose_sums = True
 
 

@@ -88,7 +88,7 @@ def refuse_copy(call: str, name: str, _memo: Any = None) -> NoReturn:
         why="hooks, shards and process groups belong to the one module, so a copy would train wrongly without an error",
         fix="for an average of weights (EMA) keep averages = [p.detach().clone() for p in model.parameters()], and after each step, "
         "within torch.no_grad(), average.lerp_(p, 0.001) for each of them; for a second network (a target) parallelize a second "
-        "model in the same way, and target.load_state_dict(model.state_dict()), or, with tp, sw.load_full_state_dict(target, "
+        "model in the same way, and target.load_state_dict(model.state_dict()), or, where layers are cut, sw.load_full_state_dict(target, "
         "sw.full_state_dict(model)); whole values: sw.full_state_dict(model)",
         name=name or None,
     )

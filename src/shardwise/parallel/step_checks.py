@@ -228,7 +228,7 @@ def _warn_of_sums(runtime: Runtime) -> None:
     runtime.has_loose_sums = None
     if not runtime.world.is_main:
         return
-    size = runtime.world.axis("dp").size
+    size = runtime.world.axis("loss").size
     warnings.warn(
         f"gradients of backward() outside of a window are summed over {size} ranks, not averaged as DDP does: a mean loss on each "
         f"rank gives gradients {size} times as large. Count what all ranks have, and divide a sum by it: "

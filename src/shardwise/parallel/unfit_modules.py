@@ -170,7 +170,8 @@ def refuse_numbers_of_parts(world: World) -> None:
     """Makes reading a Python number from a DTensor over the ranks of ``world`` raise UsageError, unless each rank has
     the full value. torch returns the number of this rank's part: a norm that is too small, another step size on each
     rank."""
-    on_scalar_read(world.mesh, _refuse_part)
+    for mesh in world.root_meshes():
+        on_scalar_read(mesh, _refuse_part)
 
 
 def _refuse_part(tensor: DTensor) -> None:

@@ -1,7 +1,7 @@
 """Refuses cuts of a parameter that are impossible, naming the parameter. Works on plain data."""
 
 from shardwise.errors import PlanError
-from shardwise.layout import AXES, DERIVED_AXES, Layout, mesh_axes
+from shardwise.layout import ALL_AXES, Layout, overlap
 from shardwise.recipe.cuts import num_chunks
 from shardwise.recipe.records import Cut, Param, Part
 
@@ -11,23 +11,23 @@ __all__ = ["check_param"]
 def check_param(name: str, param: Param, layout: Layout) -> None:
     """Raises PlanError if a cut of ``param`` is impossible on ``layout``."""
     sizes = list(param.shape)
-    seen: set[str] = set()
+    seen: list[str] = []
     for cut in param.cuts:
-        if cut.axis not in AXES and cut.axis not in DERIVED_AXES:
+        if cut.axis not in ALL_AXES:
             raise PlanError(
                 f"a cut over axis {cut.axis!r}",
-                why=f"axes are {', '.join((*AXES, *DERIVED_AXES))}",
+                why=f"axes are {', '.join(ALL_AXES)}",
                 fix="cut over one of them",
                 name=name,
             )
-        if seen & set(mesh_axes(cut.axis)):
+        if any(overlap(cut.axis, other) for other in seen):
             raise PlanError(
                 f"two cuts over {cut.axis!r}",
                 why="an axis can divide a parameter once: its ranks would hold no piece of their own",
                 fix="cut over each mesh axis once",
                 name=name,
             )
-        seen |= set(mesh_axes(cut.axis))
+        seen.append(cut.axis)
         if not 0 <= cut.dim < len(param.shape):
             raise PlanError(
                 f"a cut of dim {cut.dim}",
@@ -35,7 +35,16 @@ def check_param(name: str, param: Param, layout: Layout) -> None:
                 fix=f"cut a dim below {len(param.shape)}",
                 name=name,
             )
-        _check_parts(name, param, cut, sizes, layout.degree(cut.axis))
+        if cut.holder is None:
+            _check_parts(name, param, cut, sizes, layout.degree(cut.axis))
+        elif cut.parts or not 0 <= cut.holder < layout.degree(cut.axis):
+            raise PlanError(
+                f"a cut that index {cut.holder} of {cut.axis}={layout.degree(cut.axis)} holds"
+                + (" in parts" if cut.parts else ""),
+                why="one rank along the axis holds all of the dim, and the others none",
+                fix="name an index of the axis, and no parts",
+                name=name,
+            )
 
 
 def _check_parts(name: str, param: Param, cut: Cut, sizes: list, degree: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.layout import AXES, Coord, Layout, mesh_axes
+from shardwise.layout import AXES, DERIVED_AXES, Coord, Layout, mesh_axes
 from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.recipe.records import Cut, Param, Part
 
@@ -108,6 +108,8 @@ def _dim_intervals(
 
 
 def _cut_intervals(intervals: Intervals, cut: Cut, degree: int, index: int) -> Intervals:
+    if cut.holder is not None:
+        return intervals if index == cut.holder else ()
     total = sum(length for _, length in intervals)
     kept: list[tuple[int, int]] = []
     offset = 0
@@ -139,7 +141,8 @@ def _owners(shape: tuple[int, ...], cuts: tuple[Cut, ...], coord: Coord, piece: 
     layout = coord.layout
     options = {axis: tuple(range(layout.degrees[axis])) for axis in AXES}
     for cut in cuts:
-        if all(part.replicas == 1 for part in cut.parts):
+        # Of a carved axis ranks with other mesh coordinates have the same index.
+        if all(part.replicas == 1 for part in cut.parts) and cut.axis in (*AXES, *DERIVED_AXES):
             for axis in mesh_axes(cut.axis):
                 options[axis] = (coord.indices[AXES.index(axis)],)
     wanted = (piece.starts, piece.sizes)

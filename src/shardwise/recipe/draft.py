@@ -105,7 +105,7 @@ class Draft:
         params = {name: self._param(name) for name in anatomy.params}
         used = {param.unit for param in params.values()} | {ROOT}
         recipe = Recipe(
-            layout=self.layout.degrees,
+            layout=self.layout.all_degrees,
             engine=self.engine,
             module_class=anatomy.module_class,
             fingerprint=fingerprint_of(anatomy),

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from shardwise.errors import PlanError
-from shardwise.layout import AXES, Coord, Layout
+from shardwise.layout import GIVEN_AXES, Coord, Layout
 from shardwise.recipe.check import check_param
 from shardwise.recipe.cuts import Slice, extents, local_shape, owners
 from shardwise.recipe.records import (
@@ -212,12 +212,12 @@ def _refuse_version(version: int) -> None:
 
 
 def _check_layout(degrees: dict[str, int]) -> None:
-    wrong = [axis for axis in degrees if axis not in AXES] + [a for a in AXES if degrees.get(a, 1) < 1]
+    wrong = [axis for axis in degrees if axis not in GIVEN_AXES] + [a for a in GIVEN_AXES if degrees.get(a, 1) < 1]
     if wrong:
         raise PlanError(
             f"layout {degrees}",
             why=f"{wrong[0]!r} is not an axis with a degree of 1 or more",
-            fix=f"use the axes {', '.join(AXES)}",
+            fix=f"use the axes {', '.join(GIVEN_AXES)}",
         )
 
 

@@ -99,6 +99,7 @@ class Cut(Record, frozen=True):
     axis: str
     dim: int
     parts: tuple[Part, ...] = ()
+    holder: int | None = None  # the index along the axis that holds all of it; the others hold an empty piece (a stage)
 
 
 class Param(Record, frozen=True):

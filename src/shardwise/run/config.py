@@ -25,7 +25,7 @@ from shardwise.run.model_config import Model
 from shardwise.run.optim_config import Optim, Scaler, Schedule
 from shardwise.run.steps import DEFAULT_STEPS, check_steps
 from shardwise.run.train_config import Train
-from shardwise.techniques import Parallel
+from shardwise.techniques import MESH_AXES, Parallel
 from shardwise.techniques.precision.options import precision_of
 
 __all__ = [
@@ -243,7 +243,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
 
     def _check_whole_parameters(self) -> None:
         degrees = parse_layout(self.parallel.layout)
-        cut = next((axis for axis in ("dp_shard", "tp") if degrees.get(axis, 1) != 1), None)
+        cut = next((name for name, axis in MESH_AXES.items() if axis.cuts_matrices and degrees.get(name, 1) != 1), None)
         if cut is not None:
             raise ConfigError(
                 f"optim.name={self.optim.name!r} with parallel.layout={self.parallel.layout!r}",

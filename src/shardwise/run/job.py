@@ -101,7 +101,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         tokenizer=vocabulary.tokenizer,
         say=lambda kind, text: emit(kind, text=text),
     )
-    emit("phase", text="building the model" + (", and trying what can be cut over tp" if world.layout.tp > 1 else ""))
+    over = ", ".join(world.layout.shared_axes)
+    emit("phase", text="building the model" + (f", and trying how it is cut over {over}" if over else ""))
     model = build_model(config, world, corpus)
     if config.model.start is not None and not checkpoints.are_there:
         emit("phase", text="loading weights")

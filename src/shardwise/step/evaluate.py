@@ -142,10 +142,10 @@ class _Sums:
 
     def means(self) -> dict[str, float]:
         """The means over all ranks. Also makes buffers equal, and raises a problem of any rank on all of them."""
-        counts = self.runtime.world.counts
+        counts, counts_data = self.runtime.world.counts, self.runtime.world.counts_data
         agreed = self.runtime.world.agreement.sum(
             {
-                "tokens": self.tokens if counts else 0,
+                "tokens": self.tokens if counts_data else 0,
                 "unclear": float(bool(self._check.unclear)),
                 **self._buffers.entries(is_idle=self._is_idle),
                 **{f"sum of {name}": self.totals[name] * float(counts) for name in sorted(self.totals)},

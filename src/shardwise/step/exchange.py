@@ -28,8 +28,8 @@ class Exchange:
 
     def entries(self) -> dict[str, Entry]:
         runtime = self.runtime
-        units = runtime.engine.entered()
-        found: dict[str, Entry] = {"units": runtime.world.agreement.same(digest_of_text("\n".join(units)))}
+        units = digest_of_text("\n".join(runtime.engine.entered()))
+        found: dict[str, Entry] = {"units": runtime.world.agreement.same_among(units, runtime.same_units)}
         told = {"used": runtime.engine.used(), "late": runtime.engine.late()}
         found |= {name: flags for name, flags in told.items() if flags is not None}
         return found | self._whole.entries() | self._replicas.entries()
@@ -38,7 +38,7 @@ class Exchange:
         """Completes the gradients. Returns whether some came late, so that what was computed from them is to be computed
         again."""
         runtime = self.runtime
-        if not runtime.world.agreement.all_same(summed["units"]):
+        if not runtime.world.agreement.all_same_among(summed["units"], runtime.same_units):
             raise self._units_differ()
         if "used" in summed:
             for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
@@ -53,15 +53,20 @@ class Exchange:
         return is_late
 
     def _units_differ(self) -> RankError:
-        lists = self.runtime.world.agreement.gather(self.runtime.engine.entered(), "naming the units that differ")
-        usual, ranks = minority(lists)
+        scope, agreement = self.runtime.same_units, self.runtime.world.agreement
+        told = agreement.gather((scope.index, self.runtime.engine.entered()), "naming the units that differ")
+        groups = {at: [(rank, units) for rank, (index, units) in enumerate(told) if index == at] for at, _ in told}
+        group = next(group for group in groups.values() if any(units != group[0][1] for _, units in group))
+        usual, odd = minority([units for _, units in group])
+        ranks = tuple(group[i][0] for i in odd)
+        lists = [units for _, units in told]
         other = lists[ranks[0]]
         at = next(
             (i for i, (a, b) in enumerate(zip(usual, other, strict=False)) if a != b), min(len(usual), len(other))
         )
         name = (usual[at : at + 1] or other[at : at + 1] or [None])[0]
         return RankError(
-            f"rank {ranks[0]} entered other units than rank {next(r for r in range(len(lists)) if r not in ranks)}",
+            f"rank {ranks[0]} entered other units than rank {next(rank for rank, _ in group if rank not in ranks)}",
             why=f"entry {at + 1} differs: {usual[at : at + 1] or 'nothing'} against {other[at : at + 1] or 'nothing'}; "
             "their collectives crossed, so gradients are wrong",
             fix="give every rank the same forwards and backwards, in one order; a loss over two models of which ranks skip blocks needs "

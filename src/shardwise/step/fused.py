@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.autograd import without_subclasses
 from shardwise.errors import UnsupportedError, UsageError
-from shardwise.layout import mesh_axes
+from shardwise.layout import overlap
 from shardwise.model import canonical_modules
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.step.linear_loss import Share, of_share
@@ -152,7 +152,7 @@ def _head_of(model: nn.Module) -> str:
 def _share_of(runtime: Runtime, weight: str) -> Share | None:
     """This rank's share of the classes of a head; None: it has all. Units gather what data parallelism cuts."""
     param = next(param for name, param in runtime.recipe.params.items() if weight in (name, *param.aliases))
-    cuts = [cut for cut in param.cuts if not set(mesh_axes(cut.axis)) & set(mesh_axes("dp"))]
+    cuts = [cut for cut in param.cuts if not overlap(cut.axis, "fsdp")]
     if not cuts:
         return None
     if len(cuts) > 1 or cuts[0].dim != 0 or cuts[0].parts:

@@ -52,7 +52,7 @@ def compare_shared(runtime: Runtime, batches: list[Batch]) -> dict[str, float]:
     # Exact in float64: 24 bits of a digest times 15 bits that differ between the groups, so that no two make up for
     # each other.
     number = (_digest(batches, unread="") >> 8) * (1 + data.rank * 40503 % (1 << 15))
-    return {"shared data": float(number * (world.size // data.size - 1 if world.counts else -1))}
+    return {"shared data": float(number * (world.size // data.size - 1 if world.counts_data else -1))}
 
 
 def refuse_others(runtime: Runtime, batches: list[Batch], summed: Tensor, place: str) -> None:

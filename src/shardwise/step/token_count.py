@@ -87,9 +87,9 @@ def agree_on_count(
             **shared,
             "data": agreement.same(digest_of_text(repr(data))),
             "dataset": agreement.same(digest_of_dataset(data)),
-            "tokens": tokens if runtime.world.counts else 0,
+            "tokens": tokens if runtime.world.counts_data else 0,
             "labels": labels,
-            "positions": _num_labels(counted) if runtime.world.counts and counter is valid_labels else 0,
+            "positions": _num_labels(counted) if runtime.world.counts_data and counter is valid_labels else 0,
             "waited": getattr(data, "waited_s", 0.0) / runtime.world.size,
             "length": float(len(batches)),
             "length2": float(len(batches) ** 2),
@@ -148,7 +148,7 @@ def count_again(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch
     if not _counts_copies(runtime, counter):
         return {}
     found = sum(torch.as_tensor(counter(b)).double() for b in batches if not is_padding(b))
-    return {"tokens again": torch.as_tensor(found if runtime.world.counts else 0.0)}
+    return {"tokens again": torch.as_tensor(found if runtime.world.counts_data else 0.0)}
 
 
 def refuse_other_count(summed: Mapping[str, Tensor], tokens: float, place: str) -> None:

@@ -8,9 +8,9 @@ then ``edit``; then, on the module, ``act``: inside of the sharding, the shardin
 from importlib import import_module
 
 from shardwise.techniques.options import make_parallel
-from shardwise.techniques.technique import Technique
+from shardwise.techniques.technique import MeshAxis, Technique
 
-__all__ = ["AXES_IN_USE", "TECHNIQUES", "Parallel"]
+__all__ = ["AXES_IN_USE", "MESH_AXES", "TECHNIQUES", "Parallel"]
 
 TECHNIQUES: tuple[Technique, ...] = tuple(
     import_module(f"{__name__}.{name}").TECHNIQUE
@@ -26,5 +26,10 @@ TECHNIQUES: tuple[Technique, ...] = tuple(
 
 Parallel = make_parallel(TECHNIQUES)
 
-AXES_IN_USE = tuple(axis for technique in TECHNIQUES for axis in technique.axes)
+_AXES = tuple(axis for technique in TECHNIQUES for axis in technique.axes)
+
+AXES_IN_USE = tuple(axis if isinstance(axis, str) else axis.name for axis in _AXES)
 """Mesh axes of a layout that may have more than one rank."""
+
+MESH_AXES = {axis.name: axis for axis in _AXES if isinstance(axis, MeshAxis)}
+"""Name -> what the ranks along an axis are to each other, of each axis of which a technique says it."""

@@ -10,7 +10,7 @@ import msgspec
 from shardwise.errors import PlanError
 from shardwise.layout import Layout
 from shardwise.recipe import Anatomy, Draft, Recipe, describe_recipe
-from shardwise.techniques import TECHNIQUES, Parallel
+from shardwise.techniques import MESH_AXES, TECHNIQUES, Parallel
 from shardwise.techniques.technique import Act, Example, Technique
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, facts: Facts | None = None,
             divide dp_shard.
         UnsupportedError: an option that is not supported under this layout.
     """
+    _refuse_unsaid_axes(layout)
     given = Parallel.of(**options).options()
     chosen = {technique.name: technique.settled(given) for technique in TECHNIQUES}
     draft = Draft(anatomy, layout)
@@ -60,6 +61,21 @@ def make_recipe(anatomy: Anatomy, layout: Layout, *, facts: Facts | None = None,
         if technique.edit is not None:
             technique.edit(draft, **chosen[technique.name])
     return draft.recipe()
+
+
+def _refuse_unsaid_axes(layout: Layout) -> None:
+    """Raises PlanError for an axis of more than one rank of which no technique says what its ranks have of a batch, or says what
+    contradicts the layout: gradients would be summed over the wrong ranks, without an error."""
+    for name in (axis for axis, degree in layout.all_degrees.items() if degree > 1):
+        axis = MESH_AXES.get(name)
+        wrong = "no technique says it" if axis is None else axis.contradiction()
+        if wrong is not None:
+            said = "" if axis is None else f' of which a technique says batch="{axis.batch}"'
+            raise PlanError(
+                f"layout {layout}: {name}={layout.degree(name)}{said}",
+                why=f"what the ranks along an axis have of a batch decides over whom losses and gradients are summed, and {wrong}",
+                fix=f'declare it in the technique\'s row: axes=(MeshAxis(name="{name}", batch=...),)',
+            )
 
 
 def probe(module: "nn.Module", world: "World", example: Example) -> Facts:

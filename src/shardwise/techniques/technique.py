@@ -24,9 +24,10 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from shardwise.errors import UnsupportedError, UsageError
+from shardwise.layout import CARVED, DERIVED_AXES, Layout
 from shardwise.recipe import Recipe
 from shardwise.recipe.records import Record
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.world import World
 
-__all__ = ["Act", "Example", "Option", "Technique"]
+__all__ = ["Act", "Example", "MeshAxis", "Option", "Technique"]
 
 Found = TypeVar("Found")
 
@@ -70,6 +71,35 @@ class Option:
     from_python: Callable[[Any], Any] = lambda value: value
     record: tuple[type, str] | None = None
     holds_functions: bool = False
+
+
+Batch = Literal["samples", "positions", "same", "stage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAxis:
+    """A mesh axis that a technique uses, and what its ranks are to each other.
+
+    Attributes:
+        name: of the axis.
+        batch: what the ranks along it have of a batch: other ``"samples"``; other ``"positions"`` of the same samples; all of it, the
+            ``"same"``; or a ``"stage"``, the same samples in other layers. It says over which ranks gradients and the loss are summed
+            (``shardwise.layout.DERIVED_AXES``), so a layout with several ranks on an axis of which nothing says it is refused.
+            None: an axis that is carved out of another, which says it.
+        cuts_matrices: a rank has a part of a matrix, so that an optimizer that mixes the elements of one cannot be used.
+    """
+
+    name: str
+    batch: Batch | None
+    cuts_matrices: bool = False
+
+    def contradiction(self) -> str | None:
+        """What is wrong with ``batch``, given over which axes the layout reads samples and sums the loss; None: nothing."""
+        if self.name in CARVED:
+            return None if self.batch is None else f"it is carved out of {CARVED[self.name][0]}, whose ranks say it"
+        is_read, is_summed = (self.name in DERIVED_AXES[of] for of in ("dp", "loss"))
+        fit = ("samples",) if is_read else ("positions",) if is_summed else ("same", "stage")
+        return None if self.batch in fit else f"of its ranks the layout takes {' or '.join(map(repr, fit))}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +156,8 @@ class Technique:
     Attributes:
         name: of the folder, of its edits, and of its entry in a recipe.
         options: the options for users.
-        axes: mesh axes that it uses.
+        axes: mesh axes that it uses, each with what its ranks have of a batch. A bare name says nothing of it.
+        layout_text: ``layout_text(layout)``: what its axes do with the model under a layout, for people; "" if nothing.
         entry: the record with its own data in a recipe; None: it has none.
         rule: ``rule(draft, facts, **options)``: sets dtypes, units, cuts. ``facts`` is what the probe returned; {}
             without one.
@@ -150,7 +181,8 @@ class Technique:
 
     name: str
     options: tuple[Option, ...]
-    axes: tuple[str, ...] = ()
+    axes: tuple[MeshAxis | str, ...] = ()
+    layout_text: Callable[[Layout], str] = lambda _: ""
     entry: type[Record] | None = None
     rule: Callable[..., None] | None = None
     edit: Callable[..., None] | None = None

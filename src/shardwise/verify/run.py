@@ -1,7 +1,6 @@
 """``sw.verify``: trains the user's model sharded and in one process, and compares the numbers."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
 from shardwise.launch.environment import is_rank
 from shardwise.launch.script import pickled
-from shardwise.layout import layout_of, parse_layout
+from shardwise.layout import layout_of, num_ranks_of
 from shardwise.model.calling import call
 from shardwise.parallel import parallelize
 from shardwise.step.loss import count_of, next_token_loss, with_count
@@ -188,13 +187,11 @@ def _num_ranks(layout: str, given: int | None) -> int:
     Raises:
         ConfigError: it has a ``-1`` and no number of ranks was given, or it does not fit that number.
     """
-    degrees = parse_layout(layout)
-    numbers = [degree for degree in degrees.values() if isinstance(degree, int) and degree > 0]
-    if given is None and len(numbers) < len(degrees):
+    size = num_ranks_of(layout) if given is None else given
+    if size is None:
         raise ConfigError(
             f"verify(layout={layout!r})", why="-1 and node need a number of ranks", fix="pass num_ranks=2"
         )
-    size = math.prod(numbers) if given is None else given
     layout_of(layout, size, size, AXES_IN_USE)  # all ranks are on this node
     return size
 

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from shardwise._torch.reads import on_host
 from shardwise.errors import RankError, UsageError, first_line
 from shardwise.world.liveness import Watch
 
-__all__ = ["SAME_CALLS", "Agreement", "Entry", "digest_of_text", "minority"]
+__all__ = ["SAME_CALLS", "Agreement", "Entry", "Scope", "digest_of_text", "minority"]
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
 _MASK = (1 << _HASH_BITS) - 1
@@ -43,6 +43,20 @@ SAME_CALLS = (
 
 Entry = Tensor | float | tuple[float, ...]
 """What is summed: a tensor, a number, or numbers."""
+
+
+class Scope(NamedTuple):
+    """Groups of ranks within which values are to be equal, while the groups may differ: every rank is in one.
+
+    Attributes:
+        index: the number of this rank's group.
+        num: how many groups there are.
+        size: ranks of a group.
+    """
+
+    index: int
+    num: int
+    size: int
 
 
 class Agreement:
@@ -113,6 +127,17 @@ class Agreement:
         """An entry that shows whether all ranks gave the same 60-bit ``value``; see :meth:`all_same`."""
         a, b, c = value & _MASK, value >> _HASH_BITS & _MASK, value >> 2 * _HASH_BITS & _MASK
         return float(a), float(b), float(c), float(a * a), float(b * b), float(c * c)
+
+    def same_among(self, value: int, scope: Scope) -> tuple[float, ...]:
+        """An entry that shows whether all ranks of each group of ``scope`` gave the same ``value``; see :meth:`all_same_among`."""
+        own = self.same(value)
+        return tuple(x if index == scope.index else 0.0 for index in range(scope.num) for x in own)
+
+    def all_same_among(self, summed: Tensor, scope: Scope) -> bool:
+        """Whether every rank gave :meth:`same_among` the same value as the others of its group; equal on all ranks."""
+        if self.is_alone:  # fake peers give what this rank gives, all of it for this rank's group
+            return True
+        return all(self.all_same(part, scope.size) for part in summed.chunk(scope.num))
 
     @staticmethod
     def same_mark(mark: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._torch.dtensor import forget_meshes
 from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
 from shardwise.launch.failure import is_lost_peer
-from shardwise.layout import AXES, DERIVED_AXES, Layout, layout_of, num_ranks_of
-from shardwise.world.agreement import Agreement
+from shardwise.layout import ALL_AXES, AXES, DERIVED_AXES, GIVEN_AXES, Layout, layout_of, num_ranks_of
+from shardwise.world.agreement import Agreement, Scope
 from shardwise.world.axis import Axis
 from shardwise.world.env import Env, imagined_env, ranks_per_node, read_env
 from shardwise.world.exit_notice import owe_exit_notice, owe_no_notice
@@ -49,7 +49,7 @@ def init(
     backend: str | None = None,
     timeout_s: float | None = None,
     seed: int | None = None,
-    axes: Collection[str] = AXES,
+    axes: Collection[str] = GIVEN_AXES,
 ) -> "World":
     """:func:`shardwise.init` with ``axes``: those that some technique uses; a degree above 1 on another is refused."""
     existing = dist.is_initialized()
@@ -121,8 +121,10 @@ class World:
         message_device: the device of tensors that one rank sends to another.
         mesh: the root DeviceMesh: ``dp_replicate``, ``dp_shard``, and every other axis of a degree above 1, outer to
             inner.
-        counts: whether this rank's data counts in sums over all ranks; of ranks that read the same data only the first
-            counts.
+        counts: whether what this rank computes counts in sums of the loss over all ranks; of ranks that compute the same
+            only the first counts.
+        counts_data: whether what this rank reads counts in sums over all ranks (tokens, labels); of ranks that read the same
+            samples only the first counts.
         seed: seed of every random stream of the run.
         agreement: the exchanges, two per window, by which all ranks agree.
         stop: whether the ranks were asked to stop, as of the first exchange of a window.
@@ -149,6 +151,7 @@ class World:
         is_shared = self.size == 1 or self.message_device.type != "cpu" or is_fake_group()
         self._groups: dict[tuple[int, ...], Any] = {everyone: dist.group.WORLD} if is_shared else {}
         self._resharding: dict[int, DeviceMesh] = {}
+        self._sharding: dict[str, DeviceMesh] = {}  # of axes other than dp_shard
         self.watch: Watch | None = None
         is_fake = is_fake_group()
         if self.size > 1 and not is_fake:
@@ -168,9 +171,11 @@ class World:
             facts = {"layout": str(layout), "seed": seed, "versions": package_versions()}
             agree_on(self.agreement, facts, what="the ranks' start-up", fix="start every rank with the same command")
             self.mesh = self._make_mesh()
-            self._axes = {name: self._make_axis(name) for name in (*AXES, *DERIVED_AXES)}
+            self._axes = {name: self._make_axis(name) for name in ALL_AXES}
             here = layout.coord(self.rank)
-            self.counts = not any(here.index(axis) for axis in AXES if axis not in DERIVED_AXES["loss"])
+            self.counts, self.counts_data = (
+                not any(here.index(axis) for axis in AXES if axis not in DERIVED_AXES[of]) for of in ("loss", "dp")
+            )
         except BaseException:
             self._stop_watch()
             raise
@@ -226,7 +231,8 @@ class World:
         return self._group(tuple(range(self.size)))
 
     def axis(self, name: str) -> Axis:
-        """The :class:`Axis` of a mesh axis (``dp_shard``) or a derived one (``dp``, ``fsdp``, ``loss``)."""
+        """The :class:`Axis` of a mesh axis (``dp_shard``), a derived one (``dp``, ``fsdp``, ``loss``) or a carved one (``ep``,
+        ``efsdp``)."""
         if name not in self._axes:
             raise UsageError(f"axis({name!r})", why="there is no such axis", fix=f"use one of {', '.join(self._axes)}")
         return self._axes[name]
@@ -358,10 +364,10 @@ class World:
         return self._groups[ranks]
 
     def gradient_group(self) -> Any:
-        """A group of the data-parallel ranks for reductions that overlap with others: ranks may start them at different
-        moments, and collectives of one group are matched in the order they are started. All ranks must call it alike;
-        None for one rank."""
-        ranks = self.axis("dp").ranks
+        """A group of the ranks whose gradients are summed, for reductions that overlap with others: ranks may start them at
+        different moments, and collectives of one group are matched in the order they are started. All ranks must call it
+        alike; None for one rank."""
+        ranks = self.axis("loss").ranks
         if len(ranks) > 1 and self._gradients is None:
             self._gradients = new_group(ranks, self.timeout_s)
         return self._gradients
@@ -372,23 +378,53 @@ class World:
         groups = [self._group(self.layout.ranks_along(name, self.rank)) for name in names]
         return DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
 
-    def sharding_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that share one model: replicas of shard groups, or the only shard group, which needs no
-        sum over replicas."""
-        names = DERIVED_AXES["dp"] if self.layout.dp_replicate > 1 else ("dp_shard",)
-        return self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
+    def sharding_mesh(self, axis: str = "fsdp") -> DeviceMesh:
+        """The mesh over which parameters are cut along ``axis``, and whose ranks sum their gradients: replicas of shard groups,
+        or the only shard group, which needs no sum over replicas.
+
+        Args:
+            axis: ``"fsdp"``; or ``"efsdp"``, for parameters that are cut over ``ep`` too.
+        """
+        if axis == "fsdp" and self.layout.cp == 1:
+            names = DERIVED_AXES["dp"] if self.layout.dp_replicate > 1 else ("dp_shard",)
+            return self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
+        if axis not in self._sharding:
+            over, copies = self.axis(axis), self.axis("dp_replicate")
+            names = ("dp_replicate", axis) if copies.size > 1 else (axis,)
+            grid = torch.tensor([self.layout.ranks_along(axis, rank) for rank in copies.ranks])
+            groups = [self._group(self.layout.ranks_along(name, self.rank)) for name in names]
+            self._sharding[axis] = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0],
+                self.device.type,
+                mesh=grid if len(groups) > 1 else list(over.ranks),
+                mesh_dim_names=names,
+            )
+        return self._sharding[axis]
+
+    def root_meshes(self) -> list[DeviceMesh]:
+        """The meshes over which parameters are cut are these, or parts of them."""
+        return [self.mesh, *self._sharding.values()]
 
     def resharding_mesh(self, size: int) -> DeviceMesh:
         """The ranks of :meth:`sharding_mesh` in rows of ``size`` neighbours, over which ``reshard_after_forward=size``
         shards parameters between forward and backward. One mesh for all units: torch would make new groups for each
         unit, and each group has threads (with NCCL, device memory). All ranks must call it alike."""
         if size not in self._resharding:
-            grid = torch.tensor(self.axis("dp").ranks).view(-1, size)
+            grid = torch.tensor(self.axis("loss").ranks).view(-1, size)
             row, column = (grid == self.rank).nonzero()[0].tolist()
             groups = [self._group(tuple(grid[:, column].tolist())), self._group(tuple(grid[row].tolist()))]
             names = ("rows", "neighbours")
             self._resharding[size] = DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
         return self._resharding[size]
+
+    def among(self, apart: Collection[str]) -> Scope:
+        """Whom a digest is compared among: the ranks that have the same index along each mesh axis of ``apart``."""
+        here = self.layout.coord(self.rank)
+        index, num = 0, 1
+        for axis in apart:
+            degree = self.layout.degree(axis)
+            index, num = index * degree + here.index(axis), num * degree
+        return Scope(index, num, self.size // num)
 
     def _make_axis(self, name: str) -> Axis:
         ranks = self.layout.ranks_along(name, self.rank)

@@ -37,7 +37,7 @@ __all__ = ["EXIT_PEER_LOST", "Watch"]
 
 _FIX_LOST = "look at that rank's output for the cause; start the run again"
 _FIX_CROSSED = (
-    "give every rank the same number of forwards and backwards, in the same order, generate among them; without tp each may run as many "
+    "give every rank the same number of forwards and backwards, in the same order, generate among them; where no layer is cut each may run as many "
     "forwards as it likes within sw.gathered(model)"
 )
 _CROSSED_S = 4.0  # how long a rank is blocked before it checks whether those it waits for are elsewhere

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from shardwise.config.record import doc
 from shardwise.techniques.data.options import DDP, Sharding
-from shardwise.techniques.data.rule import DataEntry, heading, rule
-from shardwise.techniques.technique import Option, Technique
+from shardwise.techniques.data.rule import DataEntry, heading, layout_text, rule
+from shardwise.techniques.technique import MeshAxis, Option, Technique
 
 __all__ = ["TECHNIQUE"]
 
@@ -29,7 +29,11 @@ TECHNIQUE = Technique(
             record=(DDP, "bucket_cap_mb=50"),
         ),
     ),
-    axes=("dp_replicate", "dp_shard"),
+    axes=(
+        MeshAxis(name="dp_replicate", batch="samples"),
+        MeshAxis(name="dp_shard", batch="samples", cuts_matrices=True),
+    ),
+    layout_text=layout_text,
     entry=DataEntry,
     rule=rule,
     lines=heading,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -58,9 +59,9 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
         targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may be there twice
         _refuse_containers(modules, unit.modules)
-        is_over_some = not isinstance(unit.reshard, bool) and 1 < unit.reshard < world.layout.dp_shard
+        is_over_some = not isinstance(unit.reshard, bool) and 1 < unit.reshard < world.layout.degree("fsdp")
         after_forward = world.resharding_mesh(unit.reshard) if is_over_some else None
-        with lazy_chunks(), parameter_groups(_policies(recipe, unit.name, parameters), after_forward):
+        with lazy_chunks(), parameter_groups(_groups(recipe, unit.name, parameters, world), after_forward):
             fully_shard(  # type: ignore[call-overload]
                 targets if len(targets) > 1 else targets[0],
                 mesh=mesh,
@@ -111,11 +112,12 @@ def _root_unit(recipe: Recipe) -> Any:
 
 def _refuse_other_cuts(recipe: Recipe) -> None:
     for name, param in recipe.params.items():
+        has_rows = bool(param.shape) and 0 not in param.shape
         last = param.cuts[-1:]
-        if last != ((Cut(axis="fsdp", dim=0),) if param.shape and 0 not in param.shape else ()):
+        if last not in ([(Cut(axis=axis, dim=0),) for axis in ("fsdp", "efsdp")] if has_rows else [()]):
             raise UnsupportedError(
                 f"cuts {param.cuts} of a tensor of shape {param.shape}",
-                why="fully_shard cuts dim 0 of what other cuts have left over the fsdp axis, and keeps 0-dim tensors whole",
+                why="fully_shard cuts dim 0 of what other cuts have left over fsdp, or efsdp, and keeps 0-dim tensors whole",
                 fix="use the recipe that make_recipe makes",
                 name=name,
             )
@@ -135,12 +137,15 @@ def _refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) ->
             )
 
 
-def _policies(recipe: Recipe, unit: str, parameters: dict[str, Any]) -> list[tuple[list[Any], MixedPrecisionPolicy]]:
-    """The unit's parameters, group by group, each with its FSDP2 mixed precision policy. Inputs are cast at the root
-    only: FSDP2's casting of every unit's inputs would round fp32 positions (by up to 8 at position 4096)."""
+def _groups(
+    recipe: Recipe, unit: str, parameters: dict[str, Any], world: World
+) -> list[tuple[list[Any], DeviceMesh, MixedPrecisionPolicy]]:
+    """The unit's parameters, group by group, each with its mesh and its FSDP2 mixed precision policy. Inputs are cast at the
+    root only: FSDP2's casting of every unit's inputs would round fp32 positions (by up to 8 at position 4096)."""
     return [
         (
             [parameters[name] for name in group.names],
+            world.sharding_mesh(group.axis),
             MixedPrecisionPolicy(
                 param_dtype=dtype_of(group.compute) if group.compute else None,
                 reduce_dtype=dtype_of(group.reduce) if group.reduce else None,

@@ -144,9 +144,10 @@ def _of_the_model(module: nn.Module, draft: Draft, sharding: Sharding, world: Wo
     _warn_of_other_cuts(found)
     freed = {name: unit_reshard(child) for name, child in found.items()}
     # With one shard the engine may be DDP, which frees nothing: a note says so.
-    if world.layout.dp_shard > 1 or sharding.engine == "fsdp2":
-        _warn_of_dropped_reshard(freed, options["reshard_after_forward"], taken, world.layout.dp_shard)
-    if world.layout.dp_shard == 1 and not isinstance(sharding.reshard_after_forward, bool):
+    size = world.layout.degree("fsdp")
+    if size > 1 or sharding.engine == "fsdp2":
+        _warn_of_dropped_reshard(freed, options["reshard_after_forward"], taken, size)
+    if size == 1 and not isinstance(sharding.reshard_after_forward, bool):
         freed = dict.fromkeys(freed, sharding.reshard_after_forward)  # it has no effect here, which a note says
     return {"units": tuple(found), "reshard": freed}
 
@@ -157,7 +158,7 @@ def _options(sharding: Sharding, casting: Casting, world: World) -> dict[str, An
     reshard: Any = sharding.reshard_after_forward
     return {
         "mesh": world.sharding_mesh(),
-        "reshard_after_forward": reshard if isinstance(reshard, bool) or world.layout.dp_shard > 1 else True,
+        "reshard_after_forward": reshard if isinstance(reshard, bool) or world.layout.degree("fsdp") > 1 else True,
         "mp_policy": _policy(casting),
         "offload_policy": CPUOffloadPolicy(pin_memory=pin) if sharding.offload else OffloadPolicy(),
     }
@@ -219,10 +220,10 @@ def _warn_of_dropped(found: dict[str, Any], options: dict[str, Any], taken: set[
             )
 
 
-def _warn_of_dropped_reshard(freed: dict[str, bool | int], asked: bool | int, taken: set[str], dp_shard: int) -> None:
+def _warn_of_dropped_reshard(freed: dict[str, bool | int], asked: bool | int, taken: set[str], size: int) -> None:
     """Warns of units that are freed after forward, torch's default, although the options say otherwise."""
     without = [name for name, reshard in freed.items() if reshard is True]
-    if asked is True or (asked is not False and asked == dp_shard) or not without:
+    if asked is True or (asked is not False and asked == size) or not without:
         return
     key = "reshard_after_forward"
     has = f"takes {key}, and does not give it" if key in taken else f"has no parameter {key} to give"

@@ -59,7 +59,7 @@ class DDPEngine:
 
     def __init__(self, params: list[nn.Parameter], world: World, bucket_cap_mb: float):
         self.params, self.world = params, world
-        self._is_alone = world.axis("dp").size == 1 or not params
+        self._is_alone = world.axis("loss").size == 1 or not params
         self.buckets = [] if self._is_alone else make_buckets(params, int(bucket_cap_mb * 2**20))
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._used = bytearray(len(params))
@@ -406,7 +406,7 @@ class DDPEngine:
         return {i for key in every_key for i in key}
 
     def _add_penalty(self, key: tuple[int, ...], own: Mapping[int, Tensor], place: str) -> None:
-        size, agreement = self.world.axis("dp").size, self.world.agreement
+        size, agreement = self.world.axis("loss").size, self.world.agreement
         buckets = [bucket for bucket in self.buckets if any(i in bucket.members for i in key)]
         parts = [bucket.packed({i: own.get(i) for i in bucket.members}) for bucket in buckets]
         sums = [part.clone() for part in parts]

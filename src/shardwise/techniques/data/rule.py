@@ -7,7 +7,7 @@ import msgspec
 
 from shardwise.config.record import default_of
 from shardwise.errors import PlanError, UnsupportedError
-from shardwise.layout import Layout
+from shardwise.layout import CARVED, Layout
 from shardwise.recipe import Cut, Draft, Recipe, Unit
 from shardwise.recipe.draft import Dtypes
 from shardwise.recipe.recipe import Engine
@@ -16,7 +16,7 @@ from shardwise.techniques.data.buffer_policies import buffer_policies
 from shardwise.techniques.data.options import DDP, FSDP2_ONLY, Sharding
 from shardwise.techniques.data.units import check_names, make_units, unit_of_params
 
-__all__ = ["DataEntry", "heading", "rule"]
+__all__ = ["DataEntry", "heading", "layout_text", "rule"]
 
 
 class DataEntry(Record, frozen=True):
@@ -54,11 +54,12 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
             draft.units = tuple(msgspec.structs.replace(unit, reshard=False) for unit in draft.units)
             draft.note(
                 "units",
-                "dp_shard=1: nothing is gathered; a TrainStep casts each unit once for all micro-batches",
+                f"{draft.layout.text_of('fsdp')}: nothing is gathered; a TrainStep casts each unit once for all micro-batches",
             )
     else:
         check_names(draft.anatomy, sharding)
-        what = "every parameter whole" if draft.layout.tp == 1 else "of every parameter what tp leaves a rank"
+        cut = dict.fromkeys(cut.axis for cuts in draft.cuts.values() for cut in cuts)
+        what = f"of every parameter what {', '.join(cut)} leaves a rank" if cut else "every parameter whole"
         why = f"replicated: DDP keeps {what}"
         draft.units = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why=why),)
     _note_without_effect(draft, sharding, ddp)
@@ -73,6 +74,16 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
     )
     draft.buffers |= buffer_policies(draft.anatomy, sharding, facts.get("advancing", ()))
     _note_state_of_forwards(draft, facts)
+
+
+def layout_text(layout: Layout) -> str:
+    """What the data-parallel axes do with a model, for people."""
+    shard, copies, parts = layout.degree("fsdp"), layout.dp_replicate, []
+    if shard > 1:
+        parts.append(f"parameters, gradients and optimizer state are cut over {shard} ranks")
+    if copies > 1:
+        parts.append(f"{copies} {'groups hold a copy each' if shard > 1 else 'ranks hold a whole copy each'}")
+    return ", and ".join(parts)
 
 
 def heading(recipe: Recipe) -> list[str]:
@@ -94,33 +105,35 @@ def _with_units(sharding: Sharding, facts: Mapping[str, Any]) -> Sharding:
 
 def _engine(draft: Draft, sharding: Sharding) -> tuple[Engine, str]:
     layout, casts = draft.layout, next(iter(draft.needs_units), None)
+    over = layout.text_of("fsdp")
     if sharding.engine == "fsdp2":
         return "fsdp2", 'asked for by Sharding(engine="fsdp2")'
     if sharding.engine == "ddp":
-        if layout.dp_shard > 1 or casts:
+        if layout.dp_shard > 1 or casts:  # along other axes of fsdp replicas are as right as shards
             raise UnsupportedError(
                 'Sharding(engine="ddp") with ' + (f"dp_shard={layout.dp_shard}" if layout.dp_shard > 1 else f"{casts}"),
                 why="DDP keeps parameters whole and computes in the dtype they are stored in",
                 fix='leave engine at "auto", or use dp_shard=1 and precision=None',
             )
         return "ddp", 'asked for by Sharding(engine="ddp")'
-    if layout.dp_shard > 1:
-        return "fsdp2", f"dp_shard={layout.dp_shard} cuts parameters"
+    if layout.degree("fsdp") > 1:
+        return "fsdp2", f"{over} cuts parameters"
     if casts:
         return "fsdp2", f"{casts}, which DDP cannot do"
     if sharding.offload:
         return "fsdp2", "parameters are kept in host memory, which DDP cannot do"
-    return "ddp", "dp_shard=1 and storage dtype = compute dtype: nothing to gather"
+    return "ddp", f"{over} and storage dtype = compute dtype: nothing to gather"
 
 
 def _check_reshard(layout: Layout, given: bool | int | dict[str, bool | int]) -> None:
     for reshard in given.values() if isinstance(given, dict) else (given,):
-        if not isinstance(reshard, bool) and layout.dp_shard % reshard:
-            divisors = [n for n in range(2, layout.dp_shard + 1) if layout.dp_shard % n == 0]
+        size, over = layout.degree("fsdp"), layout.text_of("fsdp")
+        if not isinstance(reshard, bool) and size % reshard:
+            divisors = [n for n in range(2, size + 1) if size % n == 0]
             raise PlanError(
-                f"reshard_after_forward={reshard} on dp_shard={layout.dp_shard}",
+                f"reshard_after_forward={reshard} on {over}",
                 why="between forward and backward parameters stay cut over groups of that many ranks, so it must divide "
-                "dp_shard",
+                f"the {size} ranks that share a copy",
                 fix=f"use {' or '.join(map(str, divisors))}, or true" if divisors else "use true or false",
             )
 
@@ -137,7 +150,7 @@ def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
         idle += [(ddp, key, "the engine is fsdp2") for key in DDP.__struct_fields__]
         timing = ("reshard_after_forward", "reshard_every", "prefetch")
         if _is_whole(draft.layout, sharding):
-            idle += [(sharding, key, "dp_shard=1, so nothing is gathered") for key in timing]
+            idle += [(sharding, key, f"{draft.layout.text_of('fsdp')}, so nothing is gathered") for key in timing]
         elif len(draft.units) == 1:
             idle += [(sharding, key, "the root is the only unit, and it stays gathered") for key in timing]
         if sharding.sync_every_microbatch == "reduce_scatter" and draft.layout.dp_replicate == 1:
@@ -151,15 +164,16 @@ def _note_without_effect(draft: Draft, sharding: Sharding, ddp: DDP) -> None:
 
 def _is_whole(layout: Layout, sharding: Sharding) -> bool:
     """Whether every rank has all of each parameter, in the memory that forward computes in."""
-    return layout.dp_shard == 1 and not sharding.offload
+    return layout.degree("fsdp") == 1 and not sharding.offload
 
 
 def _cut_parameters(draft: Draft) -> None:
-    """Cuts dim 0 of every parameter over the fsdp axis. 0-dim ones stay whole and uncast, as they are not gathered."""
+    """Cuts dim 0 of every parameter over the fsdp axis; over what is left of it where a technique has cut it over an axis that is
+    carved out of it. 0-dim ones stay whole and uncast, as they are not gathered."""
     for name, fact in draft.anatomy.params.items():
         if fact.shape:
             if fact.numel > 0:
-                draft.cut(name, Cut(axis="fsdp", dim=0))
+                draft.cut(name, Cut(axis=_axis_of(draft.cuts.get(name, ())), dim=0))
             continue
         why, (storage, compute, reduce) = "0-dim: replicated, since there is nothing to cut", draft.dtypes[name]
         if (storage, storage) != (compute, reduce):
@@ -168,13 +182,18 @@ def _cut_parameters(draft: Draft) -> None:
         draft.note(name, why)
 
 
+def _axis_of(cuts: Sequence[Cut]) -> str:
+    left = [left for axis, (of, left) in CARVED.items() if of == "fsdp" and any(cut.axis == axis for cut in cuts)]
+    return left[0] if left else "fsdp"
+
+
 def _note_state_of_forwards(draft: Draft, facts: Mapping[str, Any]) -> None:
     """Notes modules whose state depends on the number of ranks: each rank runs only a part of a window's forwards."""
     for number, name in enumerate(facts.get("advancing", ())):
         draft.note(
             name,
             "warning: the power iteration of its spectral norm advances once per forward of a rank, so numbers depend on the number of ranks",
-            warns=number == 0 and draft.layout.size > draft.layout.tp,
+            warns=number == 0 and draft.layout.degree("loss") > 1,
         )
     found: Sequence[str] = facts.get("statistics", ())
     if not found:

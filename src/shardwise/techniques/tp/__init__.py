@@ -3,9 +3,9 @@
 from typing import Annotated
 
 from shardwise.config.record import doc
-from shardwise.techniques.technique import Option, Technique
+from shardwise.techniques.technique import MeshAxis, Option, Technique
 from shardwise.techniques.tp.options import TensorParallel, tensor_parallel_of
-from shardwise.techniques.tp.rule import TensorParallelEntry, lines, rule
+from shardwise.techniques.tp.rule import TensorParallelEntry, layout_text, lines, rule
 
 __all__ = ["TECHNIQUE"]
 
@@ -27,7 +27,8 @@ TECHNIQUE = Technique(
             settle=tensor_parallel_of,
         ),
     ),
-    axes=("tp",),
+    axes=(MeshAxis(name="tp", batch="same", cuts_matrices=True),),
+    layout_text=layout_text,
     entry=TensorParallelEntry,
     rule=rule,
     lines=lines,

@@ -5,11 +5,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.layout import Layout
 from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
 from shardwise.recipe.records import Record
 from shardwise.techniques.tp.options import TensorParallel
 
-__all__ = ["TensorParallelEntry", "lines", "rule"]
+__all__ = ["TensorParallelEntry", "layout_text", "lines", "rule"]
 
 _LITTLE = 0.2  # of the elements of all parameters: so small a part may not be what was expected
 _WHY = {
@@ -63,6 +64,11 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParal
         for module, action, args in facts.get("edits", ())
     ]
     _add_notes(draft, facts)
+
+
+def layout_text(layout: Layout) -> str:
+    """What ``tp`` does with a model, for people."""
+    return f"layers are cut over {layout.tp} ranks with the same data" if layout.tp > 1 else ""
 
 
 def lines(recipe: Recipe) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from shardwise.config.record import doc
 from shardwise.techniques.rows.rule import RowsEntry, edit, rule
-from shardwise.techniques.technique import Option, Technique
+from shardwise.techniques.technique import MeshAxis, Option, Technique
 
 TECHNIQUE = Technique(
     name="rows",
@@ -18,7 +18,7 @@ TECHNIQUE = Technique(
             takes="bool",
         ),
     ),
-    axes=("pp",),
+    axes=(MeshAxis(name="pp", batch="same", cuts_matrices=True),),
     entry=RowsEntry,
     rule=rule,
     edit=edit,
