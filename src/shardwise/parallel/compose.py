@@ -27,7 +27,7 @@ from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.model import read_anatomy
 from shardwise.model.calling import cropped, run_on
 from shardwise.model.large_pages import in_large_pages
-from shardwise.model.tensors import follow_parameters, give_memory, tensors_of, unregistered_parameters
+from shardwise.model.tensors import follow_parameters, tensors_of, unregistered_parameters
 from shardwise.parallel.buffers import watch_outside
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
@@ -51,8 +51,6 @@ from shardwise.parallel.unfit_modules import (
 )
 from shardwise.recipe import Anatomy, Recipe, fingerprint_of, local_shape
 from shardwise.techniques import TECHNIQUES, Parallel, fold
-from shardwise.techniques.data.fsdp2 import apply_fsdp2
-from shardwise.techniques.data.replicas import apply_ddp
 from shardwise.techniques.fold import acts, adjusted, make_recipe, prepared, probe
 from shardwise.techniques.technique import Example
 from shardwise.world import World
@@ -239,11 +237,8 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     for act in acts():
         act.inside(module, recipe, world)
     before = tensors_of(module, "_parameters")
-    if recipe.engine == "ddp":
-        give_memory(module, world.device)
-        engine: Any = apply_ddp(module, recipe, world)
-    else:
-        engine = apply_fsdp2(module, recipe, world)
+    engine = next(engine for act in acts() if (engine := act.shard(module, recipe, world)) is not None)
+    if recipe.is_cut:
         refuse_whole_values(module)
         refuse_numbers_of_parts(world)
         refuse_lost_writes(world)

@@ -34,7 +34,7 @@ def watch_modules(runtime: Runtime) -> None:
     global _is_installed
     cut: set[str] = set()  # names of modules
     for name, param in runtime.recipe.params.items():
-        if param.cuts or runtime.recipe.engine == "fsdp2":
+        if param.cuts or runtime.recipe.is_cut:
             words = name.split(".")
             cut |= {".".join(words[:i]) for i in range(len(words))}
     for name, module in runtime.modules:

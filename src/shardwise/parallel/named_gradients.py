@@ -44,11 +44,11 @@ def _refuse_parts(runtime: Runtime, own: dict[int, str]) -> None:
     """``own``: id -> name of the model's parameters of which the gradient is to be returned."""
     name = next(iter(own.values()))
     is_cut = any(runtime.recipe.params[each].cuts for each in own.values())
-    if runtime.recipe.engine != "fsdp2" and not (is_cut or runtime.partial):
+    if not runtime.recipe.is_cut and not (is_cut or runtime.partial):
         return  # replicas: that of this rank's data; a step by it is warned of
     why = (
         "forward computes with gathered copies, and the parameters that the model shows are shards outside of it"
-        if runtime.recipe.engine == "fsdp2"
+        if runtime.recipe.is_cut
         else "tp has cut the model, so that a rank computes a part of its gradients"
     )
     raise UnsupportedError(

@@ -165,10 +165,9 @@ class Runtime:
         self.same_units = world.among(sorted(staged))
         self.parameters: dict[str, nn.Parameter] = tensors_of(module, "_parameters")  # type: ignore[assignment]
         self.trainable = [name for name, param in recipe.params.items() if param.trainable]
-        cut_engine = recipe.engine == "fsdp2"
         # Parameters, gradients and optimizer state are in host memory.
         self.offloads = recipe.entry("data", DataEntry).offload
-        self.replicated = [n for n in self.trainable if cut_engine and recipe.params[n].shape == ()]
+        self.replicated = [n for n in self.trainable if recipe.is_cut and recipe.params[n].shape == ()]
         # Runs the modules' own methods that say what they store; None: there are none.
         self.own_state: OwnState | None = None
         self.shown: ShownClasses | None = None  # None: there are none

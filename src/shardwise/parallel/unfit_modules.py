@@ -37,7 +37,7 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
     functions that keep a parameter which is replaced, and for embeddings that write their own weight in forward."""
     kept = functions_with_parameters(module)
     for name, param in tensors_of(module, "_parameters").items():
-        if id(param) in kept and (recipe.engine == "fsdp2" or recipe.params[name].cuts):
+        if id(param) in kept and (recipe.is_cut or recipe.params[name].cuts):
             raise UnsupportedError(
                 f"{kept[id(param)]}, a function that keeps a parameter which is cut over the ranks",
                 why="it would go on to use the tensor that the parameter was: without a gradient, and never updated",
@@ -61,7 +61,7 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="change gradients after the window, before optim.step(); param.register_hook is fine for what is linear",
                 name=name,
             )
-    if world.size == 1 and recipe.engine == "ddp":
+    if world.size == 1 and not recipe.is_cut:
         return
     for name, child in canonical_modules(module):
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:

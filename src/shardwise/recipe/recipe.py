@@ -99,6 +99,11 @@ class Recipe(Record, frozen=True):
         return tuple(edit for edit in self.edits if edit.technique == technique)
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a rank computes with gathered copies of parameters, unit by unit, and not with the tensors that it holds."""
+        return self.engine == "fsdp2"
+
+    @property
     def grid(self) -> Layout:
         """The layout as a :class:`Layout`."""
         return Layout(**self.layout)

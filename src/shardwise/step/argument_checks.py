@@ -86,7 +86,7 @@ def _refuse_kind(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
             why="it runs forward and backward several times inside one step, through a closure",
             fix="use an optimizer that steps once per window, such as AdamW",
         )
-    if kind in {"Muon", "Adafactor"} and runtime.recipe.grid.degree("fsdp") > 1 and runtime.recipe.engine == "fsdp2":
+    if kind in {"Muon", "Adafactor"} and runtime.recipe.grid.degree("fsdp") > 1 and runtime.recipe.is_cut:
         raise UnsupportedError(
             f"TrainStep with {kind} on layout {runtime.recipe.grid}",
             why="it mixes elements of a whole matrix, and this rank holds some of its rows",

@@ -21,7 +21,7 @@ class ParamWriteCheck:
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
-        self._is_cut = runtime.recipe.engine == "fsdp2"
+        self._is_cut = runtime.recipe.is_cut
         self._watches = self._is_cut or runtime.world.size > 1
         self._found: dict[str, Tensor] = {}
         self._ids, self._versions = self._versions_of(self._computed_with())

@@ -136,6 +136,12 @@ class Act:
     def inside(self, module: "nn.Module", recipe: Recipe, world: "World") -> None:
         """Changes the module in place before it is sharded: inside the hooks that gather its parameters."""
 
+    def shard(self, module: "nn.Module", recipe: Recipe, world: "World") -> Any:
+        """Makes the module compute with what the recipe gives each rank, in place, and returns what sums its gradients: a
+        :class:`~shardwise.parallel.runtime.Engine`. None: that is for a technique after this one; ``data`` does it for all
+        recipes."""
+        return None
+
     def around(self, module: "nn.Module", recipe: Recipe, world: "World") -> None:
         """Changes the module in place after it is sharded: around those hooks."""
 

@@ -111,7 +111,7 @@ def run_with_both_units(task: Task, layout: str, parallel: Parallel) -> list[Ran
     """:func:`run_sharded`; and if parameters are sharded by FSDP2, once more with every block a unit. All ranks must
     call it."""
     records = [run_sharded(task, layout, parallel)]
-    if Recipe.from_json(records[0].recipe).engine == "fsdp2":
+    if Recipe.from_json(records[0].recipe).is_cut:
         by_block = Parallel.of(**{**parallel.options(), "sharding": Sharding(min_unit_bytes=0)})
         try:
             records.append(run_sharded(task, layout, by_block))

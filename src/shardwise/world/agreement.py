@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwise._torch.reads import on_host
 from shardwise.errors import RankError, UsageError, first_line
+from shardwise.layout import Coord
 from shardwise.world.liveness import Watch
 
 __all__ = ["SAME_CALLS", "Agreement", "Entry", "Scope", "digest_of_text", "minority"]
@@ -57,6 +58,14 @@ class Scope(NamedTuple):
     index: int
     num: int
     size: int
+
+    @classmethod
+    def of(cls, here: Coord, apart: Collection[str]) -> "Scope":
+        """The groups of ranks that have the same index along each mesh axis of ``apart``; ``here``: this rank."""
+        index, num = 0, 1
+        for axis in apart:
+            index, num = index * here.degree(axis) + here.index(axis), num * here.degree(axis)
+        return cls(index, num, here.layout.size // num)
 
 
 class Agreement:

@@ -419,12 +419,7 @@ class World:
 
     def among(self, apart: Collection[str]) -> Scope:
         """Whom a digest is compared among: the ranks that have the same index along each mesh axis of ``apart``."""
-        here = self.layout.coord(self.rank)
-        index, num = 0, 1
-        for axis in apart:
-            degree = self.layout.degree(axis)
-            index, num = index * degree + here.index(axis), num * degree
-        return Scope(index, num, self.size // num)
+        return Scope.of(self.layout.coord(self.rank), apart)
 
     def _make_axis(self, name: str) -> Axis:
         ranks = self.layout.ranks_along(name, self.rank)

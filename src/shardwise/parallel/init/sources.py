@@ -102,7 +102,7 @@ class FromRank0:
     def release(self, module: nn.Module, recipe: Recipe) -> None:
         """Drops the module's own copy of the values. DDP keeps the tensors themselves, so that an optimizer built on
         them stays valid."""
-        if recipe.engine == "fsdp2":
+        if recipe.is_cut:
             held = {name: weakref.ref(tensor) for name, tensor in tensors_of(module, "_parameters").items()}
             to_meta(module)
             # A tensor that is still alive is referenced elsewhere, perhaps by an optimizer.

@@ -38,4 +38,5 @@ TECHNIQUE = Technique(
     rule=rule,
     lines=heading,
     probe="shardwise.techniques.data.probe:probe",
+    act="shardwise.techniques.data.act:DataAct",
 )
