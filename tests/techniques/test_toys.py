@@ -14,10 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.errors import UnsupportedError
+from shardwise.layout import layout_of
+from shardwise.techniques import AXES_IN_USE
+
 SRC = Path(__file__).resolve().parents[2] / "src"
 TOYS = Path(__file__).parent / "toys"
 COMMANDS = Path(__file__).resolve().parents[1] / "cli" / "commands.py"
-ROWS = dict.fromkeys(("adapter", "rows", "spread"), '        "precision",')  # a toy's row stands before this one
+ROWS = dict.fromkeys(
+    ("adapter", "positions", "rows", "spread"), '        "precision",'
+)  # a toy's row stands before this one
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +41,15 @@ def tree(tmp_path_factory):
     for script in (*TOYS.glob("*.py"), COMMANDS):
         shutil.copy(script, folder)
     return folder
+
+
+CUT_OVER_CP = [
+    "--model.build=models.py:Words",
+    "--model.args={size: 256}",
+    "--parallel.layout=cp=2",
+    "--data.seq_len=16",
+    "--log.plot=false",
+]
 
 
 def environment(tree):
@@ -121,15 +136,13 @@ def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(warm):
 # ---- a new axis, and gradients of which each rank has a part ------------------------------------------------------------
 
 
-def test_an_axis_is_refused_until_a_technique_uses_it(tree, warm):
-    told = warm("verify", "models.py:Words", "--layout=cp=2", code=1)
-    assert "cp is a planned axis" in told and "axes that work: pp, dp_replicate, dp_shard, tp, ep" in told
-    (tree / "use_cp.py").write_text(
-        "import json, shardwise as sw\n"
-        "try: sw.init('dp_shard=1,cp=2')\n"
-        "except sw.UnsupportedError as error: json.dump(str(error), open('out.json', 'w'))\n"
-    )
-    assert "axes that work: pp, dp_replicate, dp_shard, tp, ep" in warm("script", "use_cp.py")
+def test_an_axis_is_refused_until_a_technique_uses_it_and_says_what_it_does(warm):
+    for axis in ("cp", "ep"):
+        with pytest.raises(
+            UnsupportedError, match=f"{axis} is a planned axis(.|\n)*axes that work: dp_replicate, dp_shard, tp$"
+        ):
+            layout_of(f"dp_shard=2,{axis}=2", 4, axes=AXES_IN_USE)
+    assert "positions are cut over" in warm("train", *CUT_OVER_CP, "--train.steps=1", "--log.dir=cp")
 
 
 @pytest.mark.soak
@@ -168,7 +181,15 @@ def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(tree):
     assert max(found.values()) == 0.0, found  # of checkpoints that were continued under other layouts
 
 
-def test_a_mesh_that_is_not_the_recipes_is_refused(tree):
-    """What is cut over ep and sharded over all of fsdp would have half of the rows that the recipe says."""
-    words = "has a piece of shape"
-    assert words in run(tree, "use_spread.py", "--mesh-of-fsdp", code=1)
+# ---- micro-batches that are split, and a schedule of the technique's own -----------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [[], pytest.param(["--rest"], marks=pytest.mark.soak)])
+def test_positions_over_an_axis_in_pairs_of_micro_batches_train_as_one_process_does(tree, more):
+    run(tree, "use_positions.py", *more)
+    told = json.loads((tree / "positions.json").read_text())
+    assert {text.split(",")[0] for text in told["found"].values()} == {"equal"}, told["found"]
+    (loss, tokens), (other, as_many) = told["evaluations"]
+    assert abs(loss - other) < 1e-12 and tokens == as_many
+    for text in told["mesh"]:  # what an axis that is left out of the mesh came to before: shards of twice the rows
+        assert "has a piece of shape (9, 8)" in text and "the recipe says (" in text

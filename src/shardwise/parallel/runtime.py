@@ -66,6 +66,10 @@ class Engine(Protocol):
         """Sets when the next backward's gradients are summed over the ranks. False: not yet; True: they are final after
         :meth:`complete`; None: when each backward ends, as outside of windows."""
 
+    def at(self, micro_batch: int | None) -> None:
+        """Sets which micro-batch the next forward or backward is of, where others run between the two; None: the last one that began,
+        or none."""
+
     def set_padding(self, padding: bool) -> None:
         """Sets whether gradients of the next backwards count as 0: of a micro-batch that exists only as padding."""
 
@@ -197,6 +201,12 @@ class Runtime:
         self.loop_warnings: set[str] = set()  # warnings about the user's own loop that were given
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # number of open ``sw.gathered`` contexts
+        # What of a micro-batch a forward gets, and what its loss: set by a technique whose ranks have parts of one.
+        self.for_forward: Callable[[Any], Any] = _whole
+        self.for_loss: Callable[[Any], Any] = _whole
+        self.schedule: Callable[[Any], None] | None = (
+            None  # see ``step.schedule``; None: one micro-batch after the other
+        )
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
         self.partial: dict[str, list[str]] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
@@ -476,6 +486,10 @@ class _PartialSum:
 
 def _sum_all(tensors: list[Tensor], group: Any) -> list[Any]:
     return [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+
+
+def _whole(batch: Any) -> Any:
+    return batch
 
 
 def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:

@@ -134,7 +134,7 @@ class _Sums:
             self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
         state = StepState.at(self.runtime.step, batch, item.number, is_training=False)
         output, sums = sums_on(self.runtime, self.forward, loss, batch, state)
-        check.try_loss(loss, output, batch, sums, counts=counts)
+        check.try_loss(loss, output, self.runtime.for_loss(batch), sums, counts=counts)
         check.agree(sorted(sums), check.entry(sorted(sums)))  # with its own entry: the others learn of it in `means`
         for name, value in sums.items():
             value = value.double() if counts else torch.zeros_like(value, dtype=torch.float64)

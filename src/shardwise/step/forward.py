@@ -16,8 +16,9 @@ Forward = Callable[[nn.Module, Batch, StepState], Any]
 
 
 def run_on(runtime: Runtime, forward: Forward, batch: Batch, state: StepState) -> Any:
-    """The model's output for a batch. What is to be done with the batch of every run, whatever the run is for, belongs here."""
-    return forward(runtime.module, batch, state)
+    """The model's output for a batch, of which it gets this rank's part. What is to be done with the batch of every run, whatever the
+    run is for, belongs here."""
+    return forward(runtime.module, runtime.for_forward(batch), state)
 
 
 def sums_on(
@@ -25,4 +26,4 @@ def sums_on(
 ) -> tuple[Any, dict[str, Tensor]]:
     """:func:`run_on`, and the sums of the loss: those that the forward has returned where ``loss`` is None."""
     output = run_on(runtime, forward, batch, state)
-    return output, as_sums(output if loss is None else loss(output, batch))
+    return output, as_sums(output if loss is None else loss(output, runtime.for_loss(batch)))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import known_keywords
+from shardwise.data.batch import MicroBatch
 from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
 from shardwise.model.calling import call, methods_called
 from shardwise.model.module_state import ModuleState
@@ -45,6 +46,7 @@ from shardwise.step.model_loss_check import ModelLossCheck
 from shardwise.step.no_gradient import no_gradient, nothing_of
 from shardwise.step.norm import GradientNorm
 from shardwise.step.scale import LossScale
+from shardwise.step.schedule import sequential
 from shardwise.step.settings import agree_on_settings, digest_of_settings
 from shardwise.step.step_state import StepState
 from shardwise.step.window import Window
@@ -276,24 +278,21 @@ class TrainStep:
     def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
         """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, on their
         device, which need not have computed them yet), and an error of the loss that all ranks must raise."""
-        totals: dict[str, Tensor] = {}
-        detached: ShardwiseError | None = None
+        work = _Work(self, w)
         self._sums.begin(self.num_steps)
-        for batch in w:
-            state = StepState.at(self.num_steps + 1, batch)
-            output, sums = sums_on(self._runtime, self.forward, self.loss, batch, state)
-            self._sums.try_loss(self.loss, output, batch, sums, counts=not batch.padding)
-            if not sums["loss"].requires_grad:
-                detached = no_gradient(self._runtime)
-                sums["loss"] = sums["loss"] + nothing_of(output, detached)
-            mean = self._scale.scaled(sums["loss"] / w.num_tokens)
-            with self._runtime.engine.own_backward():
-                mean.backward()
-            for name, value in sums.items():
-                value = value.detach().double()
-                value = torch.zeros_like(value) if batch.padding else value
-                totals[name] = totals[name] + value if name in totals else value
-        return totals, detached
+        (self._runtime.schedule or sequential)(work)
+        return work.totals, work.detached
+
+    def _sums_of(self, batch: MicroBatch) -> tuple[dict[str, Tensor], ShardwiseError | None]:
+        """The sums of the loss on a micro-batch, tried where that is due, and the error where they have no gradient."""
+        state = StepState.at(self.num_steps + 1, batch)
+        output, sums = sums_on(self._runtime, self.forward, self.loss, batch, state)
+        self._sums.try_loss(self.loss, output, self._runtime.for_loss(batch), sums, counts=not batch.padding)
+        if sums["loss"].requires_grad:
+            return sums, None
+        detached = no_gradient(self._runtime)
+        sums["loss"] = sums["loss"] + nothing_of(output, detached)
+        return sums, detached
 
     def _try(self, check: Callable[[Callable[[Batch], Any]], None]) -> None:
         """Calls a check of the loss with the forward, which it runs on other micro-batches. Called before the optimizer
@@ -423,3 +422,46 @@ def _nothing_counted(loss: float) -> ConfigError:
         why="a sum is divided by what count(batch) returns for the micro-batches of all ranks; of a window without a valid token it is 0",
         fix="let count= return what the loss runs over: the labels that are not -100, or the samples",
     )
+
+
+class _Work:
+    """The micro-batches of one window of a :class:`TrainStep`; see :class:`~shardwise.step.schedule.MicroBatches`.
+
+    Attributes:
+        totals: sums of the loss's entries over the micro-batches so far.
+        detached: the error for a loss that has no gradient, of the last micro-batch that had one.
+    """
+
+    def __init__(self, step: TrainStep, window: Window):
+        self._step, self._window = step, window
+        self.num = len(window.batches)
+        self.totals: dict[str, Tensor] = {}
+        self.detached: ShardwiseError | None = None
+        self._scaled: dict[int, Tensor] = {}  # of the micro-batches whose backward has not run: what it begins with
+
+    def run(self, i: int) -> None:
+        with self._window.part(i, forward=True, backward=True) as batch:
+            self._forward(i, batch)
+            self._backward(i)
+
+    def forward(self, i: int) -> None:
+        with self._window.part(i, forward=True) as batch:
+            self._forward(i, batch)
+
+    def backward(self, i: int) -> None:
+        with self._window.part(i, backward=True):
+            self._backward(i)
+
+    def _forward(self, i: int, batch: MicroBatch) -> None:
+        step, totals = self._step, self.totals
+        sums, detached = step._sums_of(batch)
+        self.detached = detached or self.detached
+        self._scaled[i] = step._scale.scaled(sums["loss"] / self._window.num_tokens)
+        for name, value in sums.items():
+            value = value.detach().double()
+            value = torch.zeros_like(value) if batch.padding else value
+            totals[name] = totals[name] + value if name in totals else value
+
+    def _backward(self, i: int) -> None:
+        with self._step._runtime.engine.own_backward():
+            self._scaled.pop(i).backward()

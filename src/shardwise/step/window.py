@@ -38,7 +38,7 @@ from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count, count_again, refuse_other_count
 from shardwise.step.written_state import written_state
 from shardwise.world.agreement import Entry
-from shardwise.world.rng import derive_seed, forked_streams
+from shardwise.world.rng import continued_streams, derive_seed, forked_streams
 
 _NUM_WINDOWS_CHECKED = 3  # windows in which the labels given to a model that shifts them itself are checked
 
@@ -97,7 +97,10 @@ class Window:
         )
         self._padding = False
         self._num_begun, self._is_complete = 0, False
-        self._undo = contextlib.ExitStack()  # closed when the current micro-batch ends
+        self._undo = contextlib.ExitStack()  # closed when the current micro-batch ends, or a part of it
+        self._left: dict[
+            int, dict[str, Any]
+        ] = {}  # micro-batch whose forward has run alone -> where its random numbers are
 
     @property
     def num_tokens(self) -> float:
@@ -183,36 +186,51 @@ class Window:
                 fix="iterate once; keep what you need of each micro-batch",
             )
         for i in range(len(self.batches)):
-            batch = self._micro_batch(i)
-            self._num_begun += 1
-            self.runtime.engine.set_sync(i == len(self.batches) - 1)
-            self._begin_micro_batch(batch)
-            yield batch
-            self._end_micro_batch()
-        self.runtime.engine.complete(self.place)
-        self.runtime.sum_partial(self.place)
-        self._is_complete = True
+            yield self._begin_part(i, forward=True, backward=True)
+            self._end_part(backward=True)
+
+    @contextlib.contextmanager
+    def part(self, i: int, *, forward: bool = False, backward: bool = False) -> Iterator[MicroBatch]:
+        """The forward of micro-batch ``i``, its backward, or both: for a schedule (:mod:`shardwise.step.schedule`) that runs other
+        micro-batches in between. Each has a forward and then a backward, in the same order on every rank. Within, random numbers are
+        those of the micro-batch, and continue from where its forward has left them."""
+        yield self._begin_part(i, forward=forward, backward=backward)
+        self._end_part(backward=backward)
 
     def _micro_batch(self, i: int) -> MicroBatch:
         axis, given = self.runtime.world.axis("dp"), self.batches[i]
         return given if isinstance(given, MicroBatch) else MicroBatch(given, index=i * axis.size + axis.rank)
 
-    def _begin_micro_batch(self, batch: MicroBatch) -> None:
-        """Sets up a micro-batch: random numbers (of torch, Python, numpy and the generators that modules keep) come
+    def _begin_part(self, i: int, *, forward: bool, backward: bool) -> MicroBatch:
+        """Sets up a micro-batch, or a part of it: random numbers (of torch, Python, numpy and the generators that modules keep) come
         from a stream seeded by (seed, step, global index), the same whichever rank runs it; a padding does not change
         sums or buffers."""
-        runtime, world = self.runtime, self.runtime.world
+        runtime, world, batch = self.runtime, self.runtime.world, self._micro_batch(i)
+        if backward:
+            self._num_begun += 1
+            runtime.engine.set_sync(self._num_begun == len(self.batches))
         self._padding = batch.padding
         self._undo.enter_context(_not_counted(runtime, batch.padding))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
-        self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
+        if forward and backward:
+            self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
+        else:
+            left = self._left.setdefault(i, {})
+            self._undo.enter_context(continued_streams(left, seed, world.device, runtime.generators))
+            runtime.engine.at(i)
+            self._undo.callback(runtime.engine.at, None)
         self._undo.enter_context(self._buffers.watched())
+        return batch
 
-    def _end_micro_batch(self) -> None:
-        """Ends a micro-batch. Not a with block around the yield: an exception in the caller's loop would not close
-        it."""
+    def _end_part(self, *, backward: bool) -> None:
+        """Ends a part of a micro-batch; the last one completes the gradients. Not a with block around the yield: an exception in the
+        caller's loop would not close it."""
         self._undo.close()
         self._padding = False
+        if backward and self._num_begun == len(self.batches):
+            self.runtime.engine.complete(self.place)
+            self.runtime.sum_partial(self.place)
+            self._is_complete = True
 
     def _zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
         """``zero_grad()`` inside the window clears the gradients from before it, as in one process. After a backward it
@@ -328,7 +346,7 @@ class Window:
         if self.runtime.last_count is self._count_of_tokens:
             self.runtime.last_count = None
         self.runtime.leave_window()
-        self._end_micro_batch()
+        self._end_part(backward=False)
         self.runtime.engine.abandon()
         self._kept_gradients.put_back()
 

@@ -147,7 +147,8 @@ class Act:
 
     def begin(self, runtime: Any) -> None:
         """Called when the module is sharded: adds what runs in windows to its
-        :class:`~shardwise.parallel.runtime.Runtime`. Parameters of which each rank along an axis has a part of the
+        :class:`~shardwise.parallel.runtime.Runtime`: ``schedule``, in which order forwards and backwards run; ``for_forward`` and
+        ``for_loss``, what of a micro-batch this rank's forward and loss get. Parameters of which each rank along an axis has a part of the
         gradient go into ``runtime.partial``: they are summed at the end of a window, once, and a forward that records
         gradients outside of one is then refused."""
 

@@ -82,6 +82,22 @@ def forked_streams(seed: int, device: torch.device | None, generators: Mapping[s
 
 
 @contextlib.contextmanager
+def continued_streams(
+    left: dict[str, Any], seed: int, device: torch.device, generators: Mapping[str, Any]
+) -> Iterator[None]:
+    """:func:`forked_streams` that can be left and entered again: draws continue from ``left``, which is empty the first time, and is
+    written at the end."""
+    with forked_streams(seed, device, generators):
+        if left:
+            set_streams(left["global"], device)
+            for name, generator in generators.items():
+                set_state(generator, left["own"][name])
+        yield
+        left["global"] = streams(device)
+        left["own"] = {name: state_of(generator) for name, generator in generators.items()}
+
+
+@contextlib.contextmanager
 def forked_generators(seed: int, generators: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: each of ``generators`` draws from a stream named by its key; the global generators are left alone."""
     with contextlib.ExitStack() as stack:

@@ -1,12 +1,9 @@
 """On four ranks: a checkpoint of parameters on a mesh of their own, continued under other layouts."""
 
-from unittest import mock
-
 import torch
 from models import Words, batch
 
 import shardwise as sw
-from shardwise.world import World
 
 
 def losses(folder, layout, spread, *, first):
@@ -25,13 +22,3 @@ def losses(folder, layout, spread, *, first):
                 manager.load()
             found += [step([batch(4 + world.rank)]).loss, step([batch(8 + world.rank)]).loss]
         return found, [cut.axis for cut in sw.recipe_of(model).params["a.weight"].cuts]
-
-
-def on_the_mesh_of_fsdp():
-    """As if the engine asked for one mesh for all parameters."""
-    own = World.sharding_mesh
-    with (
-        mock.patch.object(World, "sharding_mesh", lambda world, axis="fsdp": own(world)),
-        sw.init("dp_shard=4,ep=2", device="cpu") as world,
-    ):
-        sw.parallelize(Words, world, spread=True)

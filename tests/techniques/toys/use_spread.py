@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from models import Words, batch
-from spread_resumed import losses, on_the_mesh_of_fsdp
+from spread_resumed import losses
 
 import shardwise as sw
 from shardwise.testing import RankPool
@@ -37,8 +37,4 @@ def main(layouts):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--mesh-of-fsdp"]:
-        with RankPool() as pool:
-            pool.run(on_the_mesh_of_fsdp, 4)
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -110,6 +110,9 @@ class DDPEngine:
     def set_sync(self, sync: bool | None) -> None:
         self._sync = sync
 
+    def at(self, micro_batch: int | None) -> None:
+        pass  # whatever a backward reaches is summed
+
     def set_padding(self, padding: bool) -> None:
         self._padding.set(padding, self.params)
 

@@ -73,7 +73,10 @@ class Order:
         self._listener = listener
         self._orders = Orders(len(units.inner), world)
         self._is_held = self._shows_running = False
-        self._num_forwards = 0  # forwards with gradients since the last backward
+        self.micro_batch: int | None = (
+            None  # of the next forwards and backwards, where those of several are interleaved
+        )
+        self._num_forwards: dict[int | None, int] = {}  # micro-batch -> forwards with gradients since its last backward
         self._root_version = -1  # version of the root's shards when they were gathered
         self._forget()
         _in_use.add(self)
@@ -112,7 +115,7 @@ class Order:
     def abandon(self) -> None:
         """Forgets unfinished forwards and an unfinished backward. All ranks must call it."""
         self._forget()
-        self._num_forwards = 0
+        self._num_forwards = {}
         reset_iteration(self.module)
         for unit in self.units.all():
             unit.show_shards()
@@ -229,7 +232,7 @@ class Order:
             self._orders.learn(_forward(), forward.walk, range(len(self.units.inner)), self.units.spanning)
             self.units.end_forward(with_gradients=forward.has_gradients)
             # Forwards inside ``whole`` do not count: each rank runs as many of them as it likes.
-            self._num_forwards += forward.has_gradients
+            self._num_forwards[self.micro_batch] = self._num_forwards.get(self.micro_batch, 0) + forward.has_gradients
             self._set_running(False)
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -402,28 +405,44 @@ class Order:
                 fix='keep the parameters whole on every rank: sw.init("dp_replicate=-1")',
                 name=unit.name or None,
             )
-
+        self._refuse_kept_by_others()
         self._ending.call(self._end_backward)
         self._backward_number = current_backward()
         self._backward = Backward(
             self.units,
-            self._orders.walk(f"backward {self._num_forwards}", self._pass_backward),
+            self._orders.walk(self._situation(), self._pass_backward),
             self._reduce,
             self._hook_gradients,
         )
         self._listener.begins_backward()
         self._backward.begin()
 
+    def _refuse_kept_by_others(self) -> None:
+        """A backward frees all units. Those whose outputs hide tensors stay gathered for it, as no hook shows where to gather them again:
+        one of another micro-batch would read freed memory."""
+        others = [forwards for at, forwards in self._num_forwards.items() if at != self.micro_batch]
+        if self.units.kept and any(others):
+            raise UnsupportedError(
+                "a backward between the forward and the backward of another micro-batch",
+                why="a block returns what hides its tensors (an object, a closure), so that it stays gathered until its backward, and this "
+                "one would free it",
+                fix='let the block return tensors; or keep the parameters whole on every rank: sw.init("dp_replicate=-1")',
+                name=self.units.inner[min(self.units.kept)].name,
+            )
+
     def _end_backward(self) -> None:
         backward = self._backward
         if backward is None:
             return
         backward.end()
-        situation = f"backward {self._num_forwards}"
-        self._orders.learn(situation, backward.walk, self._backward_reference(), self.units.spanning)
+        self._orders.learn(self._situation(), backward.walk, self._backward_reference(), self.units.spanning)
         self._reduce_rest(set(backward.walk.taken) - backward.spanned)
         self._ending.forget()
-        self._backward, self._backward_number, self._num_forwards = None, None, 0
+        self._backward, self._backward_number = None, None
+        self._num_forwards.pop(self.micro_batch, None)
+
+    def _situation(self) -> str:
+        return f"backward {self._num_forwards.get(self.micro_batch, 0)}"
 
     def _pass_backward(self, number: int) -> None:
         assert self._backward is not None
