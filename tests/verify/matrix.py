@@ -73,7 +73,7 @@ def _on_both_axes(run: Callable[..., Any], function: Callable[..., Any], size: i
 
 
 def _with_both_axes(function: Callable[..., Any], *args: Any) -> Any:
-    with mock.patch.object(World, "sharding_mesh", lambda world: world.mesh):
+    with mock.patch.object(World, "sharding_mesh", lambda world, axis="fsdp": world.mesh):
         return function(*args)
 
 
