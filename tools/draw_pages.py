@@ -10,7 +10,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def measure(only: str | None = None) -> dict[str, Any]:
             "weights": lambda: _weights(pool.run),
             "checkpoint": lambda: _checkpoint(pool.run),
             "tensor-parallel": lambda: _plan(pool.run),
+            "watching": lambda: _watching(pool.run),
         }
         return {name: make() for name, make in made.items() if only in (None, name)}
 
@@ -177,6 +178,15 @@ def _checkpoint(run: Callable[..., list]) -> dict[str, dict[str, Any]]:
                 found[point] = {"steps": steps_in(root), "hidden": len(hidden), "latest": latest}
     assert list(found) == list(POINTS)
     return found
+
+
+def _watching(run: Callable[..., list]) -> list[tuple[str, float, float]]:
+    """Name, start and length in microseconds of each span of a step, on rank 0 of 2."""
+    from step.spans_of import traced
+
+    from shardwise import Sharding
+
+    return run(traced, 2, "dp_shard=2", Sharding(units=("Block",)))[0][0]
 
 
 # ---- draw ----------------------------------------------------------------------------------------------------------------
@@ -331,6 +341,37 @@ def _draw_checkpoint(figure: Any, figures: Mapping[str, Mapping[str, Any]]) -> N
     axes.axis("off")
 
 
+_LANES = (  # of the picture of a step, from the top: title, what the names of its spans begin with, colour
+    ("exchange", ("exchange",), GREY),
+    ("micro-batch", ("micro-batch",), GREY),
+    ("forward, backward", ("forward of", "backward of"), LIGHT),
+    ("gather a unit", ("gather", "prefetch"), BLUE),
+    ("sum or keep gradients", ("reduce", "accumulate"), ORANGE),
+    ("optimizer", ("step of",), GREY),
+)
+
+
+def _draw_watching(figure: Any, figures: Sequence[tuple[str, float, float]]) -> None:
+    axes = figure.subplots()
+    last = max(start + length for _, start, length in figures)
+    for row, (_, begins, color) in enumerate(_LANES):
+        for name, start, length in figures:
+            if not name.startswith(begins):
+                continue
+            axes.add_patch(_bar(start / 1000, -row - 0.4, max(length, last / 400) / 1000, 0.8, color))
+            text = name.partition(" ")[0] if begins[0] == "forward of" else name.rpartition(" ")[2]
+            if (len(text) * last / 110 < length and color != GREY) or begins[0] == "micro-batch":
+                axes.text((start + last / 300) / 1000, -row, text, fontsize=6, va="center")
+    axes.set(
+        xlim=(0, last / 1000),
+        ylim=(-len(_LANES) + 0.5, 0.5),
+        xlabel="milliseconds",
+        yticks=[-i for i in range(len(_LANES))],
+    )
+    axes.set_yticklabels([title for title, _, _ in _LANES])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
 def _bar(x: float, y: float, width: float, height: float, color: str) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -346,6 +387,7 @@ DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "weights": _draw_weights,
     "checkpoint": _draw_checkpoint,
     "tensor-parallel": _draw_plan,
+    "watching": _draw_watching,
 }
 
 

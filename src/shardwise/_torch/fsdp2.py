@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch.fully_shard import groups_of, take_reductions
 from shardwise._torch.modules import PausableHooks
+from shardwise._torch.spans import span
 from shardwise._torch.stand_ins import StandIn
 
 __all__ = ["Unit", "take_over", "when_interrupted"]
@@ -115,7 +116,8 @@ class Unit:
     def gather(self, *, backward: bool = False) -> None:
         """All-gathers the parameters unless they are gathered, and sets them on the modules. All ranks of the unit's
         mesh call it."""
-        with torch.inference_mode(False):  # training later uses what an evaluation gathered
+        # Training later uses what an evaluation gathered.
+        with torch.inference_mode(False), span("gather", self.name or "(root)"):
             for group in self.groups:
                 group._training_state = TrainingState.PRE_BACKWARD if backward else TrainingState.FORWARD
                 if self._is_whole:
@@ -149,7 +151,7 @@ class Unit:
         if self._is_whole:
             return
         state = TrainingState.PRE_BACKWARD if backward else TrainingState.FORWARD
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), span("prefetch", self.name or "(root)"):
             for group in reversed(self.groups) if backward else self.groups:
                 with group.use_training_state(state):
                     group.unshard(group.unshard_async_op)
@@ -163,11 +165,12 @@ class Unit:
 
     def leave_forward(self) -> None:
         """Frees the gathered parameters as ``reshard_after_forward`` says; the modules hold their shards either way."""
-        for group in self.groups:
-            group._training_state = TrainingState.FORWARD
-            group.reshard()
-            group._training_state = TrainingState.IDLE
-        self.show_shards()
+        with span("leave the forward of", self.name or "(root)"):
+            for group in self.groups:
+                group._training_state = TrainingState.FORWARD
+                group.reshard()
+                group._training_state = TrainingState.IDLE
+            self.show_shards()
 
     def free(self) -> None:
         for group in self.groups:
@@ -288,17 +291,18 @@ class Unit:
 
     def reduce(self) -> None:
         """Reduce-scatters gradients (zeros where this rank has none) or accumulates them; then frees the parameters."""
-        for group in reversed(self.groups):
-            if group.reduce_grads and self._is_alone:
-                _keep_gradients(group)
-                continue
-            if group.reduce_grads:
-                _fill_unused(group)
-                _agree_on_dtype(group)
-            elif not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
-                continue  # never gathered, so it has no gradients; with another reduce dtype FSDP2 would look for them
-            group.post_backward()
-            group._training_state = TrainingState.IDLE
+        with span("reduce" if self.reduces else "accumulate", self.name or "(root)"):
+            for group in reversed(self.groups):
+                if group.reduce_grads and self._is_alone:
+                    _keep_gradients(group)
+                    continue
+                if group.reduce_grads:
+                    _fill_unused(group)
+                    _agree_on_dtype(group)
+                elif not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
+                    continue  # never gathered, so without gradients; with another reduce dtype FSDP2 would look for them
+                group.post_backward()
+                group._training_state = TrainingState.IDLE
         if not self._keeps_whole:
             self.show_shards()
 

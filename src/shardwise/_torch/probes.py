@@ -56,6 +56,7 @@ PROBES = (
     Probe("torch", ("_foreach_norm", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")),
     Probe("torch.autograd", ("_unsafe_preserve_version_counter",)),
     Probe("torch.autograd", ("_engine_run_backward",)),
+    Probe("torch.autograd", ("_profiler_enabled",)),
     Probe(
         "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
         ("_shutdown_workers",),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.spans import span
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import known_keywords
 from shardwise.data.batch import MicroBatch
@@ -328,7 +329,8 @@ class TrainStep:
         clipping.apply(self._runtime, norm)
         for before in self._before_step:
             before()
-        self.optim.step()
+        with span("step of", type(self.optim).__name__):
+            self.optim.step()
         for after in self._after_step:
             after()
         if self.scheduler is not None:
@@ -454,7 +456,8 @@ class _Work:
 
     def _forward(self, i: int, batch: MicroBatch) -> None:
         step, totals = self._step, self.totals
-        sums, detached = step._sums_of(batch)
+        with span("forward of micro-batch", batch.index):
+            sums, detached = step._sums_of(batch)
         self.detached = detached or self.detached
         self._scaled[i] = step._scale.scaled(sums["loss"] / self._window.num_tokens)
         for name, value in sums.items():
@@ -463,5 +466,5 @@ class _Work:
             totals[name] = totals[name] + value if name in totals else value
 
     def _backward(self, i: int) -> None:
-        with self._step._runtime.engine.own_backward():
+        with self._step._runtime.engine.own_backward(), span("backward of micro-batch", self._window.index(i)):
             self._scaled.pop(i).backward()

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise._torch.spans import span
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.data.batch import MicroBatch, is_padding
@@ -197,6 +198,10 @@ class Window:
         yield self._begin_part(i, forward=forward, backward=backward)
         self._end_part(backward=backward)
 
+    def index(self, i: int) -> int:
+        """The index of this rank's micro-batch ``i`` among those of all ranks."""
+        return self._micro_batch(i).index
+
     def _micro_batch(self, i: int) -> MicroBatch:
         axis, given = self.runtime.world.axis("dp"), self.batches[i]
         return given if isinstance(given, MicroBatch) else MicroBatch(given, index=i * axis.size + axis.rank)
@@ -210,6 +215,7 @@ class Window:
             self._num_begun += 1
             runtime.engine.set_sync(self._num_begun == len(self.batches))
         self._padding = batch.padding
+        self._undo.enter_context(span("micro-batch", f"{batch.index}, a padding" if batch.padding else batch.index))
         self._undo.enter_context(_not_counted(runtime, batch.padding))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
         if forward and backward:

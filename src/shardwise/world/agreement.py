@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch.reads import on_host
+from shardwise._torch.spans import span
 from shardwise.errors import RankError, UsageError, first_line
 from shardwise.layout import Coord
 from shardwise.world.liveness import Watch
@@ -227,17 +228,18 @@ class Agreement:
     ) -> None:
         """Runs the collectives that ``start`` starts, and waits: reports this rank's place, names a lost peer. ``meanwhile`` is called
         before it waits; after an error in it the collectives still end, also on the other ranks."""
-        with self._explained(place):
-            self._at(place)
-            works = start()
-        try:
-            meanwhile()
-        except BaseException:
-            self._waits_no_more()
-            raise
-        with self._explained(place):
-            for work in works:
-                self._wait(work, place, if_late)
+        with span("exchange", place):
+            with self._explained(place):
+                self._at(place)
+                works = start()
+            try:
+                meanwhile()
+            except BaseException:
+                self._waits_no_more()
+                raise
+            with self._explained(place):
+                for work in works:
+                    self._wait(work, place, if_late)
         self._past(place)
 
     @contextlib.contextmanager

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.autograd import PausableGradientHooks, RunningBackward, current_backward
 from shardwise._torch.reads import on_host
+from shardwise._torch.spans import span
 from shardwise.errors import RankError, UnsupportedError
 from shardwise.model import canonical_tensors
 from shardwise.recipe import Recipe
@@ -343,10 +344,11 @@ class DDPEngine:
     def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None], tail: Sequence[int] | None = None) -> None:
         """Starts the sum of a bucket. The last one has room for a tail, which stays 0 where an exchange tells its content."""
         is_last = bucket is self.buckets[-1]
-        bucket.fill(grads, 2 + len(self.buckets) + len(self.params) if is_last else 0)
-        if is_last and tail is not None:
-            bucket.tail.copy_(torch.tensor(tail, dtype=torch.uint8))
-        bucket.work = self._sum(bucket.flat)
+        with span("reduce", f"bucket {self._num_sent}"):
+            bucket.fill(grads, 2 + len(self.buckets) + len(self.params) if is_last else 0)
+            if is_last and tail is not None:
+                bucket.tail.copy_(torch.tensor(tail, dtype=torch.uint8))
+            bucket.work = self._sum(bucket.flat)
         self._num_sent += 1
 
     def _flags(self) -> list[bool]:
