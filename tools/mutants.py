@@ -1022,6 +1022,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "the mean of an evaluation is over as many times the tokens",
     ),
     Mutant(
+        "gradients-put-aside-before-the-loop-clears-them",
+        "GradStash(runtime, waits=not self._trains)",
+        "GradStash(runtime, waits=False)",
+        "tests/step/test_clears.py -k from_before",
+        "what a loop clears by hand, as the first line of a window, is added back",
+    ),
+    Mutant(
+        "zero-grad-of-torch-stays-replaced",
+        "    while _torchs and not _clearing:",
+        "    while _torchs and _clearing:",
+        "tests/step/test_clears.py -k own_methods",
+        "every optimizer of the process runs another zero_grad",
+    ),
+    Mutant(
         "numbers-of-a-backward-from-the-start",
         "        if left:\n            set_streams",
         "        if False:\n            set_streams",

@@ -48,9 +48,6 @@ _in_use: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictiona
 _numbers = itertools.count()
 
 
-ZeroGrad = Callable[[Mapping[int, Any], bool], None]
-
-
 class Engine(Protocol):
     """What a data-parallel engine (DDP, FSDP2) does during training.
 
@@ -189,14 +186,14 @@ class Runtime:
         self.loose_buffers: object = None
         self.num_watchable = 0  # windows so far whose operators may be watched, for what they do with buffers
         self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
-        # Called before gradients are cleared, with the parameters (by id), and whether gradients become None.
-        self.on_zero_grad: ZeroGrad = _nothing
+        self.on_zero_grad: Callable[[], None] = _nothing  # called before ``zero_grad()``, in a window
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
         # Digests of windows that were equal on all ranks; None: one was not, or the warning was given.
         self.same_data: list[int] | None = []
         # Of the last window of a user's own loop: a ``step.window.TokenCount``; None: none; False: warning given.
         self.last_count: object = None
-        self.holds_stepped_gradients = False  # an optimizer has stepped with gradients that nothing has cleared since
+        # Of the last optimizer step: a gradient that it was taken with, and its version.
+        self._stepped_gradient: tuple[weakref.ref[Tensor], int] | None = None
         self.reads_loader = False  # the last window came from a Loader
         self.loop_warnings: set[str] = set()  # warnings about the user's own loop that were given
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
@@ -247,6 +244,20 @@ class Runtime:
 
     def leave(self) -> None:
         self._busy = None
+
+    def note_stepped_gradient(self) -> None:
+        """Called when an optimizer steps."""
+        grad = next((param.grad for name in self.trainable if (param := self.parameters[name]).grad is not None), None)
+        self._stepped_gradient = None if grad is None else (weakref.ref(grad), local_tensor(grad)._version)
+
+    def holds_stepped_gradient(self) -> bool:
+        """Whether a gradient of the last step is there as it was: nothing has cleared it, in whichever way."""
+        if self._stepped_gradient is None:
+            return False
+        grad, version = self._stepped_gradient[0](), self._stepped_gradient[1]
+        if grad is None or local_tensor(grad)._version != version:
+            return False
+        return any(self.parameters[name].grad is grad for name in self.trainable)
 
     def leave_window(self) -> None:
         self.leave()
@@ -492,7 +503,7 @@ def _whole(batch: Any) -> Any:
     return batch
 
 
-def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:
+def _nothing() -> None:
     pass
 
 

@@ -34,11 +34,13 @@ from shardwise.parallel.step_threads import HookedThreads
 
 __all__ = [
     "check_step",
+    "end_clears",
     "hooks_of",
     "refuse_in_window",
     "refuse_unreduced",
     "stepped_by",
     "stepping",
+    "watch_clears",
     "watch_steps",
 ]
 
@@ -56,7 +58,7 @@ def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]]
 
 
 def watch_steps(runtime: Runtime) -> None:
-    """Checks every optimizer step on parameters of ``runtime``, and every ``zero_grad()``, before it is done."""
+    """Checks every optimizer step on parameters of ``runtime`` before it is done."""
     global _is_installed
     _watched.add(runtime)
     if not _is_installed:
@@ -65,8 +67,6 @@ def watch_steps(runtime: Runtime) -> None:
         register_optimizer_step_post_hook(_refuse_still)
         for cls in ELEMENTWISE:
             step_within(cls, stepping)
-        torch.optim.Optimizer.zero_grad = _notifying(torch.optim.Optimizer.zero_grad, _held)  # type: ignore[method-assign]
-        nn.Module.zero_grad = _notifying(nn.Module.zero_grad, _owned)  # type: ignore[method-assign]
         _is_installed = True
 
 
@@ -87,7 +87,8 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         refuse_unreduced(runtime, f"{type(optimizer).__name__}.step()")
         if not runtime.is_checked:
             runtime.check_unchanged()
-        runtime.is_checked, runtime.holds_stepped_gradients = False, True
+        runtime.is_checked = False
+        runtime.note_stepped_gradient()
         if runtime.has_loose_buffers:
             end_outside(runtime, f"{type(optimizer).__name__}.step()")
         elif runtime.stepped is None or id(optimizer) in runtime.stepped:
@@ -140,21 +141,35 @@ def _refuse_still(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
 
 
-def _notifying(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
-    """Wraps ``zero_grad`` of an optimizer or a module: notifies the sharded models whose gradients it clears."""
+def watch_clears(runtime: Runtime) -> None:
+    """Until :func:`end_clears`, ``zero_grad()`` of an optimizer or a module is refused where it would drop gradients of ``runtime`` that no
+    ``.grad`` shows. A window, or micro-batches of ``accumulate``, are open for so long; otherwise torch's own methods are in place."""
+    if not _torchs:
+        for cls, held_by in _CLEARS:
+            _torchs[cls] = cls.zero_grad
+            cls.zero_grad = _refusing(cls.zero_grad, held_by)
+    _clearing.add(runtime)
+
+
+def end_clears(runtime: Runtime) -> None:
+    """Ends what :func:`watch_clears` began. May be called again."""
+    _clearing.discard(runtime)
+    while _torchs and not _clearing:
+        cls, zero_grad = _torchs.popitem()
+        cls.zero_grad = zero_grad
+
+
+def _refusing(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
+    """``zero_grad`` of a class, which notifies the open windows of models whose gradients it would clear."""
 
     @torch.compiler.disable
     @functools.wraps(zero_grad)
     def call(owner: Any, set_to_none: bool = True) -> None:
-        held = held_by(owner) if _watched else {}
-        for runtime in _stepped(held):
-            refuse_unreduced(runtime, f"{type(owner).__name__}.zero_grad()")
-            runtime.on_zero_grad(held, set_to_none)
-            runtime.holds_stepped_gradients = False
-            if runtime.has_loose_sums and held.keys() >= {id(runtime.parameters[name]) for name in runtime.trainable}:
-                runtime.has_loose_sums = (
-                    False  # no optimizer steps them: a GAN's generator was trained through this model
-                )
+        held = held_by(owner)
+        for runtime in list(_clearing):
+            if not held.keys().isdisjoint(map(id, runtime.parameters.values())):
+                refuse_unreduced(runtime, f"{type(owner).__name__}.zero_grad()")
+                runtime.on_zero_grad()
         zero_grad(owner, set_to_none)
 
     return call
@@ -194,6 +209,14 @@ def _held(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
 
 def _owned(module: nn.Module) -> dict[int, torch.Tensor]:
     return {id(param): param for param in module.parameters()}
+
+
+_CLEARS: tuple[tuple[Any, Callable[[Any], dict[int, torch.Tensor]]], ...] = (
+    (torch.optim.Optimizer, _held),
+    (nn.Module, _owned),
+)
+_torchs: dict[Any, Callable[..., None]] = {}  # class -> its own method, while another is in place
+_clearing: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def _stepped(held: Mapping[int, torch.Tensor]) -> list[Runtime]:

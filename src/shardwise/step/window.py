@@ -30,7 +30,7 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange, begin_outside, end_outside, watched_outside
-from shardwise.parallel.step_checks import refuse_unreduced
+from shardwise.parallel.step_checks import end_clears, refuse_unreduced, watch_clears
 from shardwise.step.exchange import Exchange
 from shardwise.step.grad_stash import GradStash
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
@@ -154,11 +154,12 @@ class Window:
                 runtime.last_count = self._count_of_tokens
         # A loop of the user's own may write parameters in between, in ways that count in no version.
         runtime.engine.begin(reuses=self._trains, gathers_once=self._gathers_once)
-        self._kept_gradients = GradStash(runtime)
+        self._kept_gradients = GradStash(runtime, waits=not self._trains)
         self._hook = None
         if runtime.step < _NUM_WINDOWS_CHECKED and shifts_labels(self.model):
             self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
-        runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
+        runtime.in_window, runtime.on_zero_grad = True, self._refuse_zero_grad
+        watch_clears(runtime)
 
     def _mark_tensors(self) -> None:
         """Notes versions and checksums that the end of the window compares with. Changes no tensor: the exchange that is under way may
@@ -238,17 +239,18 @@ class Window:
             self.runtime.sum_partial(self.place)
             self._is_complete = True
 
-    def _zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
-        """``zero_grad()`` inside the window clears the gradients from before it, as in one process. After a backward it
-        would clear gradients of micro-batches, which FSDP2 does not show before they are summed."""
+    def _refuse_zero_grad(self) -> None:
+        """Before its first backward ``zero_grad()`` inside the window clears the gradients from before it. After one it would clear
+        gradients of micro-batches, which FSDP2 does not show before they are summed."""
         runtime = self.runtime
-        if runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values()):
+        if self._kept_gradients.is_taken and (
+            runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values())
+        ):
             raise UsageError(
                 "zero_grad() inside a window, after a backward",
                 why="it would drop gradients of the window's micro-batches, of which some wait to be summed over the ranks",
                 fix="call it before the window, as its first line, or after optim.step()",
             )
-        self._kept_gradients.zero(params, set_to_none)
 
     # ---- leaving ---------------------------------------------------------------------------------------------
 
@@ -264,6 +266,8 @@ class Window:
                 fix="write `for batch in w:` inside the with block, and let it run to the end; a loss over several models needs the "
                 "window of one of them only",
             )
+        has_backward = self._kept_gradients.is_taken
+        self._kept_gradients.take()
         own, place = Exchange(runtime), self.place
         self.agreed = runtime.world.agreement.sum(
             {
@@ -282,12 +286,13 @@ class Window:
         if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))
         if not self._trains:
-            self._warn_of_own_loop()
+            self._warn_of_own_loop(has_backward)
         self._kept_gradients.add_back()
         runtime.step += 1
         mark_used(self.batches)
         runtime.reads_loader = any(getattr(batch, "window", None) is not None for batch in self.batches)
         runtime.leave_window()
+        end_clears(runtime)
         if not self._trains:
             self.agree_on_buffers(place)
         return self.agreed
@@ -300,15 +305,16 @@ class Window:
         if self._first is not None:
             self._first.end()
 
-    def _warn_of_own_loop(self) -> None:
+    def _warn_of_own_loop(self, has_backward: bool) -> None:
         """Warns of a missing backward or ``zero_grad()`` in the user's own training loop; once each."""
         runtime, told = self.runtime, None
-        if self._tokens and not any(param.grad is not None for param in runtime.parameters.values()):
+        has_backward = has_backward and any(param.grad is not None for param in runtime.parameters.values())
+        if self._tokens and not has_backward:
             told = (
                 "a window without a backward: no parameter has a gradient, and a step would train nothing. Call "
                 "(loss / w.num_tokens).backward() for each micro-batch"
             )
-        elif runtime.holds_stepped_gradients and self._kept_gradients.names:
+        elif self._kept_gradients.were_stepped:
             told = (
                 f"gradients of an earlier window are added to those of {self.place}, and an optimizer has stepped with them: call "
                 "optim.zero_grad() after optim.step()"
@@ -352,6 +358,7 @@ class Window:
         if self.runtime.last_count is self._count_of_tokens:
             self.runtime.last_count = None
         self.runtime.leave_window()
+        end_clears(self.runtime)
         self._end_part(backward=False)
         self.runtime.engine.abandon()
         self._kept_gradients.put_back()
@@ -443,6 +450,7 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     runtime = runtime_of(model)
     engine = runtime.engine
     engine.set_sync(is_last)
+    watch_clears(runtime)
     in_order = runtime.paddings.pop(0) if runtime.paddings else False
     padding = in_order if batch is None else is_padding(batch)
     if not runtime.accumulates:
@@ -462,8 +470,11 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     except BaseException:
         engine.abandon()
         runtime.paddings, runtime.accumulates = [], False
+        end_clears(runtime)
         raise
     runtime.accumulates = not is_last
+    if is_last:
+        end_clears(runtime)
     if is_last:
         runtime.paddings = []
         if first is not None:
