@@ -9,7 +9,7 @@ from recipe.anatomies import fact, tower
 from shardwise import Precision, Sharding
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout import Layout
-from shardwise.recipe import Buffer, Recipe, check_recipe, dtype_groups, fingerprint_of
+from shardwise.recipe import Buffer, Codec, Draft, Recipe, check_recipe, dtype_groups, fingerprint_of
 from shardwise.techniques import fold
 from shardwise.techniques.fold import check_entries, describe, make_recipe
 from shardwise.techniques.precision.options import precision_of
@@ -378,3 +378,21 @@ def test_an_axis_that_says_what_the_layout_does_is_taken(monkeypatch):
     assert alone.engine == "fsdp2" and "cp=2 cuts parameters" in describe(alone)
     replicas = make_recipe(tower(), Layout(cp=2), sharding=Sharding(engine="ddp"))
     assert replicas.engine == "ddp" and not any(param.cuts for param in replicas.params.values())
+
+
+# ---- what a recipe can say ------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_stand_for_a_weight_say_of_which_and_are_neither_cast_nor_trained():
+    bytes_of = Codec(kind="nf4", of="a.weight", shape=(4, 8), dtype="bfloat16", part="codes")
+    anatomy = tower(a__weight_nf4=fact(4, 4, dtype="uint8", trainable=False))
+    draft = Draft(anatomy, Layout(dp_shard=2))
+    draft.codecs["a.weight_nf4"] = bytes_of
+    recipe = draft.recipe()
+    assert recipe.params["a.weight_nf4"].codec == bytes_of and Recipe.from_json(recipe.to_json()) == recipe
+    assert all(param.codec is None for name, param in recipe.params.items() if name != "a.weight_nf4")
+    for change in ({"trainable": True}, {"compute": "bfloat16"}):
+        other = msgspec.structs.replace(recipe.params["a.weight_nf4"], **change)
+        with pytest.raises(PlanError, match=r"nf4 bytes of a\.weight") as caught:
+            check_recipe(msgspec.structs.replace(recipe, params={**recipe.params, "a.weight_nf4": other}))
+        assert caught.value.name == "a.weight_nf4"

@@ -9,7 +9,7 @@ import msgspec
 
 from shardwise.layout import Layout
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
-from shardwise.recipe.records import ROOT, Anatomy, Buffer, Cut, Edit, Note, Param, Record, Unit
+from shardwise.recipe.records import ROOT, Anatomy, Buffer, Codec, Cut, Edit, Note, Param, Record, Unit
 
 __all__ = ["Casting", "Draft", "Dtypes", "fingerprint_of"]
 
@@ -59,6 +59,7 @@ class Draft:
         units: modules that are gathered together; the root last.
         homes: name of a parameter -> its unit.
         cuts: name of a parameter -> how it is divided, outermost cut first.
+        codecs: name of a parameter that holds bytes -> what they stand for.
         edits: changes to modules; those of techniques that act around the sharding are in ``edits_around``.
         notes: choices, and their reasons.
         buffers: name of a buffer -> its policy, where it is another than that of :class:`~shardwise.recipe.records.Buffer`.
@@ -76,6 +77,7 @@ class Draft:
     units: tuple[Unit, ...] = (Unit(name=ROOT, modules=(ROOT,), reshard=False, why="the whole module"),)
     homes: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, list[Cut]] = field(default_factory=dict)
+    codecs: dict[str, Codec] = field(default_factory=dict)
     edits: list[Edit] = field(default_factory=list)
     edits_around: list[Edit] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
@@ -141,6 +143,7 @@ class Draft:
             storage=storage,
             compute=compute,
             reduce=reduce,
+            codec=self.codecs.get(name),
         )
 
 

@@ -167,6 +167,7 @@ def check_recipe(recipe: Recipe) -> None:
                 name=name,
             )
         check_param(name, param, layout)
+        _check_codec(name, param)
     for name, buffer in recipe.buffers.items():
         _check_buffer(name, buffer)
     aliases = [alias for param in recipe.params.values() for alias in param.aliases]
@@ -235,6 +236,17 @@ def _check_buffer(name: str, buffer: Buffer) -> None:
                 fix=f"use {known[-1]!r}",
                 name=name,
             )
+
+
+def _check_codec(name: str, param: Param) -> None:
+    if param.codec is not None and (param.trainable or {param.storage, param.compute} != {"uint8"}):
+        raise PlanError(
+            f"{param.codec.kind} bytes of {param.codec.of} in a parameter of {param.storage}, computed in {param.compute}"
+            + (", which is trained" if param.trainable else ""),
+            why="they are codes and no numbers: a cast would change them, and no gradient exists of them",
+            fix="store them as uint8, do not cast them, and freeze the parameter",
+            name=name,
+        )
 
 
 def _check_dtypes(name: str, param: Param) -> None:

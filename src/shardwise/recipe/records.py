@@ -17,6 +17,7 @@ __all__ = [
     "Anatomy",
     "BlockList",
     "Buffer",
+    "Codec",
     "Cut",
     "Edit",
     "Note",
@@ -102,8 +103,26 @@ class Cut(Record, frozen=True):
     holder: int | None = None  # the index along the axis that holds all of it; the others hold an empty piece (a stage)
 
 
+class Codec(Record, frozen=True):
+    """What the bytes of a parameter stand for, where a weight is stored quantised: it may be stored in several such parts.
+
+    Attributes:
+        kind: of the codec, by a name that its technique knows.
+        of: name of the weight, as the user's module has it.
+        shape, dtype: of the weight.
+        part: which of what is stored of the weight this is.
+    """
+
+    kind: str
+    of: str
+    shape: tuple[int, ...]
+    dtype: str
+    part: str
+
+
 class Param(Record, frozen=True):
-    """One parameter: shape, unit that gathers it, cuts, and the dtypes it is stored, computed and reduced in."""
+    """One parameter: shape, unit that gathers it, cuts, and the dtypes it is stored, computed and reduced in; and what its bytes stand
+    for, where they are not its numbers."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -114,6 +133,7 @@ class Param(Record, frozen=True):
     storage: str
     compute: str
     reduce: str
+    codec: Codec | None = None
 
 
 SUMMED_OVER = "loss"  # ranks that differ on it have other data, and have added other values to a buffer
