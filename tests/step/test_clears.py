@@ -8,7 +8,7 @@ from step.plain import batch, build, sum_loss
 from torch import nn
 
 import shardwise as sw
-from shardwise.errors import UsageError
+from shardwise.errors import RankError, UsageError
 
 
 def set_to_none(model, _optim):
@@ -104,3 +104,27 @@ def rounds():
 
 def test_torchs_own_methods_are_in_place_outside_of_windows(ranks):
     assert ranks.run(rounds, 2)[0] == [True, False, True, True]
+
+
+def by_hand(layout, adds):
+    """Two windows whose gradients a loop assigns itself, the second on top of the first's: the sum of both, or the error."""
+    with sw.init(layout, device="cpu") as world:
+        model, data = sw.parallelize(build(), world), world.axis("dp")
+        params = list(model.parameters())
+        for _ in range(2):
+            with sw.window(model, [batch(i) for i in range(data.rank, 2, data.size)]) as w:
+                for given in w:
+                    if adds == "after a gradient":
+                        found = torch.autograd.grad(sum_loss(model(given["input_ids"]), given) / w.num_tokens, params)
+                    else:
+                        found = [torch.ones_like(param) for param in params]
+                    for param, grad in zip(params, found, strict=True):
+                        param.grad = grad if param.grad is None else param.grad + grad
+        return float(torch.stack([param.grad.norm() for param in params]).norm())
+
+
+def test_gradients_that_a_loop_assigns_are_added_to_those_from_before_or_refused(ranks):
+    one = ranks.run(by_hand, 1, "dp_shard=1", "after a gradient")[0]
+    assert ranks.run(by_hand, 2, "dp_replicate=2", "after a gradient") == [pytest.approx(one, rel=1e-12)] * 2
+    with pytest.raises(RankError, match="a gradient that was replaced within a window"):
+        ranks.run(by_hand, 2, "dp_replicate=2", "without")

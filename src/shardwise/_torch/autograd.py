@@ -120,9 +120,8 @@ def _nodes(outputs: Sequence[Any], *, past_marks: bool) -> Iterator[Any]:
             waiting += [inner for inner, _ in node.next_functions]
 
 
-def before_backward(look: Callable[[Sequence[Any], bool], None]) -> None:
-    """Calls ``look(outputs, accumulates)`` before each backward that is not started by another one. ``accumulates``: into ``.grad``, which
-    ``torch.autograd.grad`` does not. May be called again with the same function."""
+def before_backward(look: Callable[[Sequence[Any]], None]) -> None:
+    """Calls ``look(outputs)`` before each backward that is not started by another one. May be called again with the same function."""
     if look in _lookers:
         return
     _lookers.append(look)
@@ -131,13 +130,13 @@ def before_backward(look: Callable[[Sequence[Any], bool], None]) -> None:
     @functools.wraps(run)
     def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_backward():
-            look(outputs, bool(kwargs.get("accumulate_grad")))
+            look(outputs)
         return run(outputs, *args, **kwargs)
 
     torch.autograd._engine_run_backward = run_backward
 
 
-_lookers: list[Callable[[Sequence[Any], bool], None]] = []
+_lookers: list[Callable[[Sequence[Any]], None]] = []
 
 
 def on_inputs(replace: Callable[[Sequence[Any], bool], Sequence[Any]]) -> None:

@@ -186,7 +186,8 @@ class Runtime:
         self.loose_buffers: object = None
         self.num_watchable = 0  # windows so far whose operators may be watched, for what they do with buffers
         self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
-        self.on_zero_grad: Callable[[], None] = _nothing  # called before ``zero_grad()``, in a window
+        # Called in a window before ``zero_grad()``, with the parameters (by id), and whether gradients become None.
+        self.on_zero_grad: Callable[[Mapping[int, Any], bool], None] = _nothing
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
         # Digests of windows that were equal on all ranks; None: one was not, or the warning was given.
         self.same_data: list[int] | None = []
@@ -503,7 +504,7 @@ def _whole(batch: Any) -> Any:
     return batch
 
 
-def _nothing() -> None:
+def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:
     pass
 
 

@@ -169,7 +169,7 @@ def _refusing(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[i
         for runtime in list(_clearing):
             if not held.keys().isdisjoint(map(id, runtime.parameters.values())):
                 refuse_unreduced(runtime, f"{type(owner).__name__}.zero_grad()")
-                runtime.on_zero_grad()
+                runtime.on_zero_grad(held, set_to_none)
         zero_grad(owner, set_to_none)
 
     return call

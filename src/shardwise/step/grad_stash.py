@@ -1,10 +1,14 @@
 """Gradients from before a window, which are put aside, and restored or added back later."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from shardwise._torch.autograd import before_backward
+from shardwise._torch.dtensor import local_tensor
+from shardwise.errors import UsageError
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.gradients import SetAsideGradients
 
@@ -14,15 +18,16 @@ _waiting: "weakref.WeakSet[GradStash]" = weakref.WeakSet()
 
 
 class GradStash:
-    """Gradients that are there when the first backward of a window begins: they have been summed over the ranks already, so only what
-    the window adds to them must be. Until then they stay in ``.grad``, where the loop may clear them, in whichever way.
+    """Gradients from before a window that are still there when its first backward, or ``torch.autograd.grad``, begins: they have been
+    summed over the ranks already, so only what the window adds to them must be. Until then they stay in ``.grad``, where the loop may
+    clear them, in whichever way.
 
     Args:
         runtime: of the window's model.
-        waits: until the first backward; False: they are put aside now.
+        waits: until then; False: they are put aside now.
 
     Attributes:
-        is_taken: whether that backward has begun.
+        is_taken: whether they were put aside.
         were_stepped: whether an optimizer has stepped with one of them, and nothing has cleared or changed it since.
     """
 
@@ -30,6 +35,7 @@ class GradStash:
         self.runtime = runtime
         self.is_taken = self.were_stepped = False
         self._aside = SetAsideGradients[str](runtime.parameters)
+        self._before = self._gradients()
         if not waits:
             self.take()
             return
@@ -42,10 +48,32 @@ class GradStash:
             return
         _waiting.discard(self)
         self.is_taken, self.were_stepped = True, self.runtime.holds_stepped_gradient()
+        for name, grad in self._gradients().items():
+            before = self._before.get(name)
+            if grad is before:
+                self._aside.put(name, without_history=True)
+            elif before is not None and bool(local_tensor(grad).any()):
+                raise UsageError(
+                    "a gradient that was replaced within a window, where there was one from before it",
+                    why="that one is a sum over the ranks, what the window adds is not yet: nothing tells whether both are in this one",
+                    fix="clear gradients before the window, or as its first line: optim.zero_grad()",
+                    name=name,
+                )
+        self._before = {}
+
+    def zero(self, ids: Collection[int], set_to_none: bool) -> None:
+        """Does what ``zero_grad(set_to_none)`` does, to what was put aside of the parameters with these ``id()`` values."""
+        kept = self._aside.kept
+        for name in [name for name in kept if id(self.runtime.parameters[name]) in ids]:
+            self.were_stepped = False
+            if set_to_none:
+                del kept[name]
+            else:
+                kept[name].zero_()
+
+    def _gradients(self) -> dict[str, Tensor]:
         with self.runtime.torchs_classes():
-            for name, param in self.runtime.parameters.items():
-                if param.grad is not None:
-                    self._aside.put(name, without_history=True)
+            return {name: grad for name, param in self.runtime.parameters.items() if (grad := param.grad) is not None}
 
     def add_back(self) -> None:
         """Adds the put-aside gradients to those of the window, as one process would have accumulated them."""
@@ -61,9 +89,10 @@ class GradStash:
         """Frees the copies."""
         _waiting.discard(self)
         self._aside.clear()
+        self._before = {}
 
 
-def _begin(_outputs: Sequence[Any], accumulates: bool) -> None:
+def _begin(_outputs: Sequence[Any]) -> None:
     """Before a backward: gradients of windows that wait for their first one are put aside."""
-    for stash in list(_waiting) if accumulates else ():
+    for stash in list(_waiting):
         stash.take()

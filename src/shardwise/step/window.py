@@ -158,7 +158,7 @@ class Window:
         self._hook = None
         if runtime.step < _NUM_WINDOWS_CHECKED and shifts_labels(self.model):
             self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
-        runtime.in_window, runtime.on_zero_grad = True, self._refuse_zero_grad
+        runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
         watch_clears(runtime)
 
     def _mark_tensors(self) -> None:
@@ -239,18 +239,19 @@ class Window:
             self.runtime.sum_partial(self.place)
             self._is_complete = True
 
-    def _refuse_zero_grad(self) -> None:
-        """Before its first backward ``zero_grad()`` inside the window clears the gradients from before it. After one it would clear
-        gradients of micro-batches, which FSDP2 does not show before they are summed."""
+    def _zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
+        """``zero_grad()`` inside the window clears the gradients from before it, as in one process. After a backward it
+        would clear gradients of micro-batches, which FSDP2 does not show before they are summed."""
         runtime = self.runtime
-        if self._kept_gradients.is_taken and (
-            runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values())
-        ):
+        if not self._kept_gradients.is_taken:
+            return  # they are still where torch clears them
+        if runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values()):
             raise UsageError(
                 "zero_grad() inside a window, after a backward",
                 why="it would drop gradients of the window's micro-batches, of which some wait to be summed over the ranks",
                 fix="call it before the window, as its first line, or after optim.step()",
             )
+        self._kept_gradients.zero(params, set_to_none)
 
     # ---- leaving ---------------------------------------------------------------------------------------------
 

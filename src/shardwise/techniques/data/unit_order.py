@@ -54,7 +54,7 @@ class Listener(Protocol):
 _in_use: "weakref.WeakSet[Order]" = weakref.WeakSet()
 
 
-def _refuse_from_inside(outputs: Sequence[Any], _accumulates: bool) -> None:
+def _refuse_from_inside(outputs: Sequence[Any]) -> None:
     """Raises UnsupportedError for a backward that comes to a unit's parameters past none of its outputs, at which it would be gathered:
     kernels read freed memory without a check, which ends the process. Where a unit's output is passed too, that comes first."""
     leaf = freed_leaf(outputs)
