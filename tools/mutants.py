@@ -1101,6 +1101,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "values that functional_call is given are not used",
     ),
     Mutant(
+        "composed-again",
+        "        before_composable(_refuse_again)\n",
+        "",
+        "tests/parallel/test_module_guards.py -k functions_of_torch",
+        "distribute_module makes other tensors of parameters that are cut",
+    ),
+    Mutant(
         "wrapped-again",
         "    if any(child in _known for child in module.modules()):",
         "    if False:",
