@@ -2029,6 +2029,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "keep_every removes what it should keep",
     ),
     Mutant(
+        "figures-before-the-save",
+        "            fault = error\n",
+        "            raise\n",
+        "tests/test_said_early.py -k loses_nothing",
+        "a missing figure of best= loses what was trained",
+    ),
+    Mutant(
         "worst-is-best",
         'return -value if self.best.startswith("-") else value',
         "return value",
