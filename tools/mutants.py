@@ -1101,6 +1101,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "values that functional_call is given are not used",
     ),
     Mutant(
+        "names-put-together",
+        "                self._note_space(f\"{home.get('__name__')}\", home)\n",
+        "                pass\n",
+        "tests/techniques/tp/test_places.py -k 'leaves_nothing_behind and put_together'",
+        "the search for tp leaves a global whose name is put together",
+    ),
+    Mutant(
+        "environment-kept",
+        "        if value is os.environ:\n",
+        "        if False:\n",
+        "tests/techniques/tp/test_places.py -k 'leaves_nothing_behind and in_environ'",
+        "the search for tp leaves what a forward writes into os.environ",
+    ),
+    Mutant(
         "composed-again",
         "        before_composable(_refuse_again)\n",
         "",
