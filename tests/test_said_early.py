@@ -4,6 +4,7 @@ import errno
 import threading
 import traceback
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,77 @@ def test_figures_for_the_best_checkpoint_can_be_given_to_save_every(world, tmp_p
             saved.save_every(1, out)
         assert "save_every(n, out, metrics={'val_loss': value})" in told.value.fix
         assert saved.save_every(1, out, metrics={"val_loss": 0.5}) is not None
+
+
+def manager_of(world: sw.World, root: Path, **options: Any) -> sw.CheckpointManager:
+    model = sw.parallelize(build(), world)
+    return sw.CheckpointManager(
+        root, sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=square, count=len), **options
+    )
+
+
+def test_a_loop_that_gives_no_figures_is_warned_at_its_first_step_and_loses_nothing(world, tmp_path):
+    """It trained up to its first save, which was an error: nothing was on disk."""
+    with manager_of(world, tmp_path, best="loss") as saved:
+        out = saved.step([BATCH])
+        with pytest.warns(UserWarning, match=r"best='loss', and this save_every\(2\) is given no figures") as told:
+            assert saved.save_every(2) is None
+        assert told[0].filename == __file__ and "save_every(2, out)" in str(told[0].message)
+        out = saved.step([BATCH])
+        with pytest.raises(sw.ConfigError, match="a save without loss") as error:
+            saved.save_every(2)  # warned of once
+        assert error.value.__notes__ == [
+            "the checkpoint of step 2 is on disk, as the newest: a run can be resumed from it"
+        ]
+    with manager_of(world, tmp_path, best="loss") as saved:
+        assert saved.load() == 2
+        assert saved.save_every(2, out) is not None  # as the fix says, without a warning
+
+
+@pytest.mark.parametrize(
+    "loop", [lambda saved, out: saved.save_every(2, out), lambda saved, out: saved.save_every(None)]
+)
+def test_a_loop_whose_figures_may_come_later_is_not_warned(world, tmp_path, loop):
+    with manager_of(world, tmp_path, best="val_loss") as saved:
+        loop(saved, saved.step([BATCH]))
+
+
+def test_a_nan_is_never_the_best_and_is_warned_of_once(world, tmp_path):
+    with manager_of(world, tmp_path, best="val_loss", keep=1) as saved:
+        for value, warned in ((0.5, False), (float("nan"), True), (0.7, False), (float("nan"), False)):
+            saved.step([BATCH])
+            with pytest.warns(UserWarning, match="a NaN, at step 2, is never the best") if warned else nullcontext():
+                saved.save(metrics={"val_loss": value})
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000004"]
+
+
+WRONG_SAVES = {
+    "save(model)": (lambda saved, out: saved.save(saved.step.model), "save() saves the model"),
+    "save(path)": (lambda saved, out: saved.save("run.pt"), "save() saves the model"),
+    "save(model=)": (lambda saved, out: saved.save(model=saved.step.model), "save() saves the model"),
+    "save(metrics=loss)": (lambda saved, out: saved.save(metrics=out.loss), "metrics={'val_loss': 0.25}"),
+    "save_every(n, model)": (lambda saved, out: saved.save_every(1, saved.step.model), "manager.save_every(100, out)"),
+    "save_every(n, loss)": (
+        lambda saved, out: saved.save_every(1, out.loss),
+        "save_every(100, metrics={'loss': value})",
+    ),
+    "resume()": (lambda saved, out: saved.resume(), "manager.load()"),
+    "load(path)": (lambda saved, out: saved.load("runs/a"), "load(step=100)"),
+}
+
+
+@pytest.mark.parametrize("given", WRONG_SAVES)
+def test_wrong_objects_for_calls_of_a_checkpoint_manager_are_answered(world, tmp_path, given):
+    """Raw TypeErrors and AttributeErrors, and a number for metrics= passed without a word."""
+    call, fix = WRONG_SAVES[given]
+    with manager_of(world, tmp_path) as saved:
+        out = saved.step([BATCH])
+        with pytest.raises(sw.ConfigError) as told:
+            call(saved, out)
+        assert fix in told.value.fix and "2 positional" not in told.value.given
+        saved.save(metrics={"val_loss": 0.25})
+        assert saved.save_every(100, out) is None and saved.save_every(100, metrics={"loss": out.loss}) is None
+        assert saved.load() == 1
 
 
 def test_a_save_that_finds_the_disk_full_says_that_the_run_stops(world, tmp_path, monkeypatch):

@@ -1199,6 +1199,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "values that functional_call is given are not used",
     ),
     Mutant(
+        "names-put-together",
+        "                self._note_space(f\"{home.get('__name__')}\", home)\n",
+        "                pass\n",
+        "tests/techniques/tp/test_places.py -k 'leaves_nothing_behind and put_together'",
+        "the search for tp leaves a global whose name is put together",
+    ),
+    Mutant(
+        "environment-kept",
+        "        if value is os.environ:\n",
+        "        if False:\n",
+        "tests/techniques/tp/test_places.py -k 'leaves_nothing_behind and in_environ'",
+        "the search for tp leaves what a forward writes into os.environ",
+    ),
+    Mutant(
+        "composed-again",
+        "        before_composable(_refuse_again)\n",
+        "",
+        "tests/parallel/test_module_guards.py -k functions_of_torch",
+        "distribute_module makes other tensors of parameters that are cut",
+    ),
+    Mutant(
         "wrapped-again",
         "    if any(child in _known for child in module.modules()):",
         "    if False:",
@@ -2118,6 +2139,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "not (self.every and step % self.every)]",
         "tests/state/test_checkpoint.py -k which_checkpoints_stay",
         "keep_every removes what it should keep",
+    ),
+    Mutant(
+        "figures-before-the-save",
+        "            fault = error\n",
+        "            raise\n",
+        "tests/test_said_early.py -k loses_nothing",
+        "a missing figure of best= loses what was trained",
     ),
     Mutant(
         "worst-is-best",

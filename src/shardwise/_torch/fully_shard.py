@@ -1,6 +1,8 @@
 """What ``fully_shard`` makes of a unit: its parameter groups, and the options it was called with."""
 
 import contextlib
+import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.tensor import distribute_module
 
 from shardwise.errors import UnsupportedError
 
 __all__ = [
-    "before_fully_shard",
+    "before_composable",
     "gathered_parameters",
     "groups_of",
     "lazy_chunks",
@@ -47,17 +50,42 @@ class _Chunks:
         return self._tensor.narrow(self._dim, start, min(self._size, total - start))
 
 
-def before_fully_shard(check: Callable[[nn.Module], None]) -> None:
-    """Calls ``check`` with each module that ``fully_shard`` is about to cut."""
-    whole = getattr(_fully_shard, "_get_modules_and_states", None)
+def before_composable(check: Callable[[str, nn.Module], None]) -> None:
+    """Calls ``check`` with the name of the function and each module that torch's ``fully_shard``, ``replicate``, or
+    ``distribute_module`` (which styles of ``parallelize_module`` call too) is about to change. Scripts import these
+    functions before, so that what they look up when they are called is replaced."""
+    contract = importlib.import_module("torch.distributed._composable.contract")
+    whole = getattr(contract, "RegistryItem", None)
 
-    def checked(module: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in module if isinstance(module, list | tuple) else (module,):
-            check(each)
-        return whole(module, *args, **kwargs)  # type: ignore[misc]
+    def checked() -> Any:
+        called = _caller().f_locals
+        given, name = called["inp_module"], called["func"].__name__
+        for each in given if isinstance(given, list | tuple) else (given,):
+            if name != "checkpoint":
+                check(name, each)
+        return whole()  # type: ignore[misc]
 
     if whole is not None:
-        _fully_shard._get_modules_and_states = checked  # type: ignore[attr-defined]
+        contract.RegistryItem = checked  # type: ignore[attr-defined]
+    nn.Module._distribute_module_applied = _Asked(check)  # type: ignore[assignment]
+
+
+def _caller() -> Any:
+    """The frame that called the calling function."""
+    frame = inspect.currentframe()
+    return frame and frame.f_back and frame.f_back.f_back
+
+
+class _Asked:
+    """An attribute that ``distribute_module`` asks a module for before it changes it, and then sets on it."""
+
+    def __init__(self, check: Callable[[str, nn.Module], None]):
+        self._check = check
+
+    def __get__(self, module: nn.Module | None, _: type) -> bool:
+        if module is not None and _caller().f_code is distribute_module.__code__:
+            self._check("distribute_module", module)
+        return False
 
 
 @contextlib.contextmanager

@@ -111,9 +111,15 @@ PROBES = (
     Probe(f"{_FSDP}._fsdp_common", ("DDPMeshInfo", "FSDPMeshInfo", "HSDPMeshInfo", "TrainingState")),
     Probe(f"{_FSDP}._fully_shard", ("_init_param_group",)),
     Probe(
-        f"{_FSDP}._fully_shard",
-        ("_get_modules_and_states",),
+        "torch.distributed._composable.contract",
+        ("RegistryItem",),
+        words=("inp_module",),
         without="fully_shard of a sharded model is refused when its optimizer steps",
+    ),
+    Probe(
+        "torch.distributed.tensor._api",
+        words=("_distribute_module_applied",),
+        without="distribute_module of a sharded model is not refused",
     ),
     Probe(f"{_FSDP}._fully_shard:FSDPModule", ("_get_fsdp_state",)),
     Probe(

@@ -19,7 +19,8 @@ def public_call(answers: Mapping[str, str] | None = None) -> Callable[[F], F]:
     checkers.
 
     Args:
-        answers: keyword of another library, or the name of an argument that may be missing -> what to write.
+        answers: keyword of another library, or the name of an argument that may be missing, or "*" for too many positional ones ->
+            what to write.
     """
     return functools.partial(_explained, answers or {})
 
@@ -58,7 +59,7 @@ def _fault_of_call(
     except TypeError as error:
         text = str(error)
     name, known = function.__qualname__.removesuffix(".__init__"), list(signature.parameters)
-    if function.__name__ == "__init__":
+    if known[:1] == ["self"]:
         known, args = known[1:], args[1:]
     for key, value in given.items():
         if key not in known:
@@ -68,4 +69,6 @@ def _fault_of_call(
     missing = next((each for each in known[len(args) :] if each not in given and f"'{each}'" in text), None)
     if missing is not None:
         return ConfigError(f"{name} without {missing}", why="it is needed", fix=answers.get(missing, call))
-    return ConfigError(f"{name} with {len(args)} positional arguments", why=text, fix=f"name them: {call}")
+    return ConfigError(
+        f"{name} with {len(args)} positional arguments", why=text, fix=answers.get("*", f"name them: {call}")
+    )

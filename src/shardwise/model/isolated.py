@@ -10,6 +10,7 @@ import contextvars
 import dis
 import functools
 import gc
+import os
 import sys
 import threading
 import types
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from shardwise.config.caller import level_of_caller
 from shardwise.model.module_state import Attributes, ModuleState, changed_values, content_of, put
 from shardwise.model.names import canonical_modules, own_attributes
-from shardwise.model.places import LONGEST, Key, Place, is_cache, is_opaque, is_place, moves_on
+from shardwise.model.places import LONGEST, Environment, Key, Place, Space, is_cache, is_opaque, is_place, moves_on
 from shardwise.model.tensors import same_bytes
 
 __all__ = ["Isolated"]
@@ -34,7 +35,8 @@ _MOST = 200_000  # values that are looked at, the nearest ones first: a script m
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), range, slice})
 _MOST_COPIED = 64 << 20  # bytes of tensors of which copies are kept
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_BY_TEXT = frozenset({"setattr", "getattr", "delattr", "globals", "vars", "__dict__"})
+_STORE_BY_TEXT = frozenset({"setattr", "delattr", "globals", "vars", "__dict__"})
+_BY_TEXT = _STORE_BY_TEXT | {"getattr"}
 _STORES = {dis.opmap[f"{what}_{where}"] for what in ("STORE", "DELETE") for where in ("ATTR", "GLOBAL", "DEREF")}
 
 
@@ -53,6 +55,7 @@ class Isolated:
         self._own = weakref.WeakSet(module.modules())  # and those of its copies, which look after themselves
         self._known: dict[int, Any] = {}  # by id, and alive, so that no id is another's later
         self._keys: set[Key] = set()
+        self._spaces: dict[int, Any] = {}  # by id
         self._codes: set[int] = set()  # by id, of functions that are known
         self._inner: set[int] = set()  # of functions that those make when they run
         self._noted: set[Hashable] = set()
@@ -68,6 +71,9 @@ class Isolated:
         self._waiting = deque[tuple[str, Any]]([("forward", call)])
         for name, child in canonical_modules(module):
             self._waiting.append((type(child).__name__, type(child)))
+            for kind in type(child).__mro__:
+                if is_opaque(kind.__module__) and issubclass(kind, nn.Module):
+                    self._note_space(f"{kind.__module__}.{kind.__qualname__}", kind)
             hooks = [hook for kind in _HOOKS for hook in getattr(child, kind).values()]
             self._waiting += [(f"{name}.{type(child).__name__}", value) for value in hooks]
             self._waiting += [(f"{name}.{key}", x) for key, x in own_attributes(child).items() if callable(x)]
@@ -156,6 +162,8 @@ class Isolated:
         code, home = frame.f_code, frame.f_globals
         names, stored = set(code.co_names), _names_stored(code)
         if names & _BY_TEXT:
+            if names & _STORE_BY_TEXT:
+                self._note_space(f"{home.get('__name__')}", home)
             names |= (texts := {text for text in code.co_consts if isinstance(text, str)})
             stored |= texts
         self._note_names(stored, home)
@@ -169,6 +177,8 @@ class Isolated:
                         spaces.append(vars(value))
                 else:
                     self._waiting.append((f"{space.get('__name__')}.{name}", value))
+                    if stored and isinstance(value, type | types.FunctionType) and is_opaque(value.__module__):
+                        self._note_space(f"{space.get('__name__')}.{name}", value)
             if space is not home:
                 self._note_names(stored, space)
         # A function that another one has made while it ran is gone with that.
@@ -185,6 +195,12 @@ class Isolated:
             if key not in self._keys:
                 self._keys.add(key)
                 self._note(f"{space.get('__name__')}.{name}", key)
+
+    def _note_space(self, name: str, home: Any) -> None:
+        """Notes all names of a module, or attributes of a class or function of torch."""
+        if id(home) not in self._spaces:
+            self._spaces[id(home)] = home
+            self._note(name, Space(home))
 
     def _walk(self) -> None:
         while self._waiting:
@@ -210,6 +226,9 @@ class Isolated:
             self._own.update(others)
             self._modules += [ModuleState(others), *(Attributes(child) for child in others)]
             return [(type(value).__name__, type(value))]
+        if value is os.environ:
+            self._note(name, Environment())
+            return ()
         if isinstance(value, type):
             return self._of_class(value)
         if isinstance(value, types.FunctionType):
@@ -244,7 +263,8 @@ class Isolated:
         cells = function.__closure__ or ()
         inner = [value for cell in cells for value in content_of(cell)]
         if is_opaque(function.__module__):
-            return [(name, value) for value in inner if callable(value)]
+            # Those of a singledispatch hold what is registered.
+            return [(name, value) for value in inner if callable(value) or function.__module__ == "functools"]
         code = function.__code__
         self._codes.add(id(code))
         stored = _names_stored(code) if cells else ()

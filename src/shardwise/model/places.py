@@ -3,6 +3,7 @@
 import functools
 import gc
 import operator
+import os
 import threading
 import types
 import weakref
@@ -14,7 +15,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.model.iterators import is_iterator
 from shardwise.model.module_state import changed_values, content_of, is_mutable, is_of_python, put
 
-__all__ = ["LONGEST", "Key", "Place", "is_cache", "is_opaque", "is_place", "moves_on"]
+__all__ = ["LONGEST", "Environment", "Key", "Place", "Space", "is_cache", "is_opaque", "is_place", "moves_on"]
 
 LONGEST = 1000  # items of a container that are looked at one by one
 _LARGEST = 1 << 20  # bytes of an array
@@ -56,6 +57,44 @@ class Key:
         return isinstance(other, Key) and self.space is other.space and self.name == other.name
 
 
+class Space:
+    """All names of a module, or all attributes of a class or a function, but for those that begin with two underscores."""
+
+    def __init__(self, home: Any):
+        self.home = home
+
+    def content(self) -> dict[str, Any]:
+        names = self.home if isinstance(self.home, dict) else vars(self.home)
+        return {name: value for name, value in names.items() if name[:2] != "__"}
+
+    def put(self, content: dict[str, Any]) -> None:
+        now = self.content()
+        for name, value in now.items():  # what was imported stays, which Python does once
+            if name not in content and not isinstance(value, types.ModuleType):
+                self.home.pop(name) if isinstance(self.home, dict) else delattr(self.home, name)
+        for name, value in content.items():
+            if now.get(name, _ABSENT) is not value:
+                self.home.update({name: value}) if isinstance(self.home, dict) else setattr(self.home, name, value)
+
+
+class Environment(Space):
+    """The variables of the process's environment."""
+
+    def __init__(self) -> None:
+        super().__init__(os.environ)
+        self._texts: dict[str, str] = {}
+
+    def content(self) -> dict[str, str]:
+        """The same text objects for a variable that has a value again."""
+        kept = self._texts.setdefault
+        return {kept(name, name): kept(f"{name}={value}", value) for name, value in os.environ.items()}
+
+    def put(self, content: dict[str, str]) -> None:
+        for name in os.environ.keys() - content.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in content.items() if os.environ.get(name) != value})
+
+
 class Place:
     """What a place holds now.
 
@@ -88,7 +127,9 @@ class Place:
             UnsupportedError: it is an iterator, which has moved on.
         """
         part, content = self.part, self.content
-        if isinstance(part, Key):
+        if isinstance(part, Space):
+            part.put(content)
+        elif isinstance(part, Key):
             part.space.update(content)
             if not content:
                 part.space.pop(part.name, None)
@@ -119,6 +160,8 @@ def moves_on(name: str, what: str) -> UnsupportedError:
 
 def _content(part: Any) -> Any:
     """A shallow copy of what a place holds."""
+    if isinstance(part, Space):
+        return part.content()
     if isinstance(part, Key):
         return {part.name: part.space[part.name]} if part.name in part.space else {}
     if isinstance(part, type | threading.local):

@@ -160,6 +160,7 @@ class Trial:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
             stack.enter_context(_changed_arguments(self.module, seen, detached, changes or {}))
+            stack.enter_context(_uncollected())
             stack.enter_context(_default_dtype(torch.float64))
             stack.enter_context(torch.set_grad_enabled(watch is None or outputs is not None))
             stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -225,7 +226,10 @@ class Trial:
         held. Gives the Python state. The first run shows which buffers are written."""
         known = {} if self._has_run else self._buffers()
         modules, parts = [*self.module.modules()], dict[int, Any]()
-        before = [(set(module._buffers), Attributes(module, all_tensors=True, known=parts)) for module in modules]
+        for module in modules:
+            if module not in self._attributes or not self._attributes[module].are_same():
+                self._attributes[module] = Attributes(module, all_tensors=True, known=parts)
+        before = [(set(module._buffers), self._attributes[module]) for module in modules]
         hooks, of_tensors = HookState(modules), TensorAttributes(modules)
         try:
             yield [of_tensors, *(attributes for _, attributes in before)]
@@ -295,6 +299,8 @@ class Trial:
         return sorted(name for name in names if name is not None and not name.startswith(norms))
 
     def _copy(self, module: nn.Module, with_values: frozenset[str]) -> nn.Module:
+        self._attributes: dict[nn.Module, Attributes] = {}  # before a run
+        self._shapes: dict[str, torch.Size] = {}
         memo: dict[int, Any] = {id(module.get_submodule(name)): nn.Identity() for name in self._without}
         self._names: dict[int, tuple[Tensor, str]] = {}  # by id, with the tensor: an id alone may be another's later
         generator = torch.Generator().manual_seed(0)
@@ -348,7 +354,13 @@ class Trial:
         """How many outputs a layer has in the whole model; ``x``: an input, whole when a norm is called first."""
         if layer.is_norm:
             return self._widths.setdefault(layer.weight, x.shape[-1])
-        return self.module.get_parameter(layer.weight).shape[layer.out_dim]
+        return self.shape_of(layer.weight)[layer.out_dim]
+
+    def shape_of(self, weight: str) -> torch.Size:
+        """The shape of a weight of the whole model."""
+        if weight not in self._shapes:
+            self._shapes[weight] = self.module.get_parameter(weight).shape
+        return self._shapes[weight]
 
     def name_of(self, tensor: Any) -> str | None:
         """Canonical name of a parameter of the copy."""
@@ -361,6 +373,18 @@ class Trial:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{call.weight} {call.number} {draw}".encode()))
             self._values[call, draw] = torch.randn(shape, generator=generator, dtype=torch.float64)
         return self._values[call, draw]
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Context manager: Python does not look for circles, which it would do many times in a run, as so many objects are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise._torch.fully_shard import before_fully_shard
+from shardwise._torch.fully_shard import before_composable
 from shardwise._torch.modules import before_functional_call, replace_apply
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.runtime import Runtime, wrapped_around
@@ -23,6 +23,7 @@ from shardwise.parallel.stale import other_dtype, refuse_copy, refuse_pickling
 
 __all__ = ["watch_modules"]
 
+_LAYOUTS = {"fully_shard": "dp_shard=-1", "replicate": "dp_replicate=-1", "distribute_module": "tp=-1"}
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 # Each module of a sharded model: the model, the module's name, and whether it holds a parameter that is cut.
 _known: "weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Runtime], str, bool]]" = weakref.WeakKeyDictionary()
@@ -50,7 +51,7 @@ def watch_modules(runtime: Runtime) -> None:
         replace_apply(_checked)
         nn.Module.__reduce_ex__ = _reduce  # type: ignore[method-assign]
         before_functional_call(_refuse_other_values)
-        before_fully_shard(functools.partial(_refuse_wrapper, "fully_shard"))
+        before_composable(_refuse_again)
         for wrapper in _WRAPPERS:
             wrapper.__init__ = _wrapping(wrapper.__init__)  # type: ignore[method-assign,misc]
 
@@ -149,3 +150,18 @@ def _wrapping(init: Callable[..., None]) -> Callable[..., None]:
 def _refuse_wrapper(kind: str, module: nn.Module) -> None:
     if any(child in _known for child in module.modules()):
         raise wrapped_around(kind)
+
+
+def _refuse_again(kind: str, module: nn.Module) -> None:
+    """Raises UsageError for a function of torch that would shard or replicate modules of a sharded model once more."""
+    found = next((_known[child] for child in module.modules() if child in _known), None)
+    if found is None:
+        return
+    plan = " (which styles of parallelize_module call)" if kind == "distribute_module" else ""
+    raise UsageError(
+        f"torch's {kind}{plan} of a model that parallelize has made parallel",
+        why="its parameters are cut already, or each rank has a copy whose gradients are summed: they would be cut, or summed, once more",
+        fix=f'leave the call out: the layout says what is done, sw.init("{_LAYOUTS[kind]}") here, or both in one; a module of your own around the '
+        "model, or a part that torch's function should have, is given to parallelize within the whole, before that",
+        name=found[1] or None,
+    )

@@ -444,6 +444,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 _BY_PLACE = "a write by place"
+_PLACES = frozenset({"__getitem__", "select", "narrow", "index_select", "gather", "take", "masked_select"})
 
 
 def _beside_whole(function: str, part: _PartOf) -> UsageError:
@@ -483,6 +484,8 @@ def _refusal(function: str, part: _PartOf) -> UsageError:
         "what ranks have whole would drift apart",
         fix=f"write the whole: {_PUT_BACK}; a row is also cleared by a mask that is cut alike"
         if function == _BY_PLACE
+        else f"read the whole, on every rank: sw.full_tensor(p)[0], or sw.full_tensor(p.grad)[0]; to write there: {_PUT_BACK}"
+        if function in _PLACES
         else 'take the whole first, on every rank: sw.full_tensor(p.grad).norm(); or the norm of each: sw.parameter_norms(model, of="gradients"), of '
         "all gradients together, which clips by it: sw.clip_grad_norm_(model, max_norm), or TrainStep(max_grad_norm=). A penalty on weights: weight_decay= of the optimizer, or, after the window, "
         "p.grad.add_(p.detach(), alpha=0.02). This rank's part, if it is meant: p.detach().to_local()",

@@ -5,6 +5,7 @@ import argparse
 import contextvars
 import functools
 import itertools
+import os
 import sys
 import threading
 import types
@@ -296,6 +297,50 @@ def on_namespace(block, make):
     return block.args.gain
 
 
+def _dispatch():
+    @functools.singledispatch
+    def of_kind(_):
+        return None
+
+    return of_kind
+
+
+_of_kind = [_dispatch()]
+
+
+def in_dispatch(block, make):
+    if float not in _of_kind[0].registry:
+        made = make()
+        _of_kind[0].register(float, lambda _: made)
+    return _of_kind[0](1.0)
+
+
+def in_environ(block, make):
+    return float(os.environ.setdefault("VALUE_OF_A_USER", repr(make())))
+
+
+def put_together(block, make):
+    return globals().setdefault(f"VALUE_{block.number % 1}_OF_A_USER", make())
+
+
+def on_torch_class(block, make):
+    nn.Linear.value_of_a_user = getattr(nn.Linear, "value_of_a_user", None) or make()
+    return nn.Linear.value_of_a_user
+
+
+def on_class_of_layer(block, make):
+    kind = type(block.o)
+    if not hasattr(kind, "value_of_a_user"):
+        kind.value_of_a_user = make()
+    return kind.value_of_a_user
+
+
+def on_torch_function(block, make):
+    if not hasattr(F.softmax, "value_of_a_user"):
+        F.softmax.value_of_a_user = make()
+    return F.softmax.value_of_a_user
+
+
 def on_user_dict(block, make):
     return block.options.setdefault("gain", make())
 
@@ -342,6 +387,7 @@ KEPT = {
         attribute, own_dict, nested, own_slots, own_property, class_attribute, class_dict, other_class, metaclass, method_cache,
         function_cache, module_global, global_list, global_dict, global_deque, global_slots, default_argument, keyword_default,
         function_attribute, weak_dict, context_variable, thread_local, namespace, other_module, library_module, counter, generator, second_forward, second_count, registered, registered_for_good,
+        in_dispatch, in_environ, put_together, on_torch_class, on_class_of_layer, on_torch_function,
         on_layer, on_parameter, on_namespace, on_user_dict, on_global_args, in_thread, history, second_function,
     )
 } | {"closure_cell": closure_cell}  # fmt: skip
@@ -641,6 +687,12 @@ def reset():
     default_argument.__defaults__[0].clear()
     keyword_default.__kwdefaults__["kept"].clear()
     vars(torch).pop("_value_of_a_user", None)
+    os.environ.pop("VALUE_OF_A_USER", None)
+    _of_kind[0] = _dispatch()
+    globals().pop("VALUE_0_OF_A_USER", None)
+    vars(F.softmax).pop("value_of_a_user", None)
+    if hasattr(nn.Linear, "value_of_a_user"):
+        del nn.Linear.value_of_a_user
     _once.cache_clear()
     Block.once.cache_clear()
     VARIABLE.set(None)
@@ -662,6 +714,8 @@ def everything():
     )
     values = [VALUE, Block.value, Shared.value, _GENERATOR[0], VARIABLE.get(), *map(len, held)]
     values += [hasattr(each, "value") for each in (LOCAL, SLOTS, HOLDER, Meta)]
+    values += [len(_of_kind[0].registry), "VALUE_OF_A_USER" in os.environ, "VALUE_0_OF_A_USER" in globals()]
+    values += [hasattr(each, "value_of_a_user") for each in (nn.Linear, F.softmax)]
     return [*values, hasattr(torch, "_value_of_a_user"), _once.cache_info().currsize, Block.once.cache_info().currsize]
 
 

@@ -21,6 +21,7 @@ from techniques.tp.read_values import (
     of_ranks,
     single_reads,
 )
+from torch import nn
 
 import shardwise as sw
 
@@ -118,3 +119,37 @@ def other_hooks():
 def test_hooks_of_other_modules_stay_what_they_are(ranks):
     """Ranks compare their code, and copies of a module are bound anew to what they use."""
     assert all(is_same for is_same, _ in ranks.run(other_hooks, 2))
+
+
+def places_of_a_part():
+    """What is said of rows and columns of parts, what the fix reads, and the whole after the fix has written there."""
+    with sw.init("tp=2", device="cpu", timeout_s=30) as world:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).double()
+        model = sw.parallelize(model, world, example={"input": torch.ones(2, 4, dtype=torch.float64)})
+        said = []
+        with torch.no_grad():
+            for act in (
+                lambda p: p[:, 0].zero_(),
+                lambda p: p[0],
+                lambda p: p.select(0, 1),
+                lambda p: p.narrow(0, 1, 2),
+            ):
+                try:
+                    act(model[0].weight)
+                except sw.UsageError as error:
+                    said.append(str(error))
+        row = sw.full_tensor(model[0].weight)[0]
+        state = sw.full_state_dict(model)
+        if world.is_main:
+            state["0.weight"][:, 0].zero_()
+        sw.load_full_state_dict(model, state)
+        return said, row.shape, sw.full_tensor(model[0].weight).detach()
+
+
+def test_a_place_of_a_part_says_how_it_is_read_and_written(ranks):
+    """The advice was about norms of gradients."""
+    for said, shape, whole in ranks.run(places_of_a_part, 2):
+        assert len(said) == 4
+        assert all("sw.full_tensor(p)[0]" in text and "sw.load_full_state_dict(model, state)" in text for text in said)
+        assert shape == (4,) and bool((whole[:, 0] == 0).all()) and bool((whole[:, 1:] != 0).all())

@@ -26,6 +26,15 @@ from shardwise.world.collectively import Peers
 
 __all__ = ["CheckpointManager"]
 
+_SAVED = "leave it out: save() saves the model, optimizer and step that the manager was made with, in its directory"
+_SAVES = {
+    **dict.fromkeys(
+        ("*", "model", "optim", "optimizer", "step", "path", "root"),
+        _SAVED + "; figures: save(metrics={'val_loss': 0.25})",
+    ),
+    "best": "CheckpointManager(root, step, best='val_loss'), and the figure here: metrics={'val_loss': 0.25}",
+}
+
 
 class CheckpointManager:
     """Saves and resumes the checkpoints of a run: model, optimizer, scheduler, counts, loader position, random streams.
@@ -110,6 +119,7 @@ class CheckpointManager:
         self._retention = RetentionPolicy(last=keep, every=keep_every, best=best)
         self._texts = {path: text.encode() for path, text in (texts or {}).items()}
         self._saved_step: int | None = None
+        self._said: set[str] = set()  # notes that are given once
         self._late_notes: list[str] = []  # notes of the writer thread, shown by the next call
         self._directory = Directory(self._world, Path(root))
         self._resume_point = ResumePoint(self._directory, step, extra or {})
@@ -202,20 +212,24 @@ class CheckpointManager:
             num_steps: windows between two saves; None: only when asked.
             out: what the step returned; ``best`` uses its loss and metrics. A save that was asked for needs none: it is kept as
                 the newest.
-            metrics: further figures for ``best``, by name; needed where a checkpoint is saved.
+            metrics: further figures for ``best``, by name; needed where a checkpoint is saved. A NaN is never the best.
 
         Returns:
             the checkpoint's path, if there is a new one.
 
         Raises:
             Stopped: on every rank; the run was asked to stop, and the checkpoint is on disk.
-            CheckpointError: as for :meth:`save`.
+            CheckpointError, ConfigError: as for :meth:`save`.
         """
         if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1):
             raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
-        figures = {} if out is None else {"loss": out.loss, **out.metrics}
-        figures |= metrics or {}
+        figures = {**_figures_of(out), **_checked(metrics)}
         reason = self._world.stop.agreed
+        if not figures and num_steps and self._retention.best is not None:
+            self._warn_once(
+                f"best={self._retention.best!r}, and this save_every({num_steps}) is given no figures: where it saves, they are needed. Pass what the "
+                f"step returned, save_every({num_steps}, out), or metrics={{name: value}}"
+            )
         if reason is None and not self._world.stop.saves and (num_steps is None or self._runtime.step % num_steps):
             return None
         # A request counts once, even if the save fails.
@@ -245,6 +259,7 @@ class CheckpointManager:
         be called in a signal handler or another thread."""
         self._world.stop.ask_for_save()
 
+    @public_call(_SAVES)
     def save(self, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Saves a checkpoint now. All ranks must call it, between two windows. It first waits for a save that is still
         being written.
@@ -259,12 +274,12 @@ class CheckpointManager:
             Stopped: on every rank; the run was asked to stop, and the checkpoint is on disk.
             CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the previous save
                 could not: earlier checkpoints are as they were, and training can continue.
-            ConfigError: ``best`` is not among these metrics.
+            ConfigError: ``best`` is not among these metrics. The checkpoint is on disk then, as the newest, and ranked by nothing.
             UsageError: it is called in the middle of a window, or after the manager was closed.
             UnsupportedError: some state is neither JSON nor a tensor; with its name.
         """
         reason = self._world.stop.agreed
-        saved = self._save(metrics or {}, is_asked=reason is not None)
+        saved = self._save(_checked(metrics), is_asked=reason is not None)
         if reason is not None:
             self._stop(reason)
         return saved
@@ -284,7 +299,13 @@ class CheckpointManager:
                 why="its gradients are half summed, and a resumed run would begin the window again",
                 fix="save after the step",
             )
-        figure = self._figure(metrics, is_asked=is_asked)
+        figure, fault = None, None
+        try:
+            figure = self._figure(metrics, is_asked=is_asked)
+        except ConfigError as error:  # on all ranks; what was trained is saved first
+            fault = error
+        if figure is not None and figure != figure:
+            self._warn_once(f"best={self._retention.best!r}: a NaN, at step {self._runtime.step}, is never the best")
         contents = contents_of(
             self.step.model,
             self.step.optim,
@@ -310,6 +331,12 @@ class CheckpointManager:
         else:
             self._background.begin(contents, write)
         self._saved_step, self._world.stop.saves = contents.step, False
+        if fault is not None:
+            self.wait()
+            fault.add_note(
+                f"the checkpoint of step {contents.step} is on disk, as the newest: a run can be resumed from it"
+            )
+            raise fault
         return self._directory.folder(contents.step)
 
     def _figure(self, metrics: Mapping[str, float], *, is_asked: bool) -> float | None:
@@ -366,6 +393,7 @@ class CheckpointManager:
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
+    @public_call({"loader": "for window in manager.resume(loader): ...; without a sw.Loader: manager.load()"})
     def resume(self, loader: Iterable[Any], *, override: Sequence[str] = ()) -> Iterator[Any]:
         """Restores the newest good checkpoint, if there is one; returns an iterator over the windows of ``loader`` from
         there (or from the beginning). All ranks must call it; each call runs to the end of an epoch, as iterating over
@@ -387,6 +415,9 @@ class CheckpointManager:
         self._warn(self._resume_point.take(loader, override))
         return iter(loader)
 
+    @public_call(
+        dict.fromkeys(("path", "root"), "CheckpointManager(root, step).load(): the directory is given to the manager")
+    )
     def load(self, step: int | None = None, *, override: Sequence[str] = ()) -> int | None:
         """Restores the run from a checkpoint. All ranks must call it.
 
@@ -402,15 +433,49 @@ class CheckpointManager:
                 Nothing of the run has changed then.
             ConfigError: settings differ from those of the saved run, as for :meth:`resume`.
         """
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+            raise ConfigError(
+                f"load({step!r:.60})",
+                why="it takes the step of a checkpoint in the manager's directory",
+                fix="load(), or load(step=100)",
+            )
         self.wait()
         back = self._resume_point
         loaded, notes = back.load_newest(override) if step is None else back.load(step, override)
         self._warn(notes)
         return loaded
 
+    def _warn_once(self, note: str) -> None:
+        kind = note.partition(",")[0]
+        self._warn([] if kind in self._said else [note])
+        self._said.add(kind)
+
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes if self._world.is_main else ():
             warnings.warn(note, stacklevel=level_of_caller())
+
+
+def _figures_of(out: Any) -> dict[str, float]:
+    """What a step returned, by name."""
+    if out is None:
+        return {}
+    if not hasattr(out, "loss") or not isinstance(getattr(out, "metrics", None), Mapping):
+        raise ConfigError(
+            f"save_every(n, {out!r:.60})",
+            why="the second argument is what the step returned, of which loss and metrics are taken",
+            fix="out = step(window); manager.save_every(100, out); a figure of your own: save_every(100, metrics={'loss': value})",
+        )
+    return {"loss": out.loss, **out.metrics}
+
+
+def _checked(metrics: Any) -> Mapping[str, float]:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics={metrics!r:.60} of a checkpoint",
+            why="it maps names of figures to numbers",
+            fix="metrics={'val_loss': 0.25}",
+        )
+    return metrics or {}
 
 
 def _check_limit(stop_after_s: float | None) -> None:
