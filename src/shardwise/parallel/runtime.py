@@ -202,6 +202,8 @@ class Runtime:
             str, object
         ] = {}  # subject -> what was chosen or seen since training began, for people: its text
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
+        # Why a forward cannot be run by itself, beside the schedule of a window; a technique sets it when it begins. None: it can.
+        self.runs_alone: str | None = None
         self.pending: Pending | None = None  # source of the values that loading will not bring
         # Parameter that is not trained, and that the constructor drew -> whether it still has these numbers.
         self.frozen_draws: dict[str, Callable[[], bool]] = {}

@@ -17,12 +17,12 @@ from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.argument_checks import refuse_torch_loss
+from shardwise.step.forward import run_on, sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.loss import (
     Batch,
     Loss,
     as_micro_batches,
-    as_sums,
     counter_of,
     forward_of,
     next_token_loss,
@@ -127,13 +127,13 @@ class _Sums:
         return forked_streams(derive_seed(world.seed, "evaluate", number), world.device, self.runtime.generators)
 
     def _add(self, item: "_Item") -> None:
-        model, loss, check, batch, counts = self.runtime.module, self.loss, self._check, item.batch, item.counts
+        loss, check, batch, counts = self.loss, self._check, item.batch, item.counts
         self._last = batch
         if counts:  # first: what cannot be counted has no labels for a loss either
             self._is_idle = False
             self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
-        output = self.forward(model, batch, StepState.at(self.runtime.step, batch, item.number, is_training=False))
-        sums = as_sums(output if loss is None else loss(output, batch))
+        state = StepState.at(self.runtime.step, batch, item.number, is_training=False)
+        output, sums = sums_on(self.runtime, self.forward, loss, batch, state)
         check.try_loss(loss, output, batch, sums, counts=counts)
         check.agree(sorted(sums), check.entry(sorted(sums)))  # with its own entry: the others learn of it in `means`
         for name, value in sums.items():
@@ -156,7 +156,7 @@ class _Sums:
         state = StepState(self.runtime.step, is_training=False)
 
         def forward(batch: Batch) -> Any:
-            return self.forward(self.runtime.module, batch, state)
+            return run_on(self.runtime, self.forward, batch, state)
 
         if float(agreed["unclear"]):
             self._check.try_forward(forward, self.loss)

@@ -26,12 +26,12 @@ from shardwise.step.argument_checks import (
     warn_of_left_out,
 )
 from shardwise.step.clip import Clipping, NormType
+from shardwise.step.forward import run_on, sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.local_optimizer import has_own_step, local_optimizer
 from shardwise.step.loss import (
     Batch,
     Loss,
-    as_sums,
     counter_of,
     forward_of,
     next_token_loss,
@@ -280,8 +280,8 @@ class TrainStep:
         detached: ShardwiseError | None = None
         self._sums.begin(self.num_steps)
         for batch in w:
-            output = self.forward(self.model, batch, StepState.at(self.num_steps + 1, batch))
-            sums = as_sums(output if self.loss is None else self.loss(output, batch))
+            state = StepState.at(self.num_steps + 1, batch)
+            output, sums = sums_on(self._runtime, self.forward, self.loss, batch, state)
             self._sums.try_loss(self.loss, output, batch, sums, counts=not batch.padding)
             if not sums["loss"].requires_grad:
                 detached = no_gradient(self._runtime)
@@ -301,7 +301,7 @@ class TrainStep:
         state = StepState(self.num_steps + 1)
 
         def forward(batch: Batch) -> Any:
-            return self.forward(self.model, batch, state)
+            return run_on(self._runtime, self.forward, batch, state)
 
         try:
             check(forward)
