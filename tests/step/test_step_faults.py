@@ -184,7 +184,7 @@ def _mean_metric(layout, mean, late):
                 out = step(window)
             except ConfigError as error:
                 return i, str(error), all(torch.equal(before[n], t) for n, t in values(model).items())
-        return out.num_tokens, out.metrics, step._sums.settled
+        return out.num_tokens, out.metrics, step._check.settled
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
@@ -274,10 +274,10 @@ def _tries_a_task(layout):
     for tried in (True, False):
         world, model = shard(layout, build=build_normed_task)
         _, step = _step(model, loss=None)
-        step._sums.settled = set() if tried else {"loss"}
+        step._check.settled = set() if tried else {"loss"}
         torch.manual_seed(11)
         out = step(mine([batch(i) for i in range(4)], world))
-        found.append((out.loss, values(model), dict(model.named_buffers()), torch.rand(1), step._sums.settled))
+        found.append((out.loss, values(model), dict(model.named_buffers()), torch.rand(1), step._check.settled))
         world.close()
     return found
 

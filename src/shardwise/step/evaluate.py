@@ -17,7 +17,7 @@ from shardwise.model.calling import call
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.argument_checks import refuse_torch_loss
-from shardwise.step.forward import run_on, sums_on
+from shardwise.step.forward import sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.loss import (
     Batch,
@@ -29,10 +29,8 @@ from shardwise.step.loss import (
     refuse_uncallable,
     with_count,
 )
-from shardwise.step.loss_check import SumCheck
+from shardwise.step.loss_check import LossCheck
 from shardwise.step.mode import eval_mode
-from shardwise.step.model_loss import ModelLoss
-from shardwise.step.model_loss_check import ModelLossCheck
 from shardwise.step.no_gradient import refuse_autocast
 from shardwise.step.same_data import digest_of_dataset, other_datasets
 from shardwise.step.step_state import StepState
@@ -107,7 +105,7 @@ class _Sums:
         self.totals: dict[str, Tensor] = {}
         self.tokens = torch.zeros((), dtype=torch.float64)
         self._buffers, self._is_idle = BufferExchange(runtime), True
-        self._check = SumCheck(runtime, counter, forward)
+        self._check = LossCheck(runtime, loss, counter, forward, given=forward)
         self._last: Batch = {}
 
     def run(self, loader: Iterable[Any]) -> None:
@@ -134,8 +132,9 @@ class _Sums:
             self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
         state = StepState.at(self.runtime.step, batch, item.number, is_training=False)
         output, sums = sums_on(self.runtime, self.forward, loss, batch, state)
-        check.try_loss(loss, output, self.runtime.for_loss(batch), sums, counts=counts)
-        check.agree(sorted(sums), check.entry(sorted(sums)))  # with its own entry: the others learn of it in `means`
+        check.see(output, batch, sums, counts=counts)
+        names = sorted(sums)
+        check.agree(names, check.entries(names)["told"])  # with its own entry: the others learn of it in `means`
         for name, value in sums.items():
             value = value.double() if counts else torch.zeros_like(value, dtype=torch.float64)
             self.totals[name] = self.totals[name] + value if name in self.totals else value
@@ -146,22 +145,15 @@ class _Sums:
         agreed = self.runtime.world.agreement.sum(
             {
                 "tokens": self.tokens if counts_data else 0,
-                "unclear": float(bool(self._check.unclear)),
+                "unclear": self._check.entries([])["unclear"],
                 **self._buffers.entries(is_idle=self._is_idle),
                 **{f"sum of {name}": self.totals[name] * float(counts) for name in sorted(self.totals)},
             },
             "evaluation, adding up",
         )
         self._buffers.apply(agreed, "an evaluation")
-        state = StepState(self.runtime.step, is_training=False)
-
-        def forward(batch: Batch) -> Any:
-            return run_on(self.runtime, self.forward, batch, state)
-
         if float(agreed["unclear"]):
-            self._check.try_forward(forward, self.loss)
-        if isinstance(self.loss, ModelLoss):
-            ModelLossCheck(self.loss, self.forward).run(self.runtime, forward, [self._last])
+            self._check.run([self._last], StepState(self.runtime.step, is_training=False))
         num_tokens = float(agreed["tokens"])
         if not num_tokens:
             raise UsageError(
@@ -222,7 +214,7 @@ class _Numbers:
         return self._begin + index
 
 
-def _in_step(runtime: Runtime, batches: Iterator[_Item], check: SumCheck, counter: Any) -> Iterator[_Item]:
+def _in_step(runtime: Runtime, batches: Iterator[_Item], check: LossCheck, counter: Any) -> Iterator[_Item]:
     """Yields batches until no rank has one left; a rank without one repeats its last batch, or one of another rank,
     uncounted. Calls ``check.begin`` before each. The check is due on all ranks or on none: once one rank has settled
     every entry, it ends on all."""

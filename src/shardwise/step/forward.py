@@ -1,15 +1,31 @@
-"""How a model is run on a batch: the one call that training, evaluation and the check of the loss share."""
+"""How a model is run on a batch: the one call that training, evaluation and the check of the loss share; and runs that leave
+nothing behind."""
 
-from collections.abc import Callable
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from shardwise.data.batch import MicroBatch
+from shardwise.errors import RankError
+from shardwise.launch.failure import is_lost_peer
+from shardwise.model.module_state import FunctionState
+from shardwise.model.pytrees import map_leaves
 from shardwise.parallel import Runtime
+from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.step.loss import Batch, Loss, as_sums
+from shardwise.step.mode import eval_mode, without_draws
 from shardwise.step.step_state import StepState
+from shardwise.world.rng import derive_seed, forked_streams
 
-__all__ = ["Forward", "run_on", "sums_on"]
+__all__ = ["Forward", "Runs", "drawn", "run_alone", "run_on", "sums_on", "without_a_trace"]
 
 Forward = Callable[[nn.Module, Batch, StepState], Any]
 """How the model is called: ``forward(model, batch, state)`` -> output, as :func:`~shardwise.step.loss.forward_of` makes it."""
@@ -27,3 +43,110 @@ def sums_on(
     """:func:`run_on`, and the sums of the loss: those that the forward has returned where ``loss`` is None."""
     output = run_on(runtime, forward, batch, state)
     return output, as_sums(output if loss is None else loss(output, runtime.for_loss(batch)))
+
+
+class Runs:
+    """What runs of a model gave, and in which mode; whether they drew random numbers; and what kept one from running."""
+
+    def __init__(self, mode: Any):
+        self.mode, self.values, self.is_noisy = mode, list[Any](), False
+        self.error: Exception | None = None
+
+    def add(self, runtime: Runtime, run: Callable[[], Any]) -> None:
+        if self.error is not None:
+            return
+        try:
+            value, has_drawn = drawn(runtime, run, len(self.values))
+            self.values.append(value)
+            self.is_noisy |= has_drawn
+        except Exception as error:  # such as of a model that takes one number of samples only
+            if isinstance(error, RankError) or is_lost_peer(error):
+                raise
+            self.error = error
+            runtime.engine.abandon()
+
+
+def run_alone(
+    runtime: Runtime,
+    forward: Forward,
+    batches: Sequence[Batch],
+    read: Callable[[int, Any], Any],
+    state: StepState,
+    functions: Sequence[Any],
+    *modes: Any,
+) -> Runs:
+    """What ``read(i, output)`` returns for a run on each of ``batches``, outside of windows: without a trace, each from the same state,
+    with losses computed in float32 or wider. Where code of the model's own draws random numbers in train mode, or fails there,
+    in eval mode. All ranks must call it, unless :attr:`Runtime.runs_alone` is set.
+
+    Args:
+        functions: what they keep is put back.
+        modes: context managers of the model, of which the last one is taken as it is.
+    """
+    runs = Runs(eval_mode)
+    modes = modes or ((without_draws, eval_mode) if state.is_training else (eval_mode,))
+    for mode in modes:
+        runs = Runs(mode)
+        for i, batch in enumerate(batches):
+            untraced, eager = without_a_trace(runtime, *functions), torch.compiler.set_stance("force_eager")
+            with untraced, eager, mode(runtime.module), _LossesInFloat32():
+                runs.add(runtime, lambda i=i, batch=batch: read(i, run_on(runtime, forward, MicroBatch(batch), state)))
+            # The first one shows whether the model runs in this mode; a last one of another size may fail.
+            if mode is not modes[-1] and i in (0, len(batches) - 1):
+                failed = {"failed": float(runs.is_noisy or runs.error is not None)}
+                if float(runtime.world.agreement.sum(failed, "runs of the model alone")["failed"]):
+                    break
+        else:
+            break
+    return runs
+
+
+@contextlib.contextmanager
+def without_a_trace(runtime: Runtime, *functions: Any) -> Iterator[FunctionState]:
+    """Within: no gradients, no warnings (those of torch about shapes would be about copies). Buffers of the models, the Python state beside them, and what ``functions`` keep, are restored afterwards; yields the latter."""
+    known = {id(module) for each in runtimes_in_use() for _, module in each.modules}
+    state, kept = runtime.module_state(), FunctionState(functions, known)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield kept
+    finally:
+        state.restore()
+        kept.restore()
+
+
+def drawn(runtime: Runtime, run: Callable[[], Any], number: int = 0) -> tuple[Any, bool]:
+    """What ``run()`` returns with random numbers of its own stream, of this step and ``number``; and whether it has drawn any."""
+    world, generators = runtime.world, runtime.generators
+    seed = derive_seed(world.seed, "trying the loss", runtime.step, number)
+    with forked_streams(seed, world.device, generators):
+        untouched = _next_numbers(world.device, generators)
+    with forked_streams(seed, world.device, generators):
+        return run(), _next_numbers(world.device, generators) != untouched
+
+
+def _next_numbers(device: torch.device, generators: Mapping[str, Any]) -> list[float]:
+    def of(generator: Any) -> float:
+        if isinstance(generator, torch.Generator):
+            return float(torch.rand((), generator=generator, device=generator.device))
+        return float(generator.random())
+
+    own = [float(torch.rand((), device=each)) for each in ("cpu", device)]
+    return [*own, random.random(), np.random.random(), *map(of, generators.values())]
+
+
+class _LossesInFloat32(TorchFunctionMode):
+    """Within: losses of half precision are computed in float32, where a mean shows next to its rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _LOSSES:
+            args, kwargs = map_leaves(_widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_LOSSES = frozenset(name for name in dir(F) if "loss" in name or "cross_entropy" in name) | {"log_softmax", "logsumexp"}
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) else value

@@ -1,349 +1,352 @@
-"""Checks that a loss returns sums and not means: on copies of a micro-batch, a sum grows with their number, a mean does
-not.
+"""One check of the loss, in the first window in which something counts: is each entry of it a sum over what is counted, is the
+mean that a model computes itself one over what is counted, and does the model shift labels that are shifted already.
 
-The loss alone is tried first, on copies of the model's output. Where that does not show a sum (the output is not one
-row for each sample, the loss is computed inside the forward), forward and loss run on copies of the micro-batch, once,
-before the step is taken.
+A sum grows with the number of copies of a micro-batch, a mean does not: the loss alone is run on copies of the model's output,
+and where that does not show a sum (the loss is computed inside the forward), the model on copies of the micro-batch. A model's
+own mean is compared on two parts of very different counts and on both together. That a model shifts labels itself shows in
+its logits, or in that the first label of each sample changes nothing.
 """
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.config.caller import level_of_caller
-from shardwise.config.suggest import first_few
-from shardwise.data.batch import MicroBatch
-from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError, first_line
-from shardwise.launch.failure import is_lost_peer
-from shardwise.model.module_state import FunctionState
+from shardwise.data.batch import IGNORED
+from shardwise.data.labels import valid_labels
+from shardwise.errors import ConfigError
+from shardwise.model.pytrees import leaves_of
 from shardwise.parallel import Runtime
-from shardwise.parallel.runtime import runtimes_in_use
-from shardwise.step.growth import Copies, Growth, growths_of
+from shardwise.step import loss_errors as errors
+from shardwise.step.forward import Forward, Runs, drawn, run_alone, without_a_trace
 from shardwise.step.loss import Batch, Loss, as_sums
-from shardwise.world.rng import derive_seed, forked_streams
+from shardwise.step.model_loss import ModelLoss, loss_of_output, said_forward
+from shardwise.step.step_state import StepState
+from shardwise.step.trial_batches import COUNTS, Copies, parts_of, relabelled
 
-__all__ = ["SumCheck", "agreed_problem", "seeded", "without_a_trace"]
+__all__ = ["LossCheck"]
 
-T = TypeVar("T")
+_ROUNDING = {8: 1e-9, 4: 3e-4, 2: 1e-2}
+"""Bytes per number -> relative differences up to this are rounding, in sums of millions. The last one also where a forward runs on
+another number of samples, for which devices have other kernels."""
+_APART = 10  # two guesses are told apart where they differ by so many times the rounding
+_UNCHANGED = 1e-3  # of what another label changes: less, and the label is not used
 
-_RUNS = (1, 1, 2, 3)  # numbers of copies; the second run on one copy shows whether random numbers are in it
 
-
-class SumCheck:
-    """Determines once for each entry of a loss whether it is a sum; all ranks take part in the same way.
+class LossCheck:
+    """Determines once for each entry of a loss whether it is a sum, or of a :class:`ModelLoss` whether it is the right mean; all
+    ranks take part in the same way.
 
     An entry that is 0 shows nothing, so it is tried until some rank has settled it: ``"loss"`` in every window, another
     entry in the first window and then ever more rarely, since it may stay 0 for ever. While an entry is open, a window
-    runs the loss again in each of its micro-batches, paddings too, whatever this rank has found
-    meanwhile: a loss may contain a collective (a sharded teacher), and then every rank must run it equally often.
+    runs the loss again in each of its micro-batches, paddings too, whatever this rank has found meanwhile: a loss may contain
+    a collective (a sharded teacher), and then every rank must run it equally often.
 
     Args:
-        runtime: of the model whose loss it is.
-        count: what is counted in a micro-batch.
-        forward: calls the model on a micro-batch; what it and the loss keep is as before after a trial.
+        loss: None: the forward returns the sums.
+        given: the ``forward=`` of the user; what it and the loss keep is as before after a trial.
 
     Attributes:
         is_due: whether this window tries the loss; equal on every rank.
-        unclear: entries that the loss alone did not show to be sums on this rank, with how they grew, where that means
-            something; :meth:`try_forward` settles them.
+        settled: names of entries that some rank has settled; of a model's mean also ``"shift"`` and ``"weights"``.
     """
 
-    def __init__(self, runtime: Runtime, count: Callable[[Batch], Any], forward: Callable[..., Any]) -> None:
-        self._runtime, self._count, self._forward = runtime, count, forward
-        self._has_warned = False
-        self.settled: set[str] = set()  # entries settled by some rank: equal on every rank
-        self.names: set[str] = set()  # entries the loss has returned
-        self.found: set[str] = set()  # entries settled by this rank in this window
-        self.unclear: dict[str, _Seen | None] = {}
-        self.is_due = True
-        self._batch: Batch | None = None  # the micro-batch for `try_forward`
-        self._error: Exception | None = None  # of the loss on copies
-
-    def begin(self, num_steps: int) -> None:
-        """Called when a window begins (in an evaluation, a batch), after ``num_steps`` others."""
-        self.found = set()
-        is_metric_due = num_steps & (num_steps - 1) == 0  # 0, 1, 2, 4, 8, ...
-        self.is_due = "loss" not in self.settled or (is_metric_due and not self.names <= self.settled)
-
-    def entry(self, names: list[str]) -> Tensor:
-        """For the exchange: a flag for each of ``names``, whether this rank has settled it or leaves it to
-        :meth:`try_forward`."""
-        return torch.tensor([float(name in self.found or name in self.unclear) for name in names])
-
-    def agree(self, names: list[str], summed: Tensor) -> None:
-        """Marks as settled those of ``names`` that any rank has flagged. ``summed``: :meth:`entry`, summed over the
-        ranks."""
-        self.names = set(names)
-        self.settled |= {name for name, told in zip(names, summed.tolist(), strict=True) if told}
-
-    def try_loss(
-        self, loss: Loss | None, output: Any, batch: Batch, once: Mapping[str, Tensor], *, counts: bool
+    def __init__(
+        self, runtime: Runtime, loss: Loss | None, count: Callable[[Batch], Any], forward: Forward, given: Any
     ) -> None:
-        """Runs ``loss`` on copies of a micro-batch and of the model's output for it, if this window is due.
+        self._runtime, self._loss, self._forward, self._given = runtime, loss, forward, given
+        self._is_mean = isinstance(loss, ModelLoss)
+        self._count = count = loss.count if isinstance(loss, ModelLoss) else count
+        # With a count of the user's own, the model may shift labels.
+        self._has_shift = self._is_mean and count is valid_labels
+        self._names = {"weights", "shift"} if self._has_shift else {"weights"} if self._is_mean else set()
+        self.settled: set[str] = set()
+        self._found: set[str] = set()  # settled by this rank in this window
+        # Not shown to be a sum by the loss alone: how it grows there, where that means something, and whether it is proved.
+        self._unclear: dict[str, tuple[_Growth | None, bool]] = {}
+        self.is_due = True
+        self._batch: Batch | None = None  # the micro-batch that the model is run on for these
+        self._error: Exception | None = None  # of the loss on copies
+        self._has_warned = self._has_ignored = False
 
-        Args:
-            loss: the loss function; None: the forward has returned the sums.
-            output: the model's output for ``batch``.
-            batch: the micro-batch.
-            once: what the loss returned for it.
-            counts: False for a padding: it runs, as on the other ranks, but its result is not used.
-        """
-        self.names |= once.keys()
-        if not self.is_due:
+    def begin(self, num_steps: int, num_ignored: int | None = None) -> None:
+        """Called when a window begins (in an evaluation, a batch), after ``num_steps`` others; ``num_ignored``: labels of all
+        ranks in it that are -100."""
+        self._found = set()
+        is_new = self._is_mean and bool(num_ignored) and not self._has_ignored
+        self._has_ignored |= is_new
+        is_due = is_new or num_steps & (num_steps - 1) == 0  # windows 0, 1, 2, 4, 8, ...
+        self.is_due = "loss" not in self.settled or (is_due and not self._names <= self.settled)
+
+    def see(self, output: Any, batch: Batch, once: Mapping[str, Tensor], *, counts: bool) -> None:
+        """Runs the loss on copies of a micro-batch and of the model's ``output`` for it, if this window is due. ``once``: what it
+        returned for them; not ``counts``: a padding, whose result is not used."""
+        if not self.is_due or self._is_mean:
             return
+        self._names |= once.keys()
         self._batch = batch if self._batch is None else self._batch
-        growths, seen = self._by_loss(loss, output, batch)
-        for name in sorted(once.keys() - self.settled - self.found - self.unclear.keys() if counts else ()):
+        growths, kinds, is_proved = self._by_loss(output, batch)
+        for name in sorted(once.keys() - self.settled - self._found - self._unclear.keys() if counts else ()):
             value, growth = float(once[name].detach()), growths.get(name)
-            if value == 0.0 or value != value or (growth is not None and not growth.tells):
+            if value == 0.0 or not math.isfinite(value):
                 continue
-            if growth is not None and (growth.kind == "sum" or (growth.kind == "other" and seen == "whole")):
-                self.found.add(name)
+            fine = ("sum", "other") if is_proved and "part" in kinds else ("sum",)
+            if growth is not None and growth.kind in fine:
+                self._found.add(name)
                 if growth.is_square:
-                    _warn_of_square(name)
+                    errors.warn_of_square(name)
             else:
-                says = {"whole": ("mean", "part"), "but for numbers": ("mean", "part"), "means": ("mean",)}.get(
-                    seen, ()
-                )
-                self.unclear[name] = (
-                    _Seen(growth, seen != "but for numbers") if growth and growth.kind in says else None
-                )
+                self._unclear[name] = (growth if growth is not None and growth.kind in kinds else None, is_proved)
                 self._batch = batch
 
-    def _by_loss(self, loss: Loss | None, output: Any, batch: Batch) -> tuple[dict[str, Growth], str]:
-        """How each entry grows with copies of the output, and how far that can be trusted: ``"whole"`` where the copies
-        are what the model would return, ``"but for numbers"`` where 0-dim tensors in them are not, ``"means"`` where
-        the micro-batch has tensors with other numbers of rows (edges of a graph), over which a sum would not grow,
-        ``""`` for any other output."""
+    def _by_loss(self, output: Any, batch: Batch) -> tuple[dict[str, "_Growth"], tuple[str, ...], bool]:
+        """How each entry grows with copies of the output, which kinds of growth other than a sum's mean something, and whether they
+        are proved: the copies are what the model would return. Where tensors have other numbers of rows (edges of a graph),
+        over which a sum would not grow, that is a mean alone."""
+        loss, runtime = self._loss, self._runtime
         if loss is None:
-            return {}, ""
-        with torch.no_grad(), without_a_trace(self._runtime, loss) as kept:
+            return {}, (), False
+        with without_a_trace(runtime, loss) as kept:
             try:
-                copies = Copies(batch, output)
-                runs = _in_float64_or_as_it_is(
-                    lambda exact: [as_sums(loss(*copies.for_loss(num, exact=exact))) for num in _RUNS]
-                )
+                copies = Copies(runtime.for_loss(batch), output)
+                runs, is_noisy = drawn(runtime, lambda: [copies.sums(loss, num) for num in (1, 2, 3)])
             except Exception as error:  # such as an output that can be used only once, a distribution of a fixed size
                 self._error = error
-                return {}, ""
+                return {}, (), False
             finally:
-                written, lost = self._buffers_outside(kept), kept.lost
+                is_new = not self._has_warned and runtime.world.axis("loss").size > 1
+                written = [f"{type(owner).__name__}.{name}" for owner, name in kept.written_buffers] if is_new else []
+                lost = kept.lost
         if lost:
-            raise _too_large(lost[0])
+            raise errors.too_large(lost[0])
         if written:
-            self._warn_of_buffers(written)
-        return growths_of(runs, of_forward=False), self._worth(copies)
+            self._has_warned = True
+            errors.warn_of_buffers(written, is_main=runtime.world.is_main)
+        growths, is_whole = _growths_of(runs, is_noisy=is_noisy), copies.holds_rows()
+        if copies.is_of_samples:
+            return growths, ("mean", "part") if copies.holds_rows(or_numbers=True) else (), is_whole
+        once, twice = (float(torch.as_tensor(self._count(copies.batch(num)))) for num in (1, 2))
+        return growths, ("mean",), is_whole and twice == 2 * once
 
-    def _buffers_outside(self, kept: FunctionState) -> list[str]:
-        """The buffers that the loss has written and the model does not have."""
-        if self._has_warned or self._runtime.world.axis("loss").size == 1:
-            return []
-        return [f"{type(owner).__name__}.{name}" for owner, name in kept.written_buffers]
+    def entries(self, names: list[str]) -> dict[str, Any]:
+        """For the exchange: a flag for each of ``names``, whether this rank has settled it or leaves it to :meth:`run`; and
+        whether :meth:`run` is to be called."""
+        told = torch.tensor([float(name in self._found or name in self._unclear) for name in names])
+        return {"told": told, "unclear": float(self.is_due if self._is_mean else bool(self._unclear))}
 
-    def _warn_of_buffers(self, names: list[str]) -> None:
-        self._has_warned = True
-        if self._runtime.world.is_main:
-            warnings.warn(
-                f"the loss writes {first_few(names)}, a buffer that the model does not have: each rank writes it from its own data, nothing "
-                "compares the ranks, and it is in no checkpoint. Put the loss in the model, before parallelize: "
-                'model = sw.TaskModel(model, loss), and say what the ranks make of it together: Sharding(buffers={"*.center": "mean"})',
-                stacklevel=level_of_caller(),
-            )
+    def agree(self, names: list[str], told: Tensor) -> None:
+        """Marks as settled those of ``names`` that any rank has flagged. ``told``: of :meth:`entries`, summed over the ranks."""
+        self._names |= set() if self._is_mean else set(names)
+        self.settled |= {name for name, flag in zip(names, told.tolist(), strict=True) if flag}
 
-    def _worth(self, copies: Copies) -> str:
-        if not copies.is_of_samples:
-            once, twice = (float(torch.as_tensor(self._count(copies.batch(num)))) for num in (1, 2))
-            return "means" if copies.is_whole and twice == 2 * once else ""
-        return "whole" if copies.is_whole else "but for numbers" if copies.is_rows_and_numbers else ""
-
-    def try_forward(self, forward: Callable[[Batch], Any], loss: Loss | None) -> None:
-        """Settles the unclear entries of any rank: runs forward and loss on copies of a micro-batch, without side
-        effects. All ranks must call it, outside a window.
+    def run(self, batches: Sequence[Batch], state: StepState) -> None:
+        """Runs the model on copies or parts of a micro-batch, without side effects, and settles what is unclear on any rank. All
+        ranks must call it, outside a window.
 
         Raises:
-            ConfigError: on every rank, for an entry that is not a sum.
+            ConfigError: on every rank, for an entry that is no sum; a model's loss that is no mean over what is counted, or is one
+                of labels that are shifted twice.
         """
-        unclear, batch = self.unclear, self._batch
-        assert batch is not None  # every rank has kept one in `try_loss`
-        growths = self._by_forward(forward, loss, batch)
-        problem = None
-        for name, seen in unclear.items():
-            growth = growths.get(name)
-            if growth is None and (seen is None or not seen.is_whole):
-                if self._runtime.world.is_main:
-                    _warn_unchecked(self._error)
+        runtime, settled, problem = self._runtime, {"loss"}, None
+        try:
+            if runtime.runs_alone is not None:
+                runtime.chosen["loss check"] = f"the model is not run to try its loss: {runtime.runs_alone}"
+                settled |= {"shift", "weights"}
+                self._refuse_proved()
             else:
-                problem = problem or _problem(name, seen, growth)
-        self.unclear, self._batch, self._error = {}, None, None
-        agreed = self._runtime.world.agreement.sum(
-            {"problem": float(problem is not None)}, "trying whether the loss is a sum"
+                settled |= self._try_parts(batches, state) if self._is_mean else self._try_copies(state)
+        except ConfigError as error:
+            problem = error
+        told = {name: float(name in settled) for name in ("loss", "shift", "weights")}
+        agreed = runtime.world.agreement.sum(
+            {"problem": float(problem is not None), **told}, "trying the loss, the result"
         )
-        if float(agreed["problem"]):
-            raise agreed_problem(self._runtime, problem)
+        if float(agreed.pop("problem")):
+            raise errors.agreed_problem(runtime, problem)
+        self.settled |= {name for name, flag in agreed.items() if float(flag)}
+        self._unclear, self._batch, self._error = {}, None, None
 
-    def _by_forward(self, forward: Callable[[Batch], Any], loss: Loss | None, batch: Batch) -> dict[str, Growth]:
-        """How each entry grows when forward runs on the copies; empty where it cannot run on them."""
-        runtime = self._runtime
-        with torch.no_grad(), without_a_trace(runtime, loss, self._forward), torch.compiler.set_stance("force_eager"):
-            try:
-                plain = Copies(batch, None)
-                if not plain.is_of_samples:
-                    raise ValueError(
-                        "its tensors have different numbers of rows, so that copies would be another kind of batch"
-                    )
-                outputs = [seeded(runtime, i, forward, plain.batch(num)) for i, num in enumerate(_RUNS)]
-                if loss is None:
-                    runs = [as_sums(output) for output in outputs]
-                else:
-                    runs = _runs_of_loss(loss, Copies(batch, outputs[0]), outputs)
-            except Exception as error:  # such as of a model that takes one batch size only
-                if isinstance(error, RankError) or is_lost_peer(error):
-                    raise
-                self._error = error
-                runtime.engine.abandon()
-                return {}
-        return {name: growth for name, growth in growths_of(runs, of_forward=True).items() if growth.tells}
+    def _refuse_proved(self) -> None:
+        for name, (seen, is_proved) in self._unclear.items():
+            if seen is not None and is_proved and seen.kind == "mean":
+                raise errors.no_sum(name, seen)
 
+    def _runs(self, trials: Sequence[Batch], read: Callable[[int, Any], Any], state: StepState, *modes: Any) -> Runs:
+        return run_alone(self._runtime, self._forward, trials, read, state, (self._loss, self._given), *modes)
 
-class _Seen(NamedTuple):
-    """An entry that does not grow as a sum in the loss alone, and whether that proves it (all the output was
-    copied)."""
+    def _try_copies(self, state: StepState) -> set[str]:
+        """Settles unclear entries by runs of forward and loss on one, two and three copies of a micro-batch."""
+        loss, batch, first = self._loss, self._batch, list[Any]()
+        assert batch is not None  # every rank has kept one in `see`
+        copies = Copies(batch)
 
-    growth: Growth
-    is_whole: bool
+        def read(i: int, output: Any) -> dict[str, Tensor]:
+            first[i:] = [output] if i == 0 else []
+            if loss is None:
+                return as_sums(output)
+            return Copies(self._runtime.for_loss(batch), first[0]).sums(loss, i + 1, output)
 
+        # Each rank runs the model equally often, also one whose micro-batch cannot be copied.
+        runs = self._runs([copies.batch(num) if copies.is_of_samples else batch for num in (1, 2, 3)], read, state)
+        if not copies.is_of_samples:
+            why = "its tensors have different numbers of rows, so that copies would be another kind of batch"
+            runs.error = ValueError(why)
+        growths = {} if runs.error else _growths_of(runs.values, is_noisy=runs.is_noisy, of_forward=True)
+        for name, (seen, is_proved) in self._unclear.items():
+            growth = growths.get(name)
+            if growth is None and (seen is None or not is_proved):
+                errors.warn_untried(runs.error or self._error, is_main=self._runtime.world.is_main)
+                continue
+            if growth is not None and growth.is_square:
+                errors.warn_of_square(name)
+            if seen is not None and (growth is None or not growth.is_noisy):  # what did not grow may be of the forward
+                growth = seen if growth is None or abs(growth.rest) >= abs(seen.rest) / 2 else None
+            if growth is not None and growth.kind in ("mean", "part"):
+                raise errors.no_sum(name, growth)
+        return set()
 
-def _in_float64_or_as_it_is(run: Callable[[bool], T]) -> T:
-    """Calls ``run`` with float64, where a mean shows even next to a sum of millions; in the given dtypes if that fails,
-    as for a loss with constants of another dtype."""
-    try:
-        return run(True)
-    except Exception:
-        return run(False)
+    def _try_parts(self, batches: Sequence[Batch], state: StepState) -> set[str]:
+        """Tries the model's mean on parts of a micro-batch, and on other labels where its logits do not tell how it compares them.
+        Returns what is settled."""
+        runtime, parts, seen = self._runtime, parts_of(batches), list[Any]()
 
+        def read(i: int, output: Any) -> Tensor:
+            loss = loss_of_output(output)
+            if i == 0:
+                seen[:] = _fits(output, parts[0].get("labels"), loss), said_forward(runtime.module, parts[0], output)
+            return loss
 
-def seeded(runtime: Runtime, i: int, forward: Callable[[Batch], Any], batch: dict[str, Any]) -> Any:
-    """What ``forward`` returns for a batch, with random numbers of the stream ``i`` of such trials in this step."""
-    seed = derive_seed(runtime.world.seed, "trying the loss", runtime.step, i)
-    with forked_streams(seed, runtime.world.device, runtime.generators):
-        return forward(MicroBatch(batch))
+        runs = self._runs(parts, read, state)
+        error = runs.error or (ValueError("it draws random numbers in eval mode too") if runs.is_noisy else None)
+        others = [other for column in (0, 1) if (other := relabelled(parts[0], column)) is not None]
+        is_open, of_labels = error is None and self._has_shift and bool(others) and not seen[0], None
+        if float(runtime.world.agreement.sum({"open": float(is_open)}, "trying the loss, its labels")["open"]):
+            of_labels = self._runs(others or parts[:2], lambda _, output: loss_of_output(output), state, runs.mode)
+        if error is not None:
+            errors.warn_untried(error, is_mean=True)
+            return set()
+        fits, said = seen
+        is_aligned = fits == {"aligned"} or not self._has_shift or not others
+        is_shifted = not is_aligned and bool(fits) and "aligned" not in fits
+        if is_open and of_labels is not None and of_labels.error is None:
+            is_aligned, is_shifted = _uses_first(runs.values[0], *of_labels.values)
+        if is_shifted:  # first: with a sum of labels that are shifted twice, the loss would be taken as it is
+            raise errors.shifted(runtime.recipe.module_class, by_logits=bool(fits))
+        return ({"shift"} if is_aligned else set()) | ({"weights"} if self._weigh(parts, runs.values, said) else set())
 
+    def _weigh(self, parts: Sequence[Batch], losses: Sequence[Tensor], said: str) -> bool:
+        """Whether the losses of parts show that they are weighted by what is counted: of a mean over ``count(batch)`` items, the loss
+        of both parts is the mean of theirs, weighted by their counts. A mean of the means of samples, a sum, or a mean over other
+        items is not, and would give gradients that depend on how samples are grouped.
 
-def _runs_of_loss(loss: Loss, copies: Copies, outputs: list[Any]) -> list[dict[str, Tensor]]:
-    def run(exact: bool) -> list[dict[str, Tensor]]:
-        return [
-            as_sums(loss(*copies.for_loss(num, exact=exact, computed=output)))
-            for num, output in zip(_RUNS, outputs, strict=True)
-        ]
-
-    return _in_float64_or_as_it_is(run)
-
-
-def _problem(name: str, seen: _Seen | None, by_forward: Growth | None) -> ConfigError | None:
-    """The error for an entry that the loss alone did not show to be a sum; None if it is one."""
-    if seen is not None and (by_forward is None or not by_forward.noise):
-        if by_forward is not None and abs(by_forward.rest) < abs(seen.growth.rest) / 2:
-            return None  # what did not grow was computed in the forward, where it does
-        return _no_sum(name, seen.growth)
-    assert by_forward is not None
-    return None if by_forward.kind in ("sum", "other") else _no_sum(name, by_forward)
-
-
-def agreed_problem(runtime: Runtime, problem: ShardwiseError | None) -> ShardwiseError:
-    """The error of the loss to raise on this rank: its own, else that of another rank. All ranks must call it."""
-    found = runtime.world.agreement.gather(problem, "naming a fault of the loss")
-    ranks = tuple(rank for rank, error in enumerate(found) if error is not None)
-    error = problem or found[ranks[0]]
-    if problem is not None or isinstance(error, ConfigError):  # a mean is one on every rank, whichever rank found it
-        return error
-    return RankError(
-        f"rank {', '.join(map(str, ranks))} could not run backward",
-        why=error.given,
-        fix="see the error of that rank",
-        ranks=ranks,
-    )
-
-
-def _no_sum(name: str, growth: Growth) -> ConfigError:
-    if growth.kind == "part":
-        return _part(name, growth)
-    shown = f"the micro-batch twice over gives {growth.twice:.6g}, once {growth.once:.6g}: a sum would double"
-    if name == "loss":
-        return ConfigError(
-            "a loss that takes a mean",
-            why=f"{shown}. Means of unequal micro-batches and ranks cannot be combined into the right gradient",
-            fix='use reduction="sum"; Shardwise divides by the tokens of all ranks. For a mean that the model computes itself: loss=sw.model_loss',
-        )
-    return ConfigError(
-        f"a loss whose {name!r} is a mean, or another value that is no sum",
-        why=f"{shown}. Every entry is added up over micro-batches and ranks and divided by the tokens of all, so this one would "
-        "be reported wrong",
-        fix=f"return the sum: {{{name!r}: (...).sum()}} instead of .mean(); leave out what is no sum over tokens",
-    )
-
-
-def _part(name: str, growth: Growth) -> ConfigError:
-    return ConfigError(
-        f"a loss whose {name!r} is a sum with something added to it that is no sum, such as a mean",
-        why=f"one, two and three copies of the micro-batch give {growth.once:.6g}, {growth.twice:.6g} and {growth.thrice:.6g}: "
-        f"{growth.once * growth.rest:.6g} stays the same. All of it is divided by the tokens of all ranks, so this part would "
-        "weigh less the more tokens there are, and depend on the number of micro-batches",
-        fix="multiply a mean by what is counted in the micro-batch: total + 0.01 * auxiliary * (batch['labels'] != -100).sum(); "
-        "a penalty on weights needs a backward of its own: see sw.window",
-    )
+        Raises:
+            ConfigError: they are weighted otherwise.
+        """
+        both, *each, first_twice = map(float, losses)
+        counts = [float(torch.as_tensor(self._count(part))) for part in parts[1:3]]
+        if min(counts) <= 0 or not all(map(math.isfinite, (both, *each))):
+            return False
+        scale = max(map(abs, (both, *each))) or 1.0
+        by_number = abs(first_twice - each[0]) / scale  # of a mean, rounding
+        limit = max(_resolution(losses[0]), _APART * min(by_number, _ROUNDING[2]))
+        expected = _weighted(each, counts)
+        # Of what counts the same here, such as labels that are not negative where all others are -100, nothing is to be told apart.
+        by_name = {name: [count(part) for part in parts[1:3]] for name, count in COUNTS.items()}
+        others = {name: _weighted(each, given) for name, given in by_name.items() if given != counts}
+        others = {"sum": sum(each), **{name: guess for name, guess in others.items() if not math.isnan(guess)}}
+        off = {name: abs(both - guess) / scale for name, guess in {"": expected, **others}.items()}
+        if off[""] <= limit and by_number <= _ROUNDING[2]:
+            # A guess that says nearly the same would fit as well.
+            is_apart = {name: abs(other - expected) / scale > _APART * limit for name, other in others.items()}
+            return all(is_apart[name] or off[name] > limit for name in others)
+        name = min(others, key=lambda name: off[name])
+        if off[name] <= max(limit, off[""] / _APART):
+            raise errors.other_mean(name, each, counts, expected, both, said)
+        errors.warn_of_other_terms(each, expected, both)
+        return True
 
 
-@contextlib.contextmanager
-def without_a_trace(runtime: Runtime, *functions: Any) -> Iterator[FunctionState]:
-    """Within: no warnings. Buffers of the models, the Python state beside them, and what ``functions`` keep, are restored afterwards;
-    yields the latter."""
-    known = {id(module) for each in runtimes_in_use() for _, module in each.modules}
-    state, kept = runtime.module_state(), FunctionState(functions, known)
-    try:
-        with _without_warnings():
-            yield kept
-    finally:
-        state.restore()
-        kept.restore()
+class _Growth(NamedTuple):
+    """An entry of the loss on one, two and three copies of a micro-batch: a sum gives f, 2f, 3f; a mean f, f, f; a sum with a mean
+    (or a penalty) added to it lies between, on a straight line that does not start at 0. What lies on no line (contrastive
+    losses, whose terms depend on the other samples) is none of these. ``is_noisy``: random numbers are in it."""
+
+    once: float
+    twice: float
+    thrice: float
+    rounding: float
+    is_noisy: bool
+
+    @property
+    def rest(self) -> float:
+        """The share of the value that does not grow with the copies: 0 for a sum, 1 for a mean."""
+        return (2 * self.once - self.twice) / self.once
+
+    @property
+    def is_square(self) -> bool:
+        """Whether it grows with the square of the copies: four times as large on two, nine times on three."""
+        return all(abs(x / self.once - ratio) < _UNCHANGED for x, ratio in ((self.twice, 4), (self.thrice, 9)))
+
+    @property
+    def kind(self) -> str:
+        """``"sum"``, ``"mean"``, ``"part"`` (a sum and something that does not grow), or ``"other"``."""
+        if self.is_noisy:
+            return "mean" if self.twice / self.once < 1.5 and self.thrice / self.once < 2 else "sum"  # the nearer one
+        bend = abs(self.thrice - 2 * self.twice + self.once) / abs(self.once)
+        if max(abs(self.twice / self.once - 1), abs(self.thrice / self.once - 1)) <= self.rounding:
+            return "mean"
+        if bend > self.rounding:
+            return "other"
+        return "part" if abs(self.rest) > max(self.rounding, _APART * bend) else "sum"
 
 
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Within: no warnings, since those of torch about shapes would be about the copies."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _growths_of(
+    runs: Sequence[Mapping[str, Tensor]], *, is_noisy: bool, of_forward: bool = False
+) -> dict[str, _Growth]:
+    """How each entry of the loss grows from one copy to two and three; without those that show nothing."""
+    found = {}
+    for name in (name for name in runs[0] if all(name in run for run in runs)):
+        once, twice, thrice = (float(run[name].detach()) for run in runs)
+        rounding = _ROUNDING[2] if of_forward else _ROUNDING.get(runs[0][name].dtype.itemsize, _ROUNDING[2])
+        if once and all(map(math.isfinite, (once, twice, thrice))):
+            found[name] = _Growth(once, twice, thrice, rounding, is_noisy)
+    return found
 
 
-def _too_large(tensor: Tensor) -> UsageError:
-    return UsageError(
-        f"a loss that writes a tensor of its own, of {tensor.nbytes >> 20} MiB",
-        why="the loss is tried on copies of the first micro-batches, and what it writes is put back after that: of tensors that it keeps, "
-        "64 MiB at most",
-        fix="make it a buffer of the model, before parallelize: model = sw.TaskModel(model, loss); or write it after the step",
-    )
+def _weighted(parts: Sequence[float], weights: Sequence[float]) -> float:
+    total = sum(weights)
+    return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / total if total else math.nan
 
 
-def _warn_of_square(name: str) -> None:
-    """Warns of a loss that pairs each sample with each other one."""
-    warnings.warn(
-        f"the {name} grows with the square of the number of samples: four times as large for a micro-batch twice over, nine times for three copies. "
-        "Where an output of shape [N, 1] meets a target of shape [N], torch makes [N, N] of them: output.squeeze(-1). A loss of pairs of samples is "
-        "meant so, and depends on the size of a micro-batch",
-        stacklevel=level_of_caller(),
-    )
+def _resolution(loss: Tensor) -> float:
+    """Relative differences up to this are in the last places of a loss that is computed in another order."""
+    return min(max(16 * torch.finfo(loss.dtype).eps, _ROUNDING[8]), _ROUNDING[2])
 
 
-def _warn_unchecked(error: Exception | None) -> None:
-    text = first_line(error, type(error).__name__)
-    if "does not require grad" in text:
-        text = "its forward takes a gradient itself, and is tried without gradients"
-    warnings.warn(
-        f"the loss could not be tried on a micro-batch twice over ({text}), so nothing tells whether it is a sum: a mean "
-        'would train wrong (use reduction="sum")',
-        stacklevel=level_of_caller(),
-    )
+def _fits(output: Any, labels: Any, loss: Tensor) -> set[str]:
+    """How labels are shifted in the mean cross entropy with the logits of an output that gives this loss."""
+    if not isinstance(labels, Tensor) or labels.dtype != torch.long or labels.dim() != 2:
+        return set()
+    found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.dim() == 3 and x.shape[:2] == labels.shape]
+    if len(found) != 1 or not found[0].is_floating_point() or int(labels.max()) >= found[0].shape[-1]:
+        return set()
+    logits, labels = found[0].transpose(1, 2), labels.masked_fill(labels < 0, IGNORED)
+    means = {
+        "aligned": F.cross_entropy(logits, labels, ignore_index=IGNORED),
+        "shifted": F.cross_entropy(logits[..., :-1], labels[:, 1:], ignore_index=IGNORED),
+        "rolled": F.cross_entropy(logits, labels.roll(-1, 1), ignore_index=IGNORED),
+    }
+    limit = _resolution(loss) * (abs(float(loss)) or 1.0)
+    return {how for how, mean in means.items() if abs(float(mean) - float(loss)) <= limit}
+
+
+def _uses_first(loss: Tensor, other_first: Tensor, other_second: Tensor) -> tuple[bool, bool]:
+    """Whether the loss changes with the label of the first position, and whether it changes with that of the second alone; neither,
+    as with a head of zeros: nothing is seen yet."""
+    by_first, by_second = (abs(float(other) - float(loss)) for other in (other_first, other_second))
+    # Of the same logits: seen above the last place or two.
+    is_seen = math.isfinite(by_second) and max(by_first, by_second) > _resolution(loss) / _APART * abs(float(loss))
+    return is_seen and by_first > _UNCHANGED * by_second, is_seen and by_first <= _UNCHANGED * by_second

@@ -11,7 +11,7 @@ from shardwise._torch.modules import BatchNormBase
 from shardwise.config.caller import level_of_caller
 from shardwise.model import canonical_modules
 
-__all__ = ["EvalMode", "acts_by_mode", "eval_mode"]
+__all__ = ["EvalMode", "acts_by_mode", "eval_mode", "without_draws"]
 
 
 @contextlib.contextmanager
@@ -25,6 +25,16 @@ def eval_mode(model: nn.Module, *, on: bool = True) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextlib.contextmanager
+def without_draws(model: nn.Module) -> Iterator[None]:
+    """Within: modules of torch that draw random numbers or keep running statistics are in eval mode, and the others in train
+    mode, in which they may compute another loss."""
+    with eval_mode(model, on=False):
+        for module in model.modules():
+            module.training = not acts_by_mode(module)
+        yield
 
 
 class EvalMode:

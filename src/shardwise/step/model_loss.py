@@ -2,7 +2,7 @@
 
 Such a loss is a mean over the micro-batch. Multiplied by what the mean runs over it is a sum, which can be added to those of
 other micro-batches and ranks. That it is a mean over what is counted is tried by
-:class:`~shardwise.step.model_loss_check.ModelLossCheck`.
+:class:`~shardwise.step.loss_check.LossCheck`.
 """
 
 import inspect

@@ -28,7 +28,7 @@ from shardwise.step.argument_checks import (
     warn_of_left_out,
 )
 from shardwise.step.clip import Clipping, NormType
-from shardwise.step.forward import run_on, sums_on
+from shardwise.step.forward import sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.local_optimizer import has_own_step, local_optimizer
 from shardwise.step.loss import (
@@ -40,10 +40,9 @@ from shardwise.step.loss import (
     refuse_uncallable,
     with_count,
 )
-from shardwise.step.loss_check import SumCheck, agreed_problem
+from shardwise.step.loss_check import LossCheck
+from shardwise.step.loss_errors import agreed_problem
 from shardwise.step.mode import EvalMode
-from shardwise.step.model_loss import ModelLoss
-from shardwise.step.model_loss_check import ModelLossCheck
 from shardwise.step.no_gradient import no_gradient, nothing_of
 from shardwise.step.norm import GradientNorm
 from shardwise.step.scale import LossScale
@@ -172,8 +171,7 @@ class TrainStep:
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
         runtime.engine.penalties.add_step(self)
         self._scale = LossScale(runtime, optim, scaler)
-        self._sums = SumCheck(runtime, self.count, forward)
-        self._means = ModelLossCheck(loss, forward) if isinstance(loss, ModelLoss) else None
+        self._check = LossCheck(runtime, self.loss, self.count, self.forward, given=forward)
         self._before_step = methods_called(model, "pre_optimizer_step")
         self._after_step = methods_called(model, "post_optimizer_step")
         agree_on_settings(self)
@@ -208,11 +206,9 @@ class TrainStep:
         if not self._runtime.world.agreement.all_same(agreed["settings"]):
             self._drop_gradients()
             agree_on_settings(self)
-        self._sums.agree(sorted(sums), agreed["told"])
+        self._check.agree(sorted(sums), agreed["told"])
         if float(agreed["unclear"]):
-            self._try(lambda forward: self._sums.try_forward(forward, self.loss))
-        if (means_of := self._means) is not None and means_of.is_due(self.num_steps, w.num_ignored):
-            self._try(lambda forward: means_of.run(self._runtime, forward, w.batches))
+            self._try_loss(w)
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         scale = self._scale.agree(agreed)
         norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
@@ -280,7 +276,7 @@ class TrainStep:
         """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, on their
         device, which need not have computed them yet), and an error of the loss that all ranks must raise."""
         work = _Work(self, w)
-        self._sums.begin(self.num_steps)
+        self._check.begin(self.num_steps, w.num_ignored)
         (self._runtime.schedule or sequential)(work)
         return work.totals, work.detached
 
@@ -288,23 +284,17 @@ class TrainStep:
         """The sums of the loss on a micro-batch, tried where that is due, and the error where they have no gradient."""
         state = StepState.at(self.num_steps + 1, batch)
         output, sums = sums_on(self._runtime, self.forward, self.loss, batch, state)
-        self._sums.try_loss(self.loss, output, self._runtime.for_loss(batch), sums, counts=not batch.padding)
+        self._check.see(output, batch, sums, counts=not batch.padding)
         if sums["loss"].requires_grad:
             return sums, None
         detached = no_gradient(self._runtime)
         sums["loss"] = sums["loss"] + nothing_of(output, detached)
         return sums, detached
 
-    def _try(self, check: Callable[[Callable[[Batch], Any]], None]) -> None:
-        """Calls a check of the loss with the forward, which it runs on other micro-batches. Called before the optimizer
-        steps."""
-        state = StepState(self.num_steps + 1)
-
-        def forward(batch: Batch) -> Any:
-            return run_on(self._runtime, self.forward, batch, state)
-
+    def _try_loss(self, w: Window) -> None:
+        """Settles by runs of the model what the loss alone does not tell. Called before the optimizer steps."""
         try:
-            check(forward)
+            self._check.run(w.batches, StepState(self.num_steps + 1))
         except ShardwiseError:
             self._drop_gradients()
             raise
@@ -314,8 +304,7 @@ class TrainStep:
         counts = self._runtime.world.counts
         return {
             "problem": float(problem is not None),
-            "told": self._sums.entry(sorted(sums)),
-            "unclear": float(bool(self._sums.unclear)),
+            **self._check.entries(sorted(sums)),
             # The loop, its own scheduler or a resumed state may have changed them on one rank.
             "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
             **self._scale.entries(),
