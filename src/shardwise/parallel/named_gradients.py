@@ -49,7 +49,7 @@ def _refuse_parts(runtime: Runtime, own: dict[int, str]) -> None:
     why = (
         "forward computes with gathered copies, and the parameters that the model shows are shards outside of it"
         if runtime.recipe.is_cut
-        else "tp has cut the model, so that a rank computes a part of its gradients"
+        else f"the model is cut over {', '.join(runtime.recipe.grid.shared_axes)}, so that a rank computes a part of its gradients"
     )
     raise UnsupportedError(
         "torch.autograd.grad of the model's parameters",
