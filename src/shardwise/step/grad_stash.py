@@ -35,7 +35,8 @@ class GradStash:
         self.runtime = runtime
         self.is_taken = self.were_stepped = False
         self._aside = SetAsideGradients[str](runtime.parameters)
-        self._before = self._gradients()
+        # Those of the window's begin; None: no code of the user's has run since.
+        self._before = self._gradients() if waits else None
         if not waits:
             self.take()
             return
@@ -49,7 +50,7 @@ class GradStash:
         _waiting.discard(self)
         self.is_taken, self.were_stepped = True, self.runtime.holds_stepped_gradient()
         for name, grad in self._gradients().items():
-            before = self._before.get(name)
+            before = grad if self._before is None else self._before.get(name)
             if grad is before:
                 self._aside.put(name, without_history=True)
             elif before is not None and bool(local_tensor(grad).any()):
@@ -59,7 +60,7 @@ class GradStash:
                     fix="clear gradients before the window, or as its first line: optim.zero_grad()",
                     name=name,
                 )
-        self._before = {}
+        self._before = None
 
     def zero(self, ids: Collection[int], set_to_none: bool) -> None:
         """Does what ``zero_grad(set_to_none)`` does, to what was put aside of the parameters with these ``id()`` values."""
@@ -89,7 +90,7 @@ class GradStash:
         """Frees the copies."""
         _waiting.discard(self)
         self._aside.clear()
-        self._before = {}
+        self._before = None
 
 
 def _begin(_outputs: Sequence[Any]) -> None:
