@@ -51,11 +51,15 @@ MODULES = {
 
 
 def _recipe_of_today(fact: Any) -> Any:
-    """Recipes in a fact in which what belongs to one technique was a field."""
+    """Recipes in a fact in which what belongs to one technique was a field, and without fields that came later."""
     if isinstance(fact, list):
         return [_recipe_of_today(each) for each in fact]
     if not isinstance(fact, dict):
         return fact
+    if {"axis", "dim", "parts"} <= fact.keys():
+        return {**fact, "holder": fact.get("holder")}
+    if {"cuts", "storage"} <= fact.keys():
+        fact = {**fact, "codec": fact.get("codec")}
     if "buffer_policy" not in fact:
         return {key: _recipe_of_today(value) for key, value in fact.items()}
     told, techniques = dict(fact), {}  # type: ignore[var-annotated]
