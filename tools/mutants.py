@@ -995,7 +995,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "one-mesh-for-all-axes",
-        '        if axis == "fsdp" and self.layout.cp == 1:',
+        '        if axis == "fsdp" and self.axis(axis).size == self.layout.dp_shard:',
         "        if True:",
         "tests/techniques/test_toys.py -k mesh_of_their_own",
         "parameters are sharded over dp_shard, whatever axis the recipe cuts them over",
@@ -1027,6 +1027,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "GradStash(runtime, waits=False)",
         "tests/step/test_clears.py -k from_before",
         "what a loop clears by hand, as the first line of a window, is added back",
+    ),
+    Mutant(
+        "gradients-from-before-summed-again",
+        "            self._kept_gradients.take()\n            self.runtime.engine.complete",
+        "            self.runtime.engine.complete",
+        "tests/step/test_clears.py -k run_no_backward",
+        "parts along tp from before a window are summed once more in it",
+    ),
+    Mutant(
+        "writes-of-a-padding-seen-by-its-backward",
+        "contextlib.nullcontext() if has_backward else",
+        "contextlib.nullcontext() if True else",
+        "tests/step/test_schedule.py",
+        "batch norm's statistics are put back between a padding's forward and its backward, which torch refuses",
     ),
     Mutant(
         "zero-grad-of-torch-stays-replaced",
@@ -2720,8 +2734,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-run-beside-its-schedule",
-        "if runtime.runs_alone is not None:",
-        "if runtime.runs_alone == ():",
+        "if runtime.cannot_run_alone is not None:",
+        "if runtime.cannot_run_alone == ():",
         "tests/step/test_loss_check.py -k cannot_be_run_alone",
         "a stage of a pipeline waits for others that do not run",
     ),

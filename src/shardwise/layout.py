@@ -84,14 +84,9 @@ class Layout:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
-    def carved(self) -> dict[str, int]:
-        """Degree of every carved axis of more than one rank."""
-        return {axis: degree for axis in CARVED if (degree := getattr(self, axis)) > 1}
-
-    @property
     def all_degrees(self) -> dict[str, int]:
-        """What ``Layout(**...)`` makes this layout of: :attr:`degrees` and :attr:`carved`."""
-        return {**self.degrees, **self.carved}
+        """What ``Layout(**...)`` makes this layout of: :attr:`degrees`, and those of carved axes of more than one rank."""
+        return {**self.degrees, **{axis: degree for axis in CARVED if (degree := getattr(self, axis)) > 1}}
 
     @property
     def shared_axes(self) -> tuple[str, ...]:

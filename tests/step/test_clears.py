@@ -1,6 +1,7 @@
 """Gradients that a loop clears within its window, in every way there is: as its first line, and after a backward."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -126,5 +127,138 @@ def by_hand(layout, adds):
 def test_gradients_that_a_loop_assigns_are_added_to_those_from_before_or_refused(ranks):
     one = ranks.run(by_hand, 1, "dp_shard=1", "after a gradient")[0]
     assert ranks.run(by_hand, 2, "dp_replicate=2", "after a gradient") == [pytest.approx(one, rel=1e-12)] * 2
-    with pytest.raises(RankError, match="a gradient that was replaced within a window"):
+    with pytest.raises(RankError, match="a gradient that was written within a window by hand"):
         ranks.run(by_hand, 2, "dp_replicate=2", "without")
+
+
+class Normed(nn.Module):
+    """A norm over heads that tp cuts: each rank has a part of its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.q, self.o = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, input_ids):
+        x = self.norm(self.q(self.embed(input_ids)).unflatten(-1, (2, 4)))
+        return self.o(torch.tanh(x).flatten(-2))
+
+
+def kept(layout, clears, skips):
+    """Gradients after two windows without a clear between them but ``clears``; ``skips``: the ranks without a backward in the second."""
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(3)
+        model, data = sw.parallelize(Normed().double(), world, example=batch(0)), world.axis("dp")
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+        for number in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a window without a backward
+                with sw.window(model, [batch(i) for i in range(data.rank, 2, data.size)]) as w:
+                    if number and clears == "in":
+                        optim.zero_grad()
+                    for given in w:
+                        out = model(given["input_ids"])
+                        if not (number and (skips == "all" or world.rank == 1)):
+                            (sum_loss(out, given) / w.num_tokens).backward()
+            if not number and clears == "zeros":
+                optim.zero_grad(set_to_none=False)
+        return {name: None if p.grad is None else sw.full_tensor(p.grad) for name, p in model.named_parameters()}
+
+
+def in_one_process(clears, skips):
+    torch.manual_seed(3)
+    plain, batches = Normed().double(), [batch(0), batch(1)]
+    total = sum(int((given["labels"] != -100).sum()) for given in batches)
+    of = [
+        torch.autograd.grad(sum_loss(plain(given["input_ids"]), given) / total, [*plain.parameters()])
+        for given in batches
+    ]
+    names = [name for name, _ in plain.named_parameters()]
+    windows = [of if clears == "no" else [], of[:1] if skips == "rank 1" else []]
+    grads = [each for window in windows for each in window]
+    return {name: sum(grad[i] for grad in grads) for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "clears", "skips"),
+    [
+        ("dp_replicate=2", "no", "all"),
+        ("dp_shard=2", "no", "all"),
+        ("tp=2", "no", "all"),
+        *(("dp_replicate=2", clears, "rank 1") for clears in ("no", "in", "zeros")),  # others run as many backwards
+    ],
+)
+def test_gradients_from_before_are_kept_or_cleared_where_ranks_run_no_backward(ranks, layout, clears, skips):
+    """Summed again with those of the window, parts along tp were doubled, and replicas refused what nobody had written."""
+    wanted = in_one_process(clears, skips)
+    for found in ranks.run(kept, 2, layout, clears, skips):
+        for name, grad in wanted.items():
+            assert torch.allclose(found[name], grad, rtol=1e-12, atol=1e-14), name
+
+
+def written_by_hand(layout, how):
+    """What a window ends in that writes its own numbers into gradients from before it, which were cleared to zero or not."""
+    with sw.init(layout, device="cpu") as world:
+        model = sw.parallelize(build(), world)
+        optim, params = torch.optim.SGD(model.parameters(), lr=0.0), [*model.parameters()]
+        for number in range(2):
+            with sw.window(model, [batch(world.rank)]) as w:
+                if number and "clears in" in how:
+                    optim.zero_grad(set_to_none="to None" in how)
+                for given in w:
+                    if number and "adds" in how:
+                        for param in params:
+                            param.grad.add_(1.0 + world.rank)
+                    elif number and "assigns" in how:
+                        for param in params:
+                            param.grad = torch.full_like(param, 1.0 + world.rank)
+                    (sum_loss(model(given["input_ids"]), given) / w.num_tokens).backward()
+            if not number and "clears before" in how:
+                optim.zero_grad(set_to_none=False)
+        return sum(float(param.grad.sum()) for param in params)
+
+
+@pytest.mark.parametrize(
+    ("how", "is_right"),
+    [
+        ("assigns, clears in, to None", True),
+        ("assigns, clears in", True),
+        ("assigns, clears before", True),
+        ("adds, clears in", True),
+        ("assigns", False),
+        ("adds", False),
+        ("adds, clears before", False),
+    ],
+)
+def test_what_a_loop_writes_into_gradients_is_summed_or_refused(ranks, how, is_right):
+    """Taken for a sum over the ranks, it was another one on each, and replicas drifted apart."""
+    if is_right:
+        one, other = ranks.run(written_by_hand, 2, "dp_replicate=2", how)
+        none, _ = ranks.run(written_by_hand, 2, "dp_replicate=2", "clears in, of nothing")
+        numel = sum(param.numel() for param in build().parameters())
+        assert one == other == pytest.approx(none + 3.0 * numel, rel=1e-12)  # 1 of the first rank and 2 of the second
+    else:
+        with pytest.raises(RankError, match="a gradient that was written within a window by hand"):
+            ranks.run(written_by_hand, 2, "dp_replicate=2", how)
+
+
+def discriminator(layout, to_none):
+    """A plain generator is trained through a sharded model, whose gradients are cleared before a window of its own."""
+    with warnings.catch_warnings(), sw.init(layout, device="cpu") as world:
+        warnings.simplefilter("error")
+        model, generator = sw.parallelize(build(), world), nn.Linear(2, 2).double()
+        optim, noise = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 2, dtype=torch.float64)
+        for _ in range(3):
+            (generator(noise).sum() * model(batch(0)["input_ids"]).mean()).backward()
+            optim.zero_grad(set_to_none=to_none)
+            with sw.window(model, [batch(world.rank)]) as w:
+                for given in w:
+                    (sum_loss(model(given["input_ids"]), given) / w.num_tokens).backward()
+            optim.step()
+        return "no warning"
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
+def test_a_model_that_another_is_trained_through_is_not_warned_of(ranks, layout, to_none):
+    assert ranks.run(discriminator, 2, layout, to_none) == ["no warning"] * 2

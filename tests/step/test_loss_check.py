@@ -52,18 +52,18 @@ def mean_by_forward(model, batch):
 def stepped(build, windows=((0, 3),), *, runs_alone=None, evaluates=False, **options):
     """Runs of the model beside those of micro-batches in each window, and what is said: warnings, an error, ``describe``."""
     torch.manual_seed(3)
-    told, extra, calls, plain = [], [], [0], forward_module.run_on
+    told, extra, calls, plain = [], [], [0], forward_module.output_on
 
     def counting(*args):
         calls[0] += 1
         return plain(*args)
 
-    forward_module.run_on = counting
+    forward_module.output_on = counting
     try:
         with sw.init("dp_shard=1", device="cpu") as world, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             model = sw.parallelize(build(), world)
-            runtime_of(model).runs_alone = runs_alone
+            runtime_of(model).cannot_run_alone = runs_alone
             step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
             for number, ignored in enumerate(windows):
                 batches, calls[0] = [tokens(10 * number + i, each) for i, each in enumerate(ignored)], 0
@@ -77,7 +77,7 @@ def stepped(build, windows=((0, 3),), *, runs_alone=None, evaluates=False, **opt
                 extra.append(calls[0] - len(batches))
             return extra, told + [str(one.message) for one in warned], sw.describe(model)
     finally:
-        forward_module.run_on = plain
+        forward_module.output_on = plain
 
 
 CASES = {
@@ -104,6 +104,7 @@ def test_the_model_runs_a_few_times_more_in_the_first_window(case, evaluates):
 )
 @pytest.mark.parametrize("evaluates", [False, True], ids=["step", "evaluate"])
 def test_a_model_that_cannot_be_run_alone_is_not_and_describe_says_so(options, evaluates):
+    options = dict(options)
     build = (lambda: OwnLoss(mean="sum")) if options.pop("x", None) else OwnLoss
     why = "its layers are in stages on other ranks"
     extra, told, text = stepped(build, ((0, 3), (2, 4)), runs_alone=why, evaluates=evaluates, **options)

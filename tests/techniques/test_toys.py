@@ -191,5 +191,7 @@ def test_positions_over_an_axis_in_pairs_of_micro_batches_train_as_one_process_d
     assert {text.split(",")[0] for text in told["found"].values()} == {"equal"}, told["found"]
     (loss, tokens), (other, as_many) = told["evaluations"]
     assert abs(loss - other) < 1e-12 and tokens == as_many
+    for texts in told["own"]:
+        assert len(texts) == 2 and all("a training loop of your own under cp=2" in text for text in texts)
     for text in told["mesh"]:  # what an axis that is left out of the mesh came to before: shards of twice the rows
         assert "has a piece of shape (9, 8)" in text and "the recipe says (" in text

@@ -1,8 +1,9 @@
 """State of autograd: the running backward, hooks on tensors, function modes, recomputing checkpoints."""
 
+import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, length_hint
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "on_inputs",
     "share_hooks",
     "unseen",
+    "unseen_writes",
     "without_subclasses",
 ]
 
@@ -153,6 +155,11 @@ def on_inputs(replace: Callable[[Sequence[Any], bool], Sequence[Any]]) -> None:
 
     run_backward.shardwise_replaces = replace  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = run_backward
+
+
+def unseen_writes(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Context manager: a backward of what has saved one of ``tensors`` does not see that they are written."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def checkpointed(error: BaseException) -> Any:

@@ -161,7 +161,7 @@ def _refuse_again(kind: str, module: nn.Module) -> None:
     raise UsageError(
         f"torch's {kind}{plan} of a model that parallelize has made parallel",
         why="its parameters are cut already, or each rank has a copy whose gradients are summed: they would be cut, or summed, once more",
-        fix=f'leave the call out: the layout says what is done, sw.init("{_LAYOUTS[kind]}") here, or both in one; a module of your own around the '
-        "model, or a part that torch's function should have, is given to parallelize within the whole, before that",
+        fix=f'leave the call out: the layout says what is done, sw.init("{_LAYOUTS[kind]}") here, or both in one; for a module of your own '
+        "around the model, build it first, with the plain model in it, and give the whole to parallelize",
         name=found[1] or None,
     )

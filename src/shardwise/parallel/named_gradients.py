@@ -46,10 +46,13 @@ def _refuse_parts(runtime: Runtime, own: dict[int, str]) -> None:
     is_cut = any(runtime.recipe.params[each].cuts for each in own.values())
     if not runtime.recipe.is_cut and not (is_cut or runtime.partial):
         return  # replicas: that of this rank's data; a step by it is warned of
+    axes = dict.fromkeys(
+        [*(cut.axis for each in own.values() for cut in runtime.recipe.params[each].cuts), *runtime.partial]
+    )
     why = (
         "forward computes with gathered copies, and the parameters that the model shows are shards outside of it"
         if runtime.recipe.is_cut
-        else f"the model is cut over {', '.join(runtime.recipe.grid.shared_axes)}, so that a rank computes a part of its gradients"
+        else f"the model is cut over {', '.join(axes)}, so that a rank computes a part of its gradients"
     )
     raise UnsupportedError(
         "torch.autograd.grad of the model's parameters",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.dtensor import local_tensor
-from shardwise.errors import ShardwiseError, UsageError
+from shardwise.errors import PlanError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
@@ -28,6 +28,7 @@ from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
+from shardwise.world.agreement import Scope
 from shardwise.world.axis import Axis
 
 __all__ = [
@@ -63,7 +64,7 @@ class Engine(Protocol):
         """Sets when the next backward's gradients are summed over the ranks. False: not yet; True: they are final after
         :meth:`complete`; None: when each backward ends, as outside of windows."""
 
-    def at(self, micro_batch: int | None) -> None:
+    def set_micro_batch(self, micro_batch: int | None) -> None:
         """Sets which micro-batch the next forward or backward is of, where others run between the two; None: the last one that began,
         or none."""
 
@@ -163,7 +164,7 @@ class Runtime:
         self.view: RankView = recipe.at(world.rank)
         # The ranks that hold the same units, which they must enter in one order: those of one stage.
         staged = {cut.axis for param in recipe.params.values() for cut in param.cuts if cut.holder is not None}
-        self.same_units = world.among(sorted(staged))
+        self.same_units = Scope.of(self.view.coord, sorted(staged))
         self.parameters: dict[str, nn.Parameter] = tensors_of(module, "_parameters")  # type: ignore[assignment]
         self.trainable = [name for name, param in recipe.params.items() if param.trainable]
         # Parameters, gradients and optimizer state are in host memory.
@@ -199,12 +200,10 @@ class Runtime:
         self.loop_warnings: set[str] = set()  # warnings about the user's own loop that were given
         self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # number of open ``sw.gathered`` contexts
-        # What of a micro-batch a forward gets, and what its loss: set by a technique whose ranks have parts of one.
+        self.schedule: Callable[[Any], None] | None = None  # see :meth:`hand_schedule`
+        # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
         self.for_forward: Callable[[Any], Any] = _whole
         self.for_loss: Callable[[Any], Any] = _whole
-        self.schedule: Callable[[Any], None] | None = (
-            None  # see ``step.schedule``; None: one micro-batch after the other
-        )
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
         self.partial: dict[str, list[str]] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
@@ -213,7 +212,7 @@ class Runtime:
         ] = {}  # subject -> what was chosen or seen since training began, for people: its text
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         # Why a forward cannot be run by itself, beside the schedule of a window; a technique sets it when it begins. None: it can.
-        self.runs_alone: str | None = None
+        self.cannot_run_alone: str | None = None
         self.pending: Pending | None = None  # source of the values that loading will not bring
         # Parameter that is not trained, and that the constructor drew -> whether it still has these numbers.
         self.frozen_draws: dict[str, Callable[[], bool]] = {}
@@ -246,19 +245,47 @@ class Runtime:
     def leave(self) -> None:
         self._busy = None
 
+    # ---- set by techniques in ``Act.begin`` ------------------------------------------------------------------
+
+    def hand_schedule(self, schedule: Callable[[Any], None]) -> None:
+        """Lets a ``TrainStep`` run forwards and backwards of micro-batches by ``schedule``; see :mod:`shardwise.step.schedule`.
+
+        Raises:
+            PlanError: another technique has handed one.
+        """
+        if self.schedule is not None:
+            raise PlanError(
+                "two techniques that hand a schedule",
+                why="one order of forwards and backwards is run",
+                fix="use one of them",
+            )
+        self.schedule = schedule
+
+    def split_batches(self, *, for_forward: Callable[[Any], Any], for_loss: Callable[[Any], Any]) -> None:
+        """Gives a forward, and its loss, these parts of a micro-batch; of what other techniques have left of it."""
+        forward, loss = self.for_forward, self.for_loss
+        self.for_forward, self.for_loss = lambda batch: for_forward(forward(batch)), lambda batch: for_loss(loss(batch))
+
+    def refuse_own_loop(self) -> None:
+        """Raises UnsupportedError for a training loop of the user's own, where a technique splits micro-batches or has a schedule."""
+        if self.schedule is not None or self.for_forward is not _whole or self.for_loss is not _whole:
+            raise UnsupportedError(
+                f"a training loop of your own under {self.recipe.grid}",
+                why="each rank runs a part of a micro-batch, or micro-batches in an order of their own, which such a loop does not know",
+                fix="train with sw.TrainStep(model, optim, loss=...), and call it with each window",
+            )
+
+    # ----------------------------------------------------------------------------------------------------------
+
     def note_stepped_gradient(self) -> None:
         """Called when an optimizer steps."""
         grad = next((param.grad for name in self.trainable if (param := self.parameters[name]).grad is not None), None)
         self._stepped_gradient = None if grad is None else (weakref.ref(grad), local_tensor(grad)._version)
 
-    def holds_stepped_gradient(self) -> bool:
-        """Whether a gradient of the last step is there as it was: nothing has cleared it, in whichever way."""
-        if self._stepped_gradient is None:
-            return False
-        grad, version = self._stepped_gradient[0](), self._stepped_gradient[1]
-        if grad is None or local_tensor(grad)._version != version:
-            return False
-        return any(self.parameters[name].grad is grad for name in self.trainable)
+    def was_stepped_with(self, grad: Tensor) -> bool:
+        """Whether it is the noted gradient of the last step, with the version that it had."""
+        noted, version = self._stepped_gradient or (None, 0)
+        return noted is not None and noted() is grad and local_tensor(grad)._version == version
 
     def leave_window(self) -> None:
         self.leave()

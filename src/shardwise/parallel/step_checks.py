@@ -147,7 +147,7 @@ def watch_clears(runtime: Runtime) -> None:
     if not _torchs:
         for cls, held_by in _CLEARS:
             _torchs[cls] = cls.zero_grad
-            cls.zero_grad = _refusing(cls.zero_grad, held_by)
+            cls.zero_grad = _checked(cls.zero_grad, held_by)
     _clearing.add(runtime)
 
 
@@ -159,8 +159,8 @@ def end_clears(runtime: Runtime) -> None:
         cls.zero_grad = zero_grad
 
 
-def _refusing(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
-    """``zero_grad`` of a class, which notifies the open windows of models whose gradients it would clear."""
+def _checked(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[int, Any]]) -> Callable[..., None]:
+    """``zero_grad`` of a class, which first asks the open windows of models whose gradients it would clear."""
 
     @torch.compiler.disable
     @functools.wraps(zero_grad)

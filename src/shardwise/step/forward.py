@@ -25,13 +25,13 @@ from shardwise.step.mode import eval_mode, without_draws
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 
-__all__ = ["Forward", "Runs", "drawn", "run_alone", "run_on", "sums_on", "without_a_trace"]
+__all__ = ["Forward", "TrialRuns", "drawn", "output_on", "run_alone", "sums_on", "without_a_trace"]
 
 Forward = Callable[[nn.Module, Batch, StepState], Any]
 """How the model is called: ``forward(model, batch, state)`` -> output, as :func:`~shardwise.step.loss.forward_of` makes it."""
 
 
-def run_on(runtime: Runtime, forward: Forward, batch: Batch, state: StepState) -> Any:
+def output_on(runtime: Runtime, forward: Forward, batch: Batch, state: StepState) -> Any:
     """The model's output for a batch, of which it gets this rank's part. What is to be done with the batch of every run, whatever the
     run is for, belongs here."""
     return forward(runtime.module, runtime.for_forward(batch), state)
@@ -40,12 +40,12 @@ def run_on(runtime: Runtime, forward: Forward, batch: Batch, state: StepState) -
 def sums_on(
     runtime: Runtime, forward: Forward, loss: Loss | None, batch: Batch, state: StepState
 ) -> tuple[Any, dict[str, Tensor]]:
-    """:func:`run_on`, and the sums of the loss: those that the forward has returned where ``loss`` is None."""
-    output = run_on(runtime, forward, batch, state)
+    """:func:`output_on`, and the sums of the loss: those that the forward has returned where ``loss`` is None."""
+    output = output_on(runtime, forward, batch, state)
     return output, as_sums(output if loss is None else loss(output, runtime.for_loss(batch)))
 
 
-class Runs:
+class TrialRuns:
     """What runs of a model gave, and in which mode; whether they drew random numbers; and what kept one from running."""
 
     def __init__(self, mode: Any):
@@ -53,8 +53,6 @@ class Runs:
         self.error: Exception | None = None
 
     def add(self, runtime: Runtime, run: Callable[[], Any]) -> None:
-        if self.error is not None:
-            return
         try:
             value, has_drawn = drawn(runtime, run, len(self.values))
             self.values.append(value)
@@ -63,7 +61,6 @@ class Runs:
             if isinstance(error, RankError) or is_lost_peer(error):
                 raise
             self.error = error
-            runtime.engine.abandon()
 
 
 def run_alone(
@@ -74,28 +71,31 @@ def run_alone(
     state: StepState,
     functions: Sequence[Any],
     *modes: Any,
-) -> Runs:
+) -> TrialRuns:
     """What ``read(i, output)`` returns for a run on each of ``batches``, outside of windows: without a trace, each from the same state,
     with losses computed in float32 or wider. Where code of the model's own draws random numbers in train mode, or fails there,
-    in eval mode. All ranks must call it, unless :attr:`Runtime.runs_alone` is set.
+    in eval mode. All ranks must call it, unless :attr:`Runtime.cannot_run_alone` is set.
 
     Args:
         functions: what they keep is put back.
         modes: context managers of the model, of which the last one is taken as it is.
     """
-    runs = Runs(eval_mode)
+    runs = TrialRuns(eval_mode)
     modes = modes or ((without_draws, eval_mode) if state.is_training else (eval_mode,))
     for mode in modes:
-        runs = Runs(mode)
+        runs, is_last = TrialRuns(mode), mode is modes[-1]
         for i, batch in enumerate(batches):
             untraced, eager = without_a_trace(runtime, *functions), torch.compiler.set_stance("force_eager")
             with untraced, eager, mode(runtime.module), _LossesInFloat32():
-                runs.add(runtime, lambda i=i, batch=batch: read(i, run_on(runtime, forward, MicroBatch(batch), state)))
-            # The first one shows whether the model runs in this mode; a last one of another size may fail.
-            if mode is not modes[-1] and i in (0, len(batches) - 1):
-                failed = {"failed": float(runs.is_noisy or runs.error is not None)}
-                if float(runtime.world.agreement.sum(failed, "runs of the model alone")["failed"]):
-                    break
+                runs.add(
+                    runtime, lambda i=i, batch=batch: read(i, output_on(runtime, forward, MicroBatch(batch), state))
+                )
+            # A rank that cannot run it, as its micro-batch has another size, and the others go on together.
+            failed = {"failed": float(runs.error is not None or (runs.is_noisy and not is_last))}
+            if float(runtime.world.agreement.sum(failed, "runs of the model alone")["failed"]):
+                runs.error = runs.error or ValueError("the model does not run on it on another rank")
+                runtime.engine.abandon()
+                break
         else:
             break
     return runs

@@ -28,15 +28,18 @@ class GradStash:
 
     Attributes:
         is_taken: whether they were put aside.
-        were_stepped: whether an optimizer has stepped with one of them, and nothing has cleared or changed it since.
     """
 
     def __init__(self, runtime: Runtime, *, waits: bool):
         self.runtime = runtime
-        self.is_taken = self.were_stepped = False
+        self.is_taken = False
+        self._stepped: Tensor | None = None  # one that an optimizer has stepped with, and nothing has replaced
         self._aside = SetAsideGradients[str](runtime.parameters)
-        # Those of the window's begin; None: no code of the user's has run since.
-        self._before = self._gradients() if waits else None
+        # Those of the window's begin, with their versions; None: no code of the user's has run since.
+        self._before = (
+            {name: (grad, local_tensor(grad)._version) for name, grad in self._gradients().items()} if waits else None
+        )
+        self._cleared: set[str] = set()  # of these, by zero_grad()
         if not waits:
             self.take()
             return
@@ -44,37 +47,53 @@ class GradStash:
         before_backward(_begin)
 
     def take(self) -> None:
-        """Puts the gradients aside, unless that was done."""
+        """Puts the gradients aside, unless that was done. Called before any gradient of the window is summed.
+
+        Raises:
+            UsageError: one that was written or replaced, and may be a sum over the ranks with something of this rank in it.
+        """
         if self.is_taken:
             return
         _waiting.discard(self)
-        self.is_taken, self.were_stepped = True, self.runtime.holds_stepped_gradient()
-        for name, grad in self._gradients().items():
-            before = grad if self._before is None else self._before.get(name)
-            if grad is before:
+        self.is_taken, before = True, self._before
+        gradients = self._gradients()
+        self._stepped = next(filter(self.runtime.was_stepped_with, gradients.values()), None)
+        if self.runtime.has_loose_sums and not any(map(_is_not_zero, gradients.values())):
+            self.runtime.has_loose_sums = False  # they were cleared: no optimizer steps by them
+        for name, grad in gradients.items():
+            old, version = (grad, None) if before is None else before.get(name, (None, None))
+            if old is None:
+                continue  # the loop has made it since
+            is_old = grad is old and (version is None or version == local_tensor(grad)._version)
+            if is_old or (grad is old and not _is_not_zero(grad)):
                 self._aside.put(name, without_history=True)
-            elif before is not None and bool(local_tensor(grad).any()):
+            elif name not in self._cleared and _is_not_zero(grad) and (grad is old or _is_not_zero(old)):
                 raise UsageError(
-                    "a gradient that was replaced within a window, where there was one from before it",
+                    "a gradient that was written within a window by hand, where there was one from before it",
                     why="that one is a sum over the ranks, what the window adds is not yet: nothing tells whether both are in this one",
-                    fix="clear gradients before the window, or as its first line: optim.zero_grad()",
+                    fix="call optim.zero_grad() before the window, or as its first line",
                     name=name,
                 )
         self._before = None
+
+    def clear(self, ids: Collection[int]) -> None:
+        """Called before ``zero_grad`` clears those of the parameters with these ``id()`` values: other numbers that are there later are
+        the window's."""
+        self._cleared |= {name for name in self._before or () if id(self.runtime.parameters[name]) in ids}
 
     def zero(self, ids: Collection[int], set_to_none: bool) -> None:
         """Does what ``zero_grad(set_to_none)`` does, to what was put aside of the parameters with these ``id()`` values."""
         kept = self._aside.kept
         for name in [name for name in kept if id(self.runtime.parameters[name]) in ids]:
-            self.were_stepped = False
             if set_to_none:
                 del kept[name]
             else:
                 kept[name].zero_()
 
-    def _gradients(self) -> dict[str, Tensor]:
-        with self.runtime.torchs_classes():
-            return {name: grad for name, param in self.runtime.parameters.items() if (grad := param.grad) is not None}
+    def were_stepped(self) -> bool:
+        """Whether an optimizer has stepped with one of them, and nothing has cleared or changed it since. Torch's kernels over lists of
+        DTensors change no version, so its values are looked at."""
+        return self._stepped is not None and _is_not_zero(self._stepped)
 
     def add_back(self) -> None:
         """Adds the put-aside gradients to those of the window, as one process would have accumulated them."""
@@ -92,8 +111,16 @@ class GradStash:
         self._aside.clear()
         self._before = None
 
+    def _gradients(self) -> dict[str, Tensor]:
+        with self.runtime.torchs_classes():
+            return {name: grad for name, param in self.runtime.parameters.items() if (grad := param.grad) is not None}
+
 
 def _begin(_outputs: Sequence[Any]) -> None:
     """Before a backward: gradients of windows that wait for their first one are put aside."""
     for stash in list(_waiting):
         stash.take()
+
+
+def _is_not_zero(grad: Tensor) -> bool:
+    return bool(local_tensor(grad).any())

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.model.pytrees import leaves_of
 from shardwise.parallel import Runtime
 from shardwise.step import loss_errors as errors
-from shardwise.step.forward import Forward, Runs, drawn, run_alone, without_a_trace
+from shardwise.step.forward import Forward, TrialRuns, drawn, run_alone, without_a_trace
 from shardwise.step.loss import Batch, Loss, as_sums
 from shardwise.step.model_loss import ModelLoss, loss_of_output, said_forward
 from shardwise.step.step_state import StepState
@@ -82,7 +82,7 @@ class LossCheck:
         self.is_due = "loss" not in self.settled or (is_due and not self._names <= self.settled)
 
     def see(self, output: Any, batch: Batch, once: Mapping[str, Tensor], *, counts: bool) -> None:
-        """Runs the loss on copies of a micro-batch and of the model's ``output`` for it, if this window is due. ``once``: what it
+        """TrialRuns the loss on copies of a micro-batch and of the model's ``output`` for it, if this window is due. ``once``: what it
         returned for them; not ``counts``: a padding, whose result is not used."""
         if not self.is_due or self._is_mean:
             return
@@ -140,10 +140,12 @@ class LossCheck:
     def agree(self, names: list[str], told: Tensor) -> None:
         """Marks as settled those of ``names`` that any rank has flagged. ``told``: of :meth:`entries`, summed over the ranks."""
         self._names |= set() if self._is_mean else set(names)
+        if not self._unclear:
+            self._batch = self._error = None
         self.settled |= {name for name, flag in zip(names, told.tolist(), strict=True) if flag}
 
     def run(self, batches: Sequence[Batch], state: StepState) -> None:
-        """Runs the model on copies or parts of a micro-batch, without side effects, and settles what is unclear on any rank. All
+        """TrialRuns the model on copies or parts of a micro-batch, without side effects, and settles what is unclear on any rank. All
         ranks must call it, outside a window.
 
         Raises:
@@ -152,8 +154,8 @@ class LossCheck:
         """
         runtime, settled, problem = self._runtime, {"loss"}, None
         try:
-            if runtime.runs_alone is not None:
-                runtime.chosen["loss check"] = f"the model is not run to try its loss: {runtime.runs_alone}"
+            if runtime.cannot_run_alone is not None:
+                runtime.chosen["loss check"] = f"the model is not run to try its loss: {runtime.cannot_run_alone}"
                 settled |= {"shift", "weights"}
                 self._refuse_proved()
             else:
@@ -174,7 +176,9 @@ class LossCheck:
             if seen is not None and is_proved and seen.kind == "mean":
                 raise errors.no_sum(name, seen)
 
-    def _runs(self, trials: Sequence[Batch], read: Callable[[int, Any], Any], state: StepState, *modes: Any) -> Runs:
+    def _runs(
+        self, trials: Sequence[Batch], read: Callable[[int, Any], Any], state: StepState, *modes: Any
+    ) -> TrialRuns:
         return run_alone(self._runtime, self._forward, trials, read, state, (self._loss, self._given), *modes)
 
     def _try_copies(self, state: StepState) -> set[str]:
@@ -246,7 +250,11 @@ class LossCheck:
             ConfigError: they are weighted otherwise.
         """
         both, *each, first_twice = map(float, losses)
-        counts = [float(torch.as_tensor(self._count(part))) for part in parts[1:3]]
+        try:
+            counts = [float(torch.as_tensor(self._count(part))) for part in parts[1:3]]
+        except Exception as error:  # on one rank alone, whose others wait for the result
+            errors.warn_untried(error, is_mean=True)
+            return False
         if min(counts) <= 0 or not all(map(math.isfinite, (both, *each))):
             return False
         scale = max(map(abs, (both, *each))) or 1.0

@@ -455,5 +455,11 @@ class _Work:
             totals[name] = totals[name] + value if name in totals else value
 
     def _backward(self, i: int) -> None:
+        if i not in self._scaled:
+            raise UsageError(
+                f"a schedule that runs the backward of micro-batch {i} before its forward, or twice",
+                why="a backward needs the graph of its forward, and its gradients would count double",
+                fix="call forward(i) once and then backward(i) once, for each micro-batch of the window",
+            )
         with self._step._runtime.engine.own_backward(), span("backward of micro-batch", self._window.index(i)):
             self._scaled.pop(i).backward()

@@ -8,8 +8,8 @@ Entering sums the token count and the number of micro-batches over the ranks (th
 Iterating reduces gradients at the last micro-batch only, sums parts of gradients that a technique leaves to each rank,
 and gives each micro-batch its own random stream. Leaving exchanges what must be agreed before the step (the second
 exchange): which parameters were used, the units entered, gradients of 0-dim parameters, and what the caller adds.
-Gradients from before the window are put aside and added to the window's at its end, as in one process. An exception
-inside restores the module: gradients are synchronised again, and are what they were before.
+Gradients from before the window stay in ``.grad`` until its first backward; they are put aside then, and added at its
+end, as in one process. An exception inside restores the module: gradients are synchronised again, and are what they were before.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import unseen_writes
 from shardwise._torch.spans import span
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
@@ -97,9 +98,9 @@ class Window:
             gathers_once  # no code of the user's runs between micro-batches that could write parameters
         )
         self._padding = False
-        self._num_begun, self._is_complete = 0, False
+        self._num_backwards, self._is_complete = 0, False
         self._undo = contextlib.ExitStack()  # closed when the current micro-batch ends, or a part of it
-        self._left: dict[
+        self._random_states: dict[
             int, dict[str, Any]
         ] = {}  # micro-batch whose forward has run alone -> where its random numbers are
 
@@ -181,12 +182,14 @@ class Window:
                 why="tokens are counted when it is entered",
                 fix="write `with sw.window(model, batches) as w:` and iterate over w inside",
             )
-        if self._num_begun:
+        if self._num_backwards:
             raise UsageError(
                 "a window iterated twice",
                 why="its gradients would count double",
                 fix="iterate once; keep what you need of each micro-batch",
             )
+        if not self._trains:
+            self.runtime.refuse_own_loop()
         for i in range(len(self.batches)):
             yield self._begin_part(i, forward=True, backward=True)
             self._end_part(backward=True)
@@ -213,19 +216,19 @@ class Window:
         sums or buffers."""
         runtime, world, batch = self.runtime, self.runtime.world, self._micro_batch(i)
         if backward:
-            self._num_begun += 1
-            runtime.engine.set_sync(self._num_begun == len(self.batches))
+            self._num_backwards += 1
+            runtime.engine.set_sync(self._num_backwards == len(self.batches))
         self._padding = batch.padding
         self._undo.enter_context(span("micro-batch", f"{batch.index}, a padding" if batch.padding else batch.index))
-        self._undo.enter_context(_not_counted(runtime, batch.padding))
+        self._undo.enter_context(_not_counted(runtime, batch.padding, has_backward=backward))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
         if forward and backward:
             self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
         else:
-            left = self._left.setdefault(i, {})
+            left = self._random_states.setdefault(i, {})
             self._undo.enter_context(continued_streams(left, seed, world.device, runtime.generators))
-            runtime.engine.at(i)
-            self._undo.callback(runtime.engine.at, None)
+            runtime.engine.set_micro_batch(i)
+            self._undo.callback(runtime.engine.set_micro_batch, None)
         self._undo.enter_context(self._buffers.watched())
         return batch
 
@@ -234,7 +237,8 @@ class Window:
         caller's loop would not close it."""
         self._undo.close()
         self._padding = False
-        if backward and self._num_begun == len(self.batches):
+        if backward and self._num_backwards == len(self.batches):
+            self._kept_gradients.take()
             self.runtime.engine.complete(self.place)
             self.runtime.sum_partial(self.place)
             self._is_complete = True
@@ -244,7 +248,8 @@ class Window:
         would clear gradients of micro-batches, which FSDP2 does not show before they are summed."""
         runtime = self.runtime
         if not self._kept_gradients.is_taken:
-            return  # they are still where torch clears them
+            self._kept_gradients.clear(params)  # they are still where torch clears them
+            return
         if runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values()):
             raise UsageError(
                 "zero_grad() inside a window, after a backward",
@@ -262,13 +267,13 @@ class Window:
         runtime = self.runtime
         if not self._is_complete:
             raise UsageError(
-                f"a window left after {self._num_begun} of {len(self.batches)} micro-batches",
+                f"a window left after {self._num_backwards} of {len(self.batches)} micro-batches",
                 why="gradients are reduced over the ranks at the last one, and other ranks wait for it",
-                fix="write `for batch in w:` inside the with block, and let it run to the end; a loss over several models needs the "
+                fix="let the schedule run the forward and the backward of each micro-batch"
+                if self._trains
+                else "write `for batch in w:` inside the with block, and let it run to the end; a loss over several models needs the "
                 "window of one of them only",
             )
-        has_backward = self._kept_gradients.is_taken
-        self._kept_gradients.take()
         own, place = Exchange(runtime), self.place
         self.agreed = runtime.world.agreement.sum(
             {
@@ -287,7 +292,7 @@ class Window:
         if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))
         if not self._trains:
-            self._warn_of_own_loop(has_backward)
+            self._warn_of_own_loop()
         self._kept_gradients.add_back()
         runtime.step += 1
         mark_used(self.batches)
@@ -306,16 +311,15 @@ class Window:
         if self._first is not None:
             self._first.end()
 
-    def _warn_of_own_loop(self, has_backward: bool) -> None:
+    def _warn_of_own_loop(self) -> None:
         """Warns of a missing backward or ``zero_grad()`` in the user's own training loop; once each."""
         runtime, told = self.runtime, None
-        has_backward = has_backward and any(param.grad is not None for param in runtime.parameters.values())
-        if self._tokens and not has_backward:
+        if self._tokens and not any(param.grad is not None for param in runtime.parameters.values()):
             told = (
                 "a window without a backward: no parameter has a gradient, and a step would train nothing. Call "
                 "(loss / w.num_tokens).backward() for each micro-batch"
             )
-        elif self._kept_gradients.were_stepped:
+        elif self._kept_gradients.were_stepped():
             told = (
                 f"gradients of an earlier window are added to those of {self.place}, and an optimizer has stepped with them: call "
                 "optim.zero_grad() after optim.step()"
@@ -419,9 +423,9 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
 
 
 @contextlib.contextmanager
-def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
+def _not_counted(runtime: Runtime, padding: bool, *, has_backward: bool = True) -> Iterator[None]:
     """Within: gradients of a ``padding`` count as 0, whatever the loss is divided by; the buffers that it writes, and the Python state
-    beside them, are restored afterwards."""
+    beside them, are restored afterwards. Without its backward that may still need them: it is not to see that they were written."""
     if not padding:
         yield
         return
@@ -431,7 +435,8 @@ def _not_counted(runtime: Runtime, padding: bool) -> Iterator[None]:
         yield
     finally:
         runtime.engine.set_padding(False)
-        state.restore()
+        with contextlib.nullcontext() if has_backward else unseen_writes(runtime.buffers().values()):
+            state.restore()
 
 
 @public_call({"last": "is_last", "is_last": "is_last: whether this micro-batch is the last of its step"})
@@ -449,9 +454,9 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
             in their order; pass it if the loop leaves some of them out or runs them in another order.
     """
     runtime = runtime_of(model)
+    runtime.refuse_own_loop()
     engine = runtime.engine
     engine.set_sync(is_last)
-    watch_clears(runtime)
     in_order = runtime.paddings.pop(0) if runtime.paddings else False
     padding = in_order if batch is None else is_padding(batch)
     if not runtime.accumulates:
@@ -459,6 +464,7 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
         runtime.loose_buffers = None
         begin_outside(runtime)
     first = written_state(runtime)
+    watch_clears(runtime)
     try:
         with (
             watched_outside(runtime),
@@ -476,7 +482,6 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     runtime.accumulates = not is_last
     if is_last:
         end_clears(runtime)
-    if is_last:
         runtime.paddings = []
         if first is not None:
             first.end()

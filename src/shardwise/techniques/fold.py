@@ -74,7 +74,7 @@ def _refuse_unsaid_axes(layout: Layout) -> None:
             raise PlanError(
                 f"layout {layout}: {name}={layout.degree(name)}{said}",
                 why=f"what the ranks along an axis have of a batch decides over whom losses and gradients are summed, and {wrong}",
-                fix=f'declare it in the technique\'s row: axes=(MeshAxis(name="{name}", batch=...),)',
+                fix=f'say it in TECHNIQUE of techniques/NAME/__init__.py: axes=(MeshAxis(name="{name}", batch="same"),), or another of its words',
             )
 
 

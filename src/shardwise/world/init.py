@@ -15,7 +15,7 @@ from shardwise._torch.dtensor import forget_meshes
 from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import ALL_AXES, AXES, DERIVED_AXES, GIVEN_AXES, Layout, layout_of, num_ranks_of
-from shardwise.world.agreement import Agreement, Scope
+from shardwise.world.agreement import Agreement
 from shardwise.world.axis import Axis
 from shardwise.world.env import Env, imagined_env, ranks_per_node, read_env
 from shardwise.world.exit_notice import owe_exit_notice, owe_no_notice
@@ -385,7 +385,7 @@ class World:
         Args:
             axis: ``"fsdp"``; or ``"efsdp"``, for parameters that are cut over ``ep`` too.
         """
-        if axis == "fsdp" and self.layout.cp == 1:
+        if axis == "fsdp" and self.axis(axis).size == self.layout.dp_shard:
             names = DERIVED_AXES["dp"] if self.layout.dp_replicate > 1 else ("dp_shard",)
             return self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
         if axis not in self._sharding:
@@ -416,10 +416,6 @@ class World:
             names = ("rows", "neighbours")
             self._resharding[size] = DeviceMesh.from_group(groups, self.device.type, mesh=grid, mesh_dim_names=names)
         return self._resharding[size]
-
-    def among(self, apart: Collection[str]) -> Scope:
-        """Whom a digest is compared among: the ranks that have the same index along each mesh axis of ``apart``."""
-        return Scope.of(self.layout.coord(self.rank), apart)
 
     def _make_axis(self, name: str) -> Axis:
         ranks = self.layout.ranks_along(name, self.rank)

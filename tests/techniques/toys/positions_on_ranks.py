@@ -26,3 +26,19 @@ def on_the_mesh_of_dp_shard():
         except sw.PlanError as error:
             return str(error)
         return "nothing was raised"
+
+
+def own_loop():
+    """What a window of the user's own, and ``accumulate``, end in."""
+    told = []
+    with sw.init("cp=2", device="cpu") as world:
+        model = sw.parallelize(Words, world)
+        for loop in (
+            lambda: [*sw.window(model, [batch(0)]).__enter__()],
+            lambda: sw.accumulate(model, is_last=True).__enter__(),
+        ):
+            try:
+                loop()
+            except sw.UnsupportedError as error:
+                told.append(str(error))
+        return told

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from models import Words, batch
-from positions_on_ranks import evaluated, on_the_mesh_of_dp_shard
+from positions_on_ranks import evaluated, on_the_mesh_of_dp_shard, own_loop
 
 import shardwise as sw
 from shardwise.testing import RankPool
@@ -44,5 +44,7 @@ if __name__ == "__main__":
             words = f"{layout} {' '.join(options)} {'in pairs' if in_pairs else ''}"
             found[words] = compare(pool, layout, positions=in_pairs, **options)
         evaluations = [pool.run(evaluated, 4, layout)[0] for layout in ("dp_replicate=4", "dp_shard=2,cp=2")]
-        mesh = pool.run(on_the_mesh_of_dp_shard, 4)
-    Path("positions.json").write_text(json.dumps({"found": found, "evaluations": evaluations, "mesh": mesh}))
+        mesh, own = pool.run(on_the_mesh_of_dp_shard, 4), pool.run(own_loop, 2)
+    Path("positions.json").write_text(
+        json.dumps({"found": found, "evaluations": evaluations, "mesh": mesh, "own": own})
+    )

@@ -223,7 +223,7 @@ class FSDP2Engine:
             unit.sum_gradients(reduces, sync if each == "reduce_scatter" else reduces)
         self.order.units.root.end_reuse(sync)
 
-    def at(self, micro_batch: int | None) -> None:
+    def set_micro_batch(self, micro_batch: int | None) -> None:
         self.order.micro_batch = micro_batch
 
     def set_padding(self, padding: bool) -> None:

@@ -111,7 +111,7 @@ class DDPEngine:
     def set_sync(self, sync: bool | None) -> None:
         self._sync = sync
 
-    def at(self, micro_batch: int | None) -> None:
+    def set_micro_batch(self, micro_batch: int | None) -> None:
         pass  # whatever a backward reaches is summed
 
     def set_padding(self, padding: bool) -> None:
@@ -344,7 +344,7 @@ class DDPEngine:
     def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None], tail: Sequence[int] | None = None) -> None:
         """Starts the sum of a bucket. The last one has room for a tail, which stays 0 where an exchange tells its content."""
         is_last = bucket is self.buckets[-1]
-        with span("reduce", f"bucket {self._num_sent}"):
+        with span("reduce bucket", self._num_sent):
             bucket.fill(grads, 2 + len(self.buckets) + len(self.params) if is_last else 0)
             if is_last and tail is not None:
                 bucket.tail.copy_(torch.tensor(tail, dtype=torch.uint8))

@@ -4,6 +4,7 @@ of its own: the forwards of two micro-batches before their backwards."""
 from typing import Annotated
 
 from shardwise.config.record import doc
+from shardwise.techniques.positions.rule import PositionsEntry, rule
 from shardwise.techniques.technique import MeshAxis, Option, Technique
 
 TECHNIQUE = Technique(
@@ -19,6 +20,7 @@ TECHNIQUE = Technique(
     ),
     axes=(MeshAxis(name="cp", batch="positions"),),
     layout_text=lambda layout: f"positions are cut over {layout.cp} ranks" if layout.cp > 1 else "",
-    rule=lambda draft, _facts, *, positions: draft.note("positions", f"in pairs: {positions}", option="positions"),
+    entry=PositionsEntry,
+    rule=rule,
     act="shardwise.techniques.positions.act:PositionsAct",
 )

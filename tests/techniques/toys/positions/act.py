@@ -1,5 +1,6 @@
 """Splits micro-batches, and sets the schedule."""
 
+from shardwise.techniques.positions.rule import PositionsEntry
 from shardwise.techniques.technique import Act
 
 
@@ -19,9 +20,8 @@ class PositionsAct(Act):
             return
 
         def part(batch):
-            ranges = [range(axis.rank, batch["input_ids"].shape[1], axis.size)]
-            return {key: value[:, ranges[0]] for key, value in batch.items()}
+            return {key: value[:, axis.rank :: axis.size] for key, value in batch.items()}
 
-        runtime.for_forward = runtime.for_loss = part
-        if any(note.why == "in pairs: True" for note in runtime.recipe.notes):
-            runtime.schedule = in_pairs
+        runtime.split_batches(for_forward=part, for_loss=part)
+        if runtime.recipe.entry("positions", PositionsEntry).in_pairs:
+            runtime.hand_schedule(in_pairs)
