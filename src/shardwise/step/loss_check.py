@@ -140,9 +140,11 @@ class LossCheck:
     def agree(self, names: list[str], told: Tensor) -> None:
         """Marks as settled those of ``names`` that any rank has flagged. ``told``: of :meth:`entries`, summed over the ranks."""
         self._names |= set() if self._is_mean else set(names)
-        if not self._unclear:
-            self._batch = self._error = None
         self.settled |= {name for name, flag in zip(names, told.tolist(), strict=True) if flag}
+
+    def forget(self) -> None:
+        """Frees what :meth:`run` would use; called where it is not called, as nothing is unclear on any rank."""
+        self._batch = self._error = None
 
     def run(self, batches: Sequence[Batch], state: StepState) -> None:
         """TrialRuns the model on copies or parts of a micro-batch, without side effects, and settles what is unclear on any rank. All

@@ -209,6 +209,8 @@ class TrainStep:
         self._check.agree(sorted(sums), agreed["told"])
         if float(agreed["unclear"]):
             self._try_loss(w)
+        else:
+            self._check.forget()
         means = {name: float(agreed[f"sum of {name}"]) / w.num_tokens for name in sorted(sums)}
         scale = self._scale.agree(agreed)
         norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
