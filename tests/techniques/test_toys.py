@@ -171,8 +171,14 @@ def test_a_run_on_a_new_axis_is_proved(warm):
 # ---- an axis carved out of another, and parameters on a mesh of their own ---------------------------------------------------
 
 
-def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(tree):
-    layouts = ["dp_shard=2,ep=2", "dp_shard=4,ep=2", "dp_replicate=2,dp_shard=2,ep=2"]
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["dp_shard=4,ep=2"],
+        pytest.param(["dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2"], marks=pytest.mark.soak),
+    ],
+)
+def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(tree, layouts):
     run(tree, "use_spread.py", *layouts)
     found = json.loads((tree / "spread.json").read_text())
     assert found.pop("cuts") == ["ep", "efsdp"]

@@ -13,10 +13,10 @@ from shardwise.testing import RankPool
 
 QUICK = (
     ("dp_shard=2,cp=2", {}, True),
-    ("cp=2,tp=2", {}, True),
     ("cp=2", {"sharding": sw.Sharding(engine="ddp")}, False),
 )
 REST = (
+    ("cp=2,tp=2", {}, True),
     ("cp=2", {}, False),
     ("cp=2", {}, True),
     ("dp_shard=2,cp=2", {}, False),
