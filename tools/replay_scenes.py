@@ -259,7 +259,7 @@ def train_step(name: str, layout: str, words: str) -> Record:
 
 
 def own_loop(name: str, layout: str, words: str) -> Record:
-    """Three windows of the user's own loop, clipped, then a backward outside of a window, and what can be read of the model."""
+    """Three windows of the user's own loop, clipped, then a micro-batch in ``accumulate``, and what can be read of the model."""
     case = all_cases()[name]
     with warnings.catch_warnings(), sw.init(layout, device="cpu", seed=6, timeout_s=120) as world:
         warnings.simplefilter("ignore")
@@ -287,9 +287,9 @@ def own_loop(name: str, layout: str, words: str) -> Record:
             found[f"window {i}"] |= _state(model, optim)
         optim.zero_grad()
         batch = windows[3][0]
-        with Collectives() as collectives:
+        with Collectives() as collectives, sw.accumulate(model, is_last=True):
             case.loss(case.forward(model, batch), batch).backward()
-        found["outside of a window"] = {
+        found["accumulate"] = {
             "gradients": {n: bits(p.grad) for n, p in model.named_parameters()},
             "collectives": collectives.calls,
         }

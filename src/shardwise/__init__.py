@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from shardwise.step.model_loss import model_loss
     from shardwise.step.parameter_groups import parameter_groups
     from shardwise.step.parameter_norms import parameter_norms
+    from shardwise.step.penalty import parameter_penalty
     from shardwise.step.scale import unscale_gradients_
     from shardwise.step.step import StepOutput, TrainStep
     from shardwise.step.step_state import StepState
@@ -125,6 +126,7 @@ _HOME = {
     "shardwise.step.evaluate": ("evaluate",),
     "shardwise.step.parameter_groups": ("parameter_groups",),
     "shardwise.step.parameter_norms": ("parameter_norms",),
+    "shardwise.step.penalty": ("parameter_penalty",),
     "shardwise.data.labels": ("make_labels", "shift_labels"),
     "shardwise.data.padding": ("pad_collate",),
     "shardwise.data.sft.dataset": ("SFTDataset",),
@@ -205,6 +207,7 @@ __all__ = [
     "parallelize",
     "parameter_groups",
     "parameter_norms",
+    "parameter_penalty",
     "recipe_of",
     "register_tp_plan",
     "row_parallel_linear",

@@ -191,6 +191,7 @@ class BackwardOutsideNoSync(Mistake):
     """The forward runs inside `no_sync()`, the backward outside of it: nothing is reduced."""
 
     ranks = 2
+    says = "a backward of a sharded model outside of a window"
 
     def plain(self):
         model, given = DDP(build()), batch(dist.get_rank())
@@ -209,7 +210,7 @@ class BackwardOutsideNoSync(Mistake):
             with sw.accumulate(model, is_last=False):
                 loss = sum_loss(model(given["input_ids"]), given)
             (loss / num).backward()
-            return off(gradients(model), of_one_process(range(2)))
+        return INFINITY
 
 
 class LastMicroBatchWithoutSync(Mistake):
@@ -315,7 +316,7 @@ class GradientsByHand(Mistake):
     """Gradients are taken by `torch.autograd.grad` and put into `param.grad` (meta-learning, PCGrad): DDP's hooks never run."""
 
     ranks = 2
-    says = "after torch.autograd.grad of the model's parameters"
+    says = "torch.autograd.grad of the parameters of a sharded model outside of a window"
 
     def plain(self):
         model, given = DDP(build()), batch(dist.get_rank())
@@ -392,7 +393,8 @@ class WrittenBetween(Mistake):
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(0.5)
-            loss.backward()
+            with sw.accumulate(model, is_last=True):
+                loss.backward()
         return INFINITY
 
 

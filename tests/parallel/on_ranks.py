@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
+from shardwise.step.window import accumulate
 from shardwise.world import init
 
 
@@ -62,11 +63,12 @@ def forward_of(name: str, layout: str, engine: str = "auto"):
     with init(layout, device="cpu", timeout_s=30) as world:
         build = functools.partial(_double, name)
         model = parallelize(build, world, sharding=Sharding(engine=engine, min_unit_bytes=0))
-        if case.batch is None:
-            output = model(torch.ones(2, 4, dtype=torch.float64))
-        else:
-            output = case.forward(model, case.batch(torch.Generator().manual_seed(0), 0))
-        output.sum().backward()
+        with accumulate(model, is_last=True):
+            if case.batch is None:
+                output = model(torch.ones(2, 4, dtype=torch.float64))
+            else:
+                output = case.forward(model, case.batch(torch.Generator().manual_seed(0), 0))
+            output.sum().backward()
         return output.detach()
 
 

@@ -16,6 +16,7 @@ from shardwise.layout import Layout
 from shardwise.model import read_anatomy
 from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, runtime_of, world_of
 from shardwise.recipe import Cut
+from shardwise.step.window import accumulate
 from shardwise.techniques.fold import make_recipe
 from shardwise.world import init
 
@@ -242,8 +243,9 @@ def frozen_beside(layout: str, precision):
         seen = []
         model.blocks[1].base.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
         x = torch.linspace(-1, 1, 18).view(3, 6) * (1 + world.rank)
-        out = model(x)
-        out.float().sum().backward()
+        with accumulate(model, is_last=True):
+            out = model(x)
+            out.float().sum().backward()
         grads = {
             n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
             for n, p in runtime_of(model).parameters.items()
@@ -296,7 +298,8 @@ def shared_module():
     x = torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4)
     with init(FSDP, device="cpu", timeout_s=20) as world:
         model = parallelize(copy.deepcopy(plain), world, sharding=Sharding(units=("Linear",)))
-        model(x * (1 + world.rank)).sum().backward()
+        with accumulate(model, is_last=True):
+            model(x * (1 + world.rank)).sum().backward()
         for rank in range(2):
             plain(x * (1 + rank)).sum().backward()
         units = [unit.modules for unit in recipe_of(model).units]

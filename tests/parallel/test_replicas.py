@@ -9,7 +9,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.parallel import replicas
 
-LOOPS = ("window", "accumulate", "plain")
+LOOPS = ("window", "accumulate")
 
 
 class Block(nn.Module):
@@ -41,11 +41,9 @@ def gradients(loop, off, precision="fp64", layout="tp=2"):
                     with sw.window(model, [{"x": x}], count=lambda batch: len(batch["x"])) as window:
                         for _ in window:
                             backward()
-                elif loop == "accumulate":
+                else:
                     with sw.accumulate(model, is_last=True):
                         backward()
-                else:
-                    backward()
                 optim.step()
         except sw.RankError as error:
             return str(error)

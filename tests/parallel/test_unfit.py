@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from shardwise import Sharding
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import parallelize, runtime_of
+from shardwise.step.penalty import parameter_penalty
 from shardwise.step.window import window
 from shardwise.world import init
 
@@ -105,12 +106,12 @@ def weight_penalty(options: dict):
         with window(model, batches, count=len) as w:
             for batch in w:
                 model(batch["x"]).sum().backward()
-            penalty().backward()
+            parameter_penalty(model, penalty())
         return caught.value, {name: param.grad.full_tensor() for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize("options", [{"min_unit_bytes": 0}, {"units": "none"}])
-def test_a_weight_penalty_in_the_loss_is_told_to_have_a_backward_of_its_own(ranks, options):
+def test_a_weight_penalty_in_the_loss_is_told_what_adds_one(ranks, options):
     """The fix was units="none", under which the same error came with the same fix."""
     torch.manual_seed(0)
     plain = Net().double()
@@ -118,7 +119,7 @@ def test_a_weight_penalty_in_the_loss_is_told_to_have_a_backward_of_its_own(rank
         plain(torch.full((2, 4), 1.0 + rank, dtype=torch.float64)).sum().backward()
     sum(param.square().sum() for param in plain.parameters()).backward()
     for said, grads in ranks.run(weight_penalty, 2, options):
-        assert said.fix.startswith("give a weight penalty") and "penalty.backward()" in said.fix, said
+        assert said.fix.startswith("a penalty on weights: sw.parameter_penalty(model, penalty)"), said
         assert 'units="none"' not in said.fix or options != {"units": "none"}, said
         for name, param in plain.named_parameters():
             torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)

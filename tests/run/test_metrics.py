@@ -138,7 +138,8 @@ def _sharded_bytes(layout: str) -> tuple[int, ...]:
             example={"x": torch.ones(1, 10)},
         )
         optim = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 10)).sum().backward()
+        with sw.accumulate(model, is_last=True):
+            model(torch.ones(1, 10)).sum().backward()
         optim.step()
         use = memory_of(model, optim)
         return use.params, use.grads, *state_bytes(model, optim)

@@ -817,7 +817,8 @@ def in_and_out(layout, folder):
     with sw.init(layout, device="cpu") as world:
         model = sw.parallelize(Single(), world)
         optim = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 4)).sum().backward()
+        with sw.accumulate(model, is_last=True):
+            model(torch.ones(1, 4)).sum().backward()
         optim.step()
         state = sw.full_state_dict(model)
         sw.load_full_state_dict(model, state)

@@ -47,8 +47,9 @@ def steps(name, model, optim, world, numbers):
             x = torch.randint(0, VOCAB, (2, 5), generator=generator)
         else:
             x = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
-        loss = model(x).square().sum()
-        loss.backward()
+        with sw.accumulate(model, is_last=True):
+            loss = model(x).square().sum()
+            loss.backward()
         optim.step()
         optim.zero_grad()
     return loss
@@ -391,8 +392,8 @@ def gathered_twice():
             with sw.gathered(model):
                 model(torch.ones(2, 3, dtype=torch.long))
             found.append({name: tuple(param.shape) for name, param in model.named_parameters()})
-        out = model(torch.ones(2, 3, dtype=torch.long))
-        out.square().sum().backward()
+        with sw.accumulate(model, is_last=True):
+            model(torch.ones(2, 3, dtype=torch.long)).square().sum().backward()
         held = {
             name: sum(1 for _ in param.to_local().flatten()) for name, param in model.named_parameters() if param.dim()
         }

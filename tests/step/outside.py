@@ -1,5 +1,6 @@
 """Losses that use parameters outside of the model's forward, and writes that torch does not count, beside one process."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,11 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.layer(x)
+
+
+class Calibrated(Net):
+    def forward(self, x):
+        return self.scale * self.layer(x) + self.bias
 
 
 class Rolls(Net):
@@ -65,8 +71,8 @@ def error(model, plain) -> float:
 
 
 def calibration(world):
-    """A frozen network, whose outputs are scaled and shifted by the loss: the shift has the same gradient on all ranks."""
-    model, plain = pair()
+    """A frozen network, whose outputs are scaled and shifted: the shift has the same gradient on all ranks."""
+    model, plain = pair(Calibrated)
     for each in (model, plain):
         each.layer.requires_grad_(False)
     model = sw.parallelize(model, world)
@@ -74,8 +80,11 @@ def calibration(world):
     batches = [{key: value[:1] for key, value in batch(i).items()} for i in range(axis.size)]
 
     def loss(m, given):
-        return (m.scale * m(given["x"]) + m.bias).sum()
+        return m(given["x"]).sum()
 
+    with pytest.raises(sw.UsageError), sw.window(model, [batches[axis.rank]], count=lambda b: len(b["x"])) as window:
+        for given in window:  # past the outputs, which are frozen, it may be a penalty
+            (model.scale * model.layer(given["x"]) + model.bias).sum().backward()
     with sw.window(model, [batches[axis.rank]], count=lambda b: len(b["x"])) as window:
         for given in window:
             (loss(model, given) / window.num_tokens).backward()
@@ -96,7 +105,7 @@ def penalty_in_a_window(world):
     with sw.window(model, [batches[axis.rank]], count=lambda b: len(b["x"])) as window:
         for given in window:
             (squared(model(given["x"]), given) / window.num_tokens).backward()
-        penalties(model).backward()
+        sw.parameter_penalty(model, penalties(model))
     for given in batches:
         (squared(plain(given["x"]), given) / total).backward()
     penalties(plain).backward()
@@ -108,7 +117,7 @@ def penalty_in_accumulate(world):
     model, axis = sw.parallelize(model, world), world.axis("dp")
     given = batch(axis.rank)
     with sw.accumulate(model, is_last=False):
-        penalties(model).backward()
+        sw.parameter_penalty(model, penalties(model))
     with sw.accumulate(model, is_last=True):
         squared(model(given["x"]), given).backward()
     for i in range(axis.size):

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise._torch import reads as ours
 from shardwise._torch.dtensor import local_tensor
-from shardwise.techniques.data import replicas
 from shardwise.world import agreement
 
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "allclose", "masked_select", "unique"}
@@ -101,8 +100,7 @@ def reads_of(device: Device) -> Iterator[list[str]]:
 
     device.found.clear()
     with ExitStack() as stack:
-        for module in (agreement, replicas):
-            stack.enter_context(mock.patch.object(module, "on_host", on_host))
+        stack.enter_context(mock.patch.object(agreement, "on_host", on_host))
         operators = stack.enter_context(_Operators(device))
         stack.enter_context(_Methods(device, operators))
         yield device.found

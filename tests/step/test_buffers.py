@@ -167,8 +167,7 @@ def _run(model, micros, loop: str) -> None:
         return
     num = sw.count_tokens(model, micros)
     for i, b in enumerate(micros):
-        alone = contextlib.nullcontext() if loop == "bare" else sw.accumulate(model, is_last=i == len(micros) - 1)
-        with alone:
+        with sw.accumulate(model, is_last=i == len(micros) - 1):
             (ce(by_x(model, b), b) / num).backward()
 
 
@@ -237,10 +236,9 @@ def test_products_that_are_added_are_sums(ranks: RankPool, how):
             assert torch.equal(found[1]["load"], buffers["load"]) and torch.equal(found[1]["bias"], buffers["bias"])
 
 
-LOOPS = ["step", "window", "accumulate", "bare"]
+LOOPS = ["step", "window", "accumulate"]
 
 
-@pytest.mark.filterwarnings("ignore:gradients of backward:UserWarning")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_bias_that_is_moved_by_counts_without_a_policy_names_both(ranks: RankPool, loop):
     """A persistent count differs itself; one that is not persistent makes the bias differ, whose error names it."""
@@ -250,7 +248,6 @@ def test_a_bias_that_is_moved_by_counts_without_a_policy_names_both(ranks: RankP
     assert_refused(passing, "bias", "'load', not persistent", "buffers={'load': WORD}")
 
 
-@pytest.mark.filterwarnings("ignore:gradients of backward:UserWarning")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_policy_that_the_error_names_mends_it(ranks: RankPool, loop):
     losses, buffers = one_process(_experts("added to", torch.float64, False))

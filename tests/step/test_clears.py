@@ -242,23 +242,44 @@ def test_what_a_loop_writes_into_gradients_is_summed_or_refused(ranks, how, is_r
             ranks.run(written_by_hand, 2, "dp_replicate=2", how)
 
 
-def discriminator(layout, to_none):
-    """A plain generator is trained through a sharded model, whose gradients are cleared before a window of its own."""
-    with warnings.catch_warnings(), sw.init(layout, device="cpu") as world:
-        warnings.simplefilter("error")
-        model, generator = sw.parallelize(build(), world), nn.Linear(2, 2).double()
-        optim, noise = torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(1, 2, dtype=torch.float64)
-        for _ in range(3):
-            (generator(noise).sum() * model(batch(0)["input_ids"]).mean()).backward()
-            optim.zero_grad(set_to_none=to_none)
-            with sw.window(model, [batch(world.rank)]) as w:
-                for given in w:
-                    (sum_loss(model(given["input_ids"]), given) / w.num_tokens).backward()
-            optim.step()
-        return "no warning"
+WAYS_THROUGH = ("inputs", "frozen", "accumulate", "bare")
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+def through(layout, way):
+    """The gradients of a plain generator that is trained through a sharded model, and whether that has any; or what is said."""
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        model = sw.parallelize(build(), world)
+        torch.manual_seed(0)
+        generator = nn.Linear(2, 2).double()
+        noise = torch.ones(1, 2, dtype=torch.float64)
+        model.requires_grad_(way != "frozen")
+        try:
+            for _ in range(2):
+                generator.zero_grad()
+                with sw.accumulate(model, is_last=True) if way == "accumulate" else contextlib.nullcontext():
+                    loss = generator(noise).sum() * model(batch(world.rank)["input_ids"]).mean()
+                    loss.backward(inputs=[*generator.parameters()] if way == "inputs" else None)
+        except sw.UsageError as error:
+            return error.given
+        model.requires_grad_(True)
+        return generator.weight.grad, any(param.grad is not None for param in model.parameters())
+
+
+def one_way_through(rank):
+    plain = build()
+    torch.manual_seed(0)
+    generator = nn.Linear(2, 2).double()
+    (generator(torch.ones(1, 2, dtype=torch.float64)).sum() * plain(batch(rank)["input_ids"]).mean()).backward()
+    return generator.weight.grad
+
+
+@pytest.mark.parametrize("way", WAYS_THROUGH)
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
-def test_a_model_that_another_is_trained_through_is_not_warned_of(ranks, layout, to_none):
-    assert ranks.run(discriminator, 2, layout, to_none) == ["no warning"] * 2
+def test_a_plain_model_that_is_trained_through_a_sharded_one(ranks, layout, way):
+    """Where gradients of the sharded one are not asked for, no window is needed."""
+    for rank, found in enumerate(ranks.run(through, 2, layout, way)):
+        if way == "bare":
+            assert found == "a backward of a sharded model outside of a window"
+        else:
+            torch.testing.assert_close(found[0], one_way_through(rank), rtol=1e-12, atol=1e-14)
+            assert found[1] == (way == "accumulate")

@@ -1,8 +1,5 @@
 """Loops of a user's own are checked when an optimizer steps, also one that steps on local shards: by ``sw.local_optimizer``, or since a
-TrainStep was built on it. While such an optimizer steps it holds the shards, so torch's hook before a step finds no parameter of the model:
-a mean loss trained with gradients twice as large, without a warning."""
-
-import warnings
+TrainStep was built on it. While such an optimizer steps it holds the shards, so torch's hook before a step finds no parameter of the model."""
 
 import pytest
 import torch
@@ -28,18 +25,6 @@ def made(layout, kind):
     return world, model, optim
 
 
-def of_a_mean(layout, kind):
-    """The warnings of a loop without windows, each with the file that it points at."""
-    world, model, optim = made(layout, kind)
-    with world, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in range(2):
-            sum_loss(model(batch(number)["input_ids"]), batch(number)).backward()
-            optim.step()
-            optim.zero_grad()
-    return [(str(one.message), one.filename) for one in caught if issubclass(one.category, UserWarning)]
-
-
 def inside(layout, kind):
     world, model, optim = made(layout, kind)
     batches = mine([batch(i) for i in range(4)], world)
@@ -52,22 +37,13 @@ def inside(layout, kind):
 
 def changed(layout, kind):
     world, model, optim = made(layout, kind)
-    with world, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    with world:
         model.added = nn.Linear(2, 2)
-        sum_loss(model(batch(0)["input_ids"]), batch(0)).backward()
         with pytest.raises(UsageError) as error:
+            with sw.accumulate(model, is_last=True):
+                sum_loss(model(batch(0)["input_ids"]), batch(0)).backward()
             optim.step()
     return str(error.value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@every_layout("ddp-2", "fsdp-2", "fsdp2-2x1")
-def test_a_mean_loss_outside_of_windows_is_warned_of_once(ranks, layout, kind):
-    ((text, file),), *others = ranks.run(of_a_mean, layout.num_ranks, layout, kind)
-    assert "summed over 2 ranks, not averaged as DDP does" in text
-    assert file == __file__, "it points at the user's line"
-    assert not any(others), "rank 0 says it for all"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -240,7 +240,8 @@ def infinite_on_one(layout: str) -> tuple:
     """Only the last rank's own shards hold an infinite gradient."""
     with sw.init(layout, device="cpu", timeout_s=20) as world:
         step = burst(world)
-        step.scaler.scale(spiked(step.model(torch.ones(2, 4)), spike(world, 1e-3)[0])).backward()
+        with sw.accumulate(step.model, is_last=True):
+            step.scaler.scale(spiked(step.model(torch.ones(2, 4)), spike(world, 1e-3)[0])).backward()
         if world.rank == world.size - 1:
             runtime_of(step.model).gradients()["layers.1.weight"].view(-1)[0] = float("inf")
         finite, before = sw.unscale_gradients_(step.model, step.optim, step.scaler), values(step.model)

@@ -271,7 +271,8 @@ def with_other_arguments():
         model = sw.parallelize(Net().double(), world, sharding=sw.Sharding(engine="fsdp2"))
         optim = sw.local_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         optim.register_step_pre_hook(lambda optim, args, kwargs: (args, {"closure": None}))
-        model(rows(0)[0]["x"]).sum().backward()
+        with sw.accumulate(model, is_last=True):
+            model(rows(0)[0]["x"]).sum().backward()
         try:
             optim.step()
         except sw.ShardwiseError as error:

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 
 import shardwise.parallel.buffers
 import shardwise.step.clip
+import shardwise.step.exchange
 import shardwise.step.window
 import shardwise.techniques.data.replicas
-import shardwise.techniques.data.scalar_gradients
 from shardwise._torch.fsdp2 import Unit
 from shardwise.step.norm import norm_power_sum
 from shardwise.verify import run_sharded
@@ -34,14 +34,14 @@ def slightly_divided() -> Any:
 def averaged_ddp() -> Any:
     """DDP as torch has it: gradients averaged over the ranks."""
     engine = shardwise.techniques.data.replicas.DDPEngine
-    summed = engine._set_gradients
+    complete = engine.complete
 
-    def average(self: Any, used: list[float]) -> None:
-        for bucket in self.buckets:
-            bucket.flat /= self.world.axis("dp").size
-        summed(self, used)
+    def average(self: Any, *args: Any, **keywords: Any) -> None:
+        complete(self, *args, **keywords)
+        for flat in self.flat_gradients():
+            flat /= self.world.axis("dp").size
 
-    return mock.patch.object(engine, "_set_gradients", average)
+    return mock.patch.object(engine, "complete", average)
 
 
 def all_reduce_dropped() -> Any:
@@ -83,7 +83,7 @@ def stale_buffer() -> Any:
 
 def whole_parameters_not_summed() -> Any:
     """0-dim parameters keep the gradient of their own rank."""
-    return mock.patch.object(shardwise.techniques.data.scalar_gradients.ScalarGradients, "set", lambda *args: None)
+    return mock.patch.object(shardwise.step.exchange, "_of_pair", lambda _, param: param.grad)
 
 
 def unused_as_zero() -> Any:

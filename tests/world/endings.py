@@ -112,10 +112,11 @@ def _bare_loop(world, where):
     for i in range(2):
         if i and RANK == 1:
             _fail_in(model, where)
-        loss = model(torch.ones(2, 4) * (RANK + 1)).sum()
-        if i and RANK == 1 and where == "loss":
-            raise ValueError("a label out of range")
-        loss.backward()
+        with sw.accumulate(model, is_last=True):
+            loss = model(torch.ones(2, 4) * (RANK + 1)).sum()
+            if i and RANK == 1 and where == "loss":
+                raise ValueError("a label out of range")
+            loss.backward()
 
 
 def _fail_in(model, where):

@@ -5,20 +5,20 @@ import functools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
-from torch.utils.hooks import RemovableHandle
 
 __all__ = [
-    "PausableGradientHooks",
+    "Backward",
     "RunningBackward",
     "StopRecomputation",
     "TorchDispatchMode",
+    "Way",
     "at_end_of_backward",
     "before_backward",
     "checkpointed",
@@ -36,6 +36,7 @@ __all__ = [
     "share_hooks",
     "unseen",
     "unseen_writes",
+    "way_of",
     "without_subclasses",
 ]
 
@@ -94,6 +95,34 @@ def mark_output(tensor: Tensor, by: Any) -> None:
         node.metadata[_MARK] = by
 
 
+class Way(NamedTuple):
+    """What a backward passes.
+
+    Attributes:
+        mark: of the first marked output that is found; see :func:`mark_output`. None: it passes none.
+        leaves: the leaves that it comes to, as far as they were found before the mark.
+        is_compiled: it passes what was compiled, whose inner marks do not show.
+    """
+
+    mark: Any
+    leaves: list[Tensor]
+    is_compiled: bool
+
+
+def way_of(outputs: Sequence[Any], *, past_marks: bool = False) -> Way:
+    """What a backward from ``outputs`` passes. Walks until the first marked output, which is near the end of a model; without one, or
+    ``past_marks``, the whole graph."""
+    leaves, is_compiled, mark = list[Tensor](), False, None
+    for node in _nodes(outputs, past_marks=True):
+        mark = node.metadata.get(_MARK) if mark is None else mark
+        if mark is not None and not past_marks:
+            break
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            leaves.append(leaf)
+        is_compiled = is_compiled or node.name().startswith("CompiledFunction")
+    return Way(mark, leaves, is_compiled)
+
+
 def freed_leaf(outputs: Sequence[Any]) -> Tensor | None:
     """A leaf without memory that a backward from ``outputs`` comes to without passing a marked output."""
     for node in _nodes(outputs, past_marks=False):
@@ -122,35 +151,56 @@ def _nodes(outputs: Sequence[Any], *, past_marks: bool) -> Iterator[Any]:
             waiting += [inner for inner, _ in node.next_functions]
 
 
-def before_backward(look: Callable[[Sequence[Any]], None]) -> None:
-    """Calls ``look(outputs)`` before each backward that is not started by another one. May be called again with the same function."""
+class Backward(NamedTuple):
+    """A backward that is about to run.
+
+    Attributes:
+        outputs: the tensors, or edges of the graph, that it begins with.
+        inputs: the only ones that it gives gradients of; empty: all.
+        accumulates: into ``.grad``; ``torch.autograd.grad`` does not.
+        makes_graph: of its own computation (``create_graph=True``).
+    """
+
+    outputs: Sequence[Any]
+    inputs: Sequence[Any]
+    accumulates: bool
+    makes_graph: bool
+
+
+def before_backward(look: Callable[[Backward], Any]) -> None:
+    """Calls ``look`` before each backward that is not started by another one. May be called again with the same function. Gradients that
+    are part of a graph are marked by what ``look`` returns, unless it is None; see :func:`mark_output`."""
     if look in _lookers:
         return
     _lookers.append(look)
     run = torch.autograd._engine_run_backward
 
     @functools.wraps(run)
-    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not in_backward():
-            look(outputs)
-        return run(outputs, *args, **kwargs)
+    def run_backward(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        accumulates = bool(kwargs.get("accumulate_grad"))
+        mark = None if in_backward() else look(Backward(outputs, inputs or (), accumulates, bool(create)))
+        found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
+        for grad in found or () if mark is not None and create else ():
+            if isinstance(grad, Tensor):
+                mark_output(grad, mark)
+        return found
 
     torch.autograd._engine_run_backward = run_backward
 
 
-_lookers: list[Callable[[Sequence[Any]], None]] = []
+_lookers: list[Callable[[Backward], Any]] = []
 
 
-def on_inputs(replace: Callable[[Sequence[Any], bool], Sequence[Any]]) -> None:
-    """Calls ``replace(inputs, accumulates)`` before each ``backward(inputs=...)`` and ``torch.autograd.grad``, and differentiates with
-    respect to what it returns. ``accumulates``: into ``.grad``. May be called again with the same function."""
+def on_inputs(replace: Callable[[Sequence[Any], bool, bool], Sequence[Any]]) -> None:
+    """Calls ``replace(inputs, accumulates, makes_graph)`` before each ``backward(inputs=...)`` and ``torch.autograd.grad``, and differentiates with
+    respect to what it returns. ``accumulates``: into ``.grad``; ``makes_graph``: of its own computation. May be called again with the same function."""
     run = torch.autograd._engine_run_backward
     if getattr(run, "shardwise_replaces", None) is replace:
         return
 
     def run_backward(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs:
-            inputs = replace(inputs, bool(kwargs.get("accumulate_grad")))
+            inputs = replace(inputs, bool(kwargs.get("accumulate_grad")), bool(create))
         return run(outputs, grads, retain, create, inputs, *args, **kwargs)
 
     run_backward.shardwise_replaces = replace  # type: ignore[attr-defined]
@@ -203,44 +253,6 @@ def share_hooks(tensor: Tensor, other: Tensor) -> None:
         other._backward_hooks = tensor._backward_hooks
     if after:
         other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
-
-
-class PausableGradientHooks:
-    """Hooks on the gradients of leaves that can be taken off and put back in less time than torch takes to call one: it wraps the
-    gradient in a Python object first.
-
-    Args:
-        leaves: the tensors, which are all on one device: hooks of several run in several threads, and may not be taken off there.
-        handles: what ``register_hook`` has returned for each of them.
-    """
-
-    def __init__(self, leaves: Sequence[Tensor], handles: Sequence[RemovableHandle]):
-        self._leaves = [(leaf, handle.id) for leaf, handle in zip(leaves, handles, strict=True)]
-        self._paused: list[tuple[Tensor, Any]] = []
-
-    @property
-    def is_paused(self) -> bool:
-        return bool(self._paused)
-
-    def pause(self, running: Tensor | None = None) -> None:
-        """Takes them off where nothing else has a hook. May be called by the hook on ``running``, which stays."""
-        for leaf, key in self._leaves:
-            hooks = leaf._backward_hooks
-            if leaf is not running and hooks is not None and len(hooks) == 1 and key in hooks:
-                leaf._backward_hooks = None
-                self._paused.append((leaf, hooks))
-
-    def resume(self) -> None:
-        """Puts them back, before any that were registered since."""
-        for leaf, hooks in self._paused:
-            later = leaf._backward_hooks
-            if later is None:
-                leaf._backward_hooks = hooks
-                continue
-            in_order = {**hooks, **later}  # torch calls them in the order of a plain dict, whatever an OrderedDict says
-            later.clear()
-            later.update(in_order)
-        self._paused = []
 
 
 def function_modes() -> list[Any]:

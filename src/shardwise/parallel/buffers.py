@@ -4,16 +4,11 @@ One digest compares names, shapes and dtypes, others the values, in the exchange
 Persistent buffers must be equal on all ranks. Where they are not, their policy in the recipe says what is made of them (running
 statistics: that of rank 0, or the mean); where none does, differences within rounding are made equal, and any other is an error.
 Buffers that are not persistent are each rank's own, unless a policy names them.
-
-A loop without windows ends one in the last ``accumulate``, or where the optimizer steps after backwards of their own (of a second model
-in a loss, too).
 """
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +27,11 @@ from shardwise.parallel.buffer_errors import (
     other_buffers,
     other_values,
 )
-from shardwise.parallel.replicas import compare_replicas
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe.records import STATISTICS, SUMMED_OVER
 from shardwise.world.agreement import Entry, digest_of_text
 
-__all__ = ["BufferExchange", "begin_outside", "end_outside", "make_equal", "watch_outside", "watched_outside"]
+__all__ = ["BufferExchange", "make_equal"]
 
 _ROUNDING = 16  # times the spacing of a dtype's numbers: ranks that compute one thing differ by no more
 _ROUNDING_OF_HALF = 2
@@ -241,46 +235,6 @@ class BufferExchange:
             beside = _by_policy(runtime).get("own", {})
             raise other_values(runtime, wrong, held[wrong[0]], main[differ.index(wrong[0])], beside, place)
         _take(own, main)
-
-
-# ---- loops without windows --------------------------------------------------------------------------------------------
-
-
-def watch_outside(runtime: Runtime) -> None:
-    """Notes, for sums of buffers, with which values a backward outside of the model's windows begins: before its first forward."""
-    if "sum" not in runtime.buffer_policies.values():
-        return
-    told = weakref.ref(runtime)
-
-    def before_forward(*_: Any) -> None:
-        runtime = told()
-        if runtime is not None and not runtime.in_window and torch.is_grad_enabled() and runtime.module.training:
-            begin_outside(runtime)
-
-    runtime.module.register_forward_pre_hook(before_forward)
-
-
-def begin_outside(runtime: Runtime) -> None:
-    """Begins what :func:`end_outside` ends, unless it has begun."""
-    if runtime.loose_buffers is None:
-        runtime.loose_buffers = BufferExchange(runtime)
-
-
-def watched_outside(runtime: Runtime) -> contextlib.AbstractContextManager[None]:
-    """:meth:`BufferExchange.watched` of what has begun outside of windows."""
-    begun = runtime.loose_buffers
-    return begun.watched() if isinstance(begun, BufferExchange) else contextlib.nullcontext()
-
-
-def end_outside(runtime: Runtime, place: str) -> None:
-    """Compares buffers, and gradients of what ranks hold whole, after backwards outside of windows, and makes equal what policies of
-    buffers say. All ranks must call it."""
-    begun, runtime.loose_buffers, runtime.has_loose_buffers = runtime.loose_buffers, None, False
-    exchange = begun if isinstance(begun, BufferExchange) else BufferExchange(runtime)
-    if exchange.is_needed:
-        summed = runtime.world.agreement.sum(exchange.entries(is_idle=False), f"{place}, comparing buffers")
-        exchange.apply(summed, place)
-    compare_replicas(runtime, place)
 
 
 def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place: str) -> None:

@@ -28,7 +28,7 @@ from shardwise.model import read_anatomy
 from shardwise.model.calling import cropped, run_on
 from shardwise.model.large_pages import in_large_pages
 from shardwise.model.tensors import follow_parameters, tensors_of, unregistered_parameters
-from shardwise.parallel.buffers import watch_outside
+from shardwise.parallel.backwards import watch_backwards
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.lost_writes import refuse_lost_writes
@@ -44,7 +44,6 @@ from shardwise.parallel.torch_check import check_torch
 from shardwise.parallel.unfit_modules import (
     own_state_of,
     part_of_another,
-    refuse_loose_partial,
     refuse_numbers_of_parts,
     refuse_unfit_parts,
     refuse_whole_values,
@@ -250,7 +249,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
     watch_steps(runtime)
-    watch_outside(runtime)
+    watch_backwards()
     watch_named_gradients()
     attach(module, runtime)
     watch_modules(runtime)
@@ -259,7 +258,6 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     runtime.before_first_step.append(functools.partial(refuse_other_copies, runtime))
     for act in acts():
         act.begin(runtime)
-    refuse_loose_partial(runtime)
     if own_state is not None:
         own_state.begin(module)
         runtime.own_state = own_state

@@ -9,7 +9,9 @@ from typing import Any
 
 from shardwise._torch.autograd import on_inputs
 from shardwise.errors import UnsupportedError
+from shardwise.parallel.backwards import is_unchecked
 from shardwise.parallel.runtime import Runtime, runtimes_in_use
+from shardwise.techniques.data.gradients import outside_of_windows
 
 __all__ = ["watch_named_gradients"]
 
@@ -19,12 +21,14 @@ def watch_named_gradients() -> None:
     on_inputs(_replaced)
 
 
-def _replaced(inputs: Sequence[Any], accumulates: bool) -> Sequence[Any]:
+def _replaced(inputs: Sequence[Any], accumulates: bool, makes_graph: bool) -> Sequence[Any]:
     """What autograd is to be given for ``inputs``.
 
     Raises:
         UnsupportedError: ``torch.autograd.grad`` of what a rank has a part of.
     """
+    if is_unchecked():
+        return inputs
     # An edge of the graph may stand for a leaf: torch.autograd.graph.get_gradient_edge(param).
     inputs = [getattr(getattr(x, "node", None), "variable", x) for x in inputs]
     found = {id(x): x for x in inputs}
@@ -36,16 +40,22 @@ def _replaced(inputs: Sequence[Any], accumulates: bool) -> Sequence[Any]:
             copies = {id(shard): copy for copy, shard in runtime.engine.gathered()}
             found |= {key: copies.get(key, found[key]) for key in own}
         else:
-            _refuse_parts(runtime, own)
+            _refuse_parts(runtime, own, makes_graph)
     return tuple(found[id(x)] for x in inputs)
 
 
-def _refuse_parts(runtime: Runtime, own: dict[int, str]) -> None:
+def _refuse_parts(runtime: Runtime, own: dict[int, str], makes_graph: bool) -> None:
     """``own``: id -> name of the model's parameters of which the gradient is to be returned."""
     name = next(iter(own.values()))
     is_cut = any(runtime.recipe.params[each].cuts for each in own.values())
     if not runtime.recipe.is_cut and not (is_cut or runtime.partial):
-        return  # replicas: that of this rank's data; a step by it is warned of
+        if runtime.accumulation is None and runtime.world.size > 1:
+            raise outside_of_windows(
+                runtime.world.axis("loss").size, name=name, what="torch.autograd.grad of the parameters"
+            )
+        # Of this rank's data. Without a graph it may be meant for a step by hand, which is warned of.
+        runtime.has_own = runtime.has_own or (not makes_graph and runtime.world.axis("loss").size > 1)
+        return
     axes = dict.fromkeys(
         [*(cut.axis for each in own.values() for cut in runtime.recipe.params[each].cuts), *runtime.partial]
     )

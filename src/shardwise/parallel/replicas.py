@@ -12,7 +12,7 @@ from shardwise.model import dtype_of
 from shardwise.parallel.runtime import Runtime
 from shardwise.world.axis import Axis
 
-__all__ = ["Replicas", "compare_replicas"]
+__all__ = ["Replicas"]
 
 
 class Replicas:
@@ -22,7 +22,7 @@ class Replicas:
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
-        runtime.num_windows, runtime.stepped = runtime.num_windows + 1, set()
+        runtime.num_windows += 1
         is_due = not runtime.num_windows & (runtime.num_windows - 1)
         axes = [runtime.world.axis(name) for name in runtime.world.layout.shared_axes] if is_due else []
         params = runtime.recipe.params
@@ -93,13 +93,6 @@ _EXACT = 2.0**-48  # of a float64 sum, beside the square root of how many number
 _NOISE = 1e-2  # of the largest gradient: a smaller one, as that of a key's bias, may be rounding alone
 _STEP = 0.7548776662
 _AT_ONCE = 1 << 20  # numbers: a gradient as large as a table of tokens would need three times its size in float64
-
-
-def compare_replicas(runtime: Runtime, place: str) -> None:
-    """:class:`Replicas` in an exchange of its own, for loops without windows. All ranks must call it."""
-    replicas = Replicas(runtime)
-    if entries := replicas.entries():
-        replicas.apply(runtime.world.agreement.sum(entries, f"{place}, comparing gradients"))
 
 
 def _weight(axis: Axis) -> float:

@@ -25,7 +25,6 @@ from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
 from shardwise.parallel.stale import ModuleSnapshot
 from shardwise.recipe import RankView, Recipe, Slice, extents
-from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
 from shardwise.world.agreement import Scope
@@ -47,22 +46,23 @@ _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a para
 # By their number, so that all ranks have them in one order; not of parameters: module.to could not swap them then.
 _in_use: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_num_models: "weakref.WeakKeyDictionary[World, int]" = weakref.WeakKeyDictionary()
 
 
 class Engine(Protocol):
-    """What a data-parallel engine (DDP, FSDP2) does during training.
+    """What a data-parallel engine (DDP, FSDP2) does during training."""
 
-    Attributes:
-        penalties: gradients that reached unsharded parameters and nothing that the model computed.
-        has_own: torch.autograd.grad has returned gradients of this rank alone, and none were summed since.
-    """
+    @property
+    def hides_outputs(self) -> bool:
+        """Whether a graph may not show that it comes through the model: this was compiled as a whole."""
 
-    penalties: PenaltyGradients
-    has_own: bool
+    def begin(self, *, reuses: bool, gathers_once: bool, marks_parts: bool) -> None:
+        """Called when a window starts; backwards may come to parameters until :meth:`end`. ``reuses``: nothing writes parameters between
+        its micro-batches, so that where they are whole they are cast once (a ``TrainStep``). ``gathers_once``: and those of the root are
+        gathered once. ``marks_parts``: outputs of the model's parts show in the graph too, not only the model's own."""
 
-    def set_sync(self, sync: bool | None) -> None:
-        """Sets when the next backward's gradients are summed over the ranks. False: not yet; True: they are final after
-        :meth:`complete`; None: when each backward ends, as outside of windows."""
+    def set_last(self, is_last: bool) -> None:
+        """Sets whether the next backward is of the window's last micro-batch: gradients may be summed over the ranks from then on."""
 
     def set_micro_batch(self, micro_batch: int | None) -> None:
         """Sets which micro-batch the next forward or backward is of, where others run between the two; None: the last one that began,
@@ -71,51 +71,39 @@ class Engine(Protocol):
     def set_padding(self, padding: bool) -> None:
         """Sets whether gradients of the next backwards count as 0: of a micro-batch that exists only as padding."""
 
-    def on_loose_sum(self, call: Callable[[], None]) -> None:
-        """Registers ``call``, called after each backward outside of windows and ``accumulate``, when its gradients are
-        summed."""
+    def note_added(self, params: Sequence[nn.Parameter]) -> None:
+        """Called after something was added to the gradients of ``params`` in a window, by no backward."""
 
     def complete(self, place: str) -> None:
-        """Called after the last backward of a window: on return its gradients are summed, but for what :meth:`used` and
-        :meth:`late` tell, which ranks exchange next. After that of ``accumulate``: they are final. ``place`` is for
-        messages."""
+        """Called after the last backward of a window: sums its gradients over the ranks. Those that :meth:`late` has flags of, and what
+        :meth:`used` says, follow in the next exchange. ``place`` is for messages."""
 
     def used(self) -> Tensor | None:
         """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: it got a gradient on this rank
-        since :meth:`begin`. None if the engine itself leaves gradients of unused parameters None."""
+        since :meth:`begin`. None: this rank's are final."""
 
     def late(self) -> Tensor | None:
-        """uint8 flags of what this rank has and :meth:`complete` did not sum: gradients that came after the others of a
-        window were sent. None: there never are any."""
+        """A uint8 flag: this rank has gradients that came after the others of a window were sent, and :meth:`complete` did not sum.
+        None: there never are any."""
 
     def flat_gradients(self) -> Sequence[Tensor]:
         """Between :meth:`complete` and :meth:`end`: flat tensors of which all gradients are views, and which have zeros where a
-        parameter is unused. Empty: there are none, or gradients were added to since."""
+        parameter is unused. Empty: there are none."""
 
-    def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
-        """Adds the sums over the ranks of such gradients to ``.grad``. ``late``, ``used``: how many ranks set each flag of
-        :meth:`late` and :meth:`used`."""
+    def add_late(self, used: Sequence[float], place: str) -> None:
+        """Adds the sums over the ranks of such gradients to ``.grad``. ``used``: how many ranks set each flag of :meth:`used`."""
 
     def entered(self) -> list[str]:
         """Units entered since :meth:`begin`, in order: they must be the same on every rank, or collectives mismatch."""
 
-    def waits(self) -> bool:
-        """Whether gradients of this rank alone are waiting to be summed, outside of windows."""
+    def has_gradients(self) -> bool:
+        """Whether a backward has come to parameters on this rank since :meth:`begin`."""
 
     def holds(self) -> bool:
-        """Whether there are gradients of this window, or of ``accumulate``, that are not in ``.grad``."""
-
-    def begin(self, *, reuses: bool, gathers_once: bool) -> None:
-        """Called when a window starts. ``reuses``: nothing writes parameters between its micro-batches, so that where
-        they are whole they are cast once, and each backward is run within :meth:`own_backward` (a ``TrainStep``). ``gathers_once``: and
-        those of the root are gathered once."""
-
-    def own_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: the backward within is that of a window's sum of losses, as a ``TrainStep`` runs it."""
+        """Whether there are gradients of this window that are not in ``.grad``."""
 
     def end(self) -> None:
-        """Called when a window has ended: ranks have exchanged the results of :meth:`used` and :meth:`entered`. A
-        backward until then belongs to the window, even after :meth:`complete`."""
+        """Called when a window has ended: ranks have exchanged the results of :meth:`used` and :meth:`entered`."""
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
         """The ShardwiseError for an error of torch, if its cause is known; else None."""
@@ -133,6 +121,33 @@ class Engine(Protocol):
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: the modules hold full parameters, and forwards gather nothing. All ranks enter and leave it
         together."""
+
+
+class OpenGradients(Protocol):
+    """Gradients of a model that are not final yet: :class:`shardwise.step.accumulation.Accumulation`.
+
+    Attributes:
+        of: what they are of: a window, of a loop or of a ``TrainStep``, micro-batches of ``accumulate``, or either of another model.
+        is_open: whether a backward may come to the parameters now.
+        in_micro_batch: whether a micro-batch of a window runs.
+        is_padding: whether gradients of the next backwards count as 0.
+        num_penalties: how often a penalty was added.
+        has_begun: whether a backward has run since they were opened.
+        has_others: whether one of them was not a ``TrainStep``'s own.
+    """
+
+    of: Literal["window", "step", "accumulate", "another model"]
+    is_open: bool
+    in_micro_batch: bool
+    is_padding: bool
+    num_penalties: int
+    has_others: bool
+
+    @property
+    def has_begun(self) -> bool: ...
+
+    def zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
+        """Called before ``zero_grad()``, with the parameters (by id), and whether gradients become None."""
 
 
 class Pending(Protocol):
@@ -173,22 +188,15 @@ class Runtime:
         # Runs the modules' own methods that say what they store; None: there are none.
         self.own_state: OwnState | None = None
         self.shown: ShownClasses | None = None  # None: there are none
+        self.number = -1  # among the models of its world, in the order in which they were sharded
         self.step = 0  # optimizer steps begun: part of every random stream's name
-        self.num_windows = 0  # that have ended in this process, or steps of a loop without them
-        # Ids of the optimizers that have stepped since gradients were compared that ranks along tp hold whole; None: never.
-        self.stepped: set[int] | None = None
-        self.in_window = False
+        self.num_windows = 0  # that have ended in this process
+        self.accumulation: OpenGradients | None = None  # None: they are final
         self._busy: tuple[threading.Thread, str] | None = None  # the thread that runs something on the model, and what
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
-        # A backward outside of windows has summed gradients; None: the user was warned.
-        self.has_loose_sums: bool | None = False
-        # Backwards outside of windows have summed gradients, and buffers were not compared since; what those began with.
-        self.has_loose_buffers = False
-        self.loose_buffers: object = None
         self.num_watchable = 0  # windows so far whose operators may be watched, for what they do with buffers
         self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
-        # Called in a window before ``zero_grad()``, with the parameters (by id), and whether gradients become None.
-        self.on_zero_grad: Callable[[Mapping[int, Any], bool], None] = _nothing
+        self.has_own = False  # torch.autograd.grad has given gradients of this rank alone, and none were summed since
         self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
         # Digests of windows that were equal on all ranks; None: one was not, or the warning was given.
         self.same_data: list[int] | None = []
@@ -198,7 +206,6 @@ class Runtime:
         self._stepped_gradient: tuple[weakref.ref[Tensor], int] | None = None
         self.reads_loader = False  # the last window came from a Loader
         self.loop_warnings: set[str] = set()  # warnings about the user's own loop that were given
-        self.accumulates = False  # a micro-batch of ``accumulate`` has run that is not the last
         self.num_gathered = 0  # number of open ``sw.gathered`` contexts
         self.schedule: Callable[[Any], None] | None = None  # see :meth:`hand_schedule`
         # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
@@ -220,7 +227,6 @@ class Runtime:
         # The tokenizer that it is trained with: its file, or the files to save, by name; False: trained without one; None: that of
         # the directory of its weights.
         self.tokenizer: Path | Mapping[str, bytes] | Literal[False] | None = None
-        engine.on_loose_sum(functools.partial(_note_loose_sums, weakref.ref(self)))
         self._structure = ModuleSnapshot(module, num_ranks=world.size)
         self.modules = [*canonical_modules(module)]  # which the snapshot holds to be all there are
         self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write
@@ -287,9 +293,9 @@ class Runtime:
         noted, version = self._stepped_gradient or (None, 0)
         return noted is not None and noted() is grad and local_tensor(grad)._version == version
 
-    def leave_window(self) -> None:
-        self.leave()
-        self.in_window, self.on_zero_grad = False, _nothing
+    @property
+    def in_window(self) -> bool:
+        return self.accumulation is not None and self.accumulation.of in ("window", "step")
 
     # ---- tensors ---------------------------------------------------------------------------------------------
 
@@ -410,12 +416,12 @@ class Runtime:
                 for each, summed in zip(of_dtype, flat.split([each.numel for each in of_dtype]), strict=True):
                     each.put(summed)
 
-    def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
+    def add_late(self, used: Sequence[float], place: str) -> None:
         """Sums the gradients that came after the others of a window were sent; see :meth:`Engine.late`."""
         before = {name: param.grad for name, param in self.parameters.items()}
         for param in self.parameters.values():
             param.grad = None
-        self.engine.add_late(late, used, place)
+        self.engine.add_late(used, place)
         self.sum_partial(place)
         for name, grad in before.items():
             param = self.parameters[name]
@@ -531,25 +537,10 @@ def _whole(batch: Any) -> Any:
     return batch
 
 
-def _nothing(_params: Mapping[int, Any], _set_to_none: bool) -> None:
-    pass
-
-
-def _note_loose_sums(told: "weakref.ref[Runtime]") -> None:
-    """Notes that a backward outside of windows has summed gradients over the ranks; in the window of another model, whose count divides
-    the loss, it was meant so."""
-    runtime = told()
-    if runtime is None:
-        return
-    runtime.has_loose_buffers = True
-    in_other = any(other.in_window for other in runtimes_in_use())
-    if runtime.has_loose_sums is False and runtime.world.axis("loss").size > 1 and not in_other:
-        runtime.has_loose_sums = True
-
-
 def attach(module: nn.Module, runtime: Runtime) -> None:
     """Stores ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
+    runtime.number = _num_models[runtime.world] = _num_models.get(runtime.world, -1) + 1
     _in_use[next(_numbers)] = runtime
 
 

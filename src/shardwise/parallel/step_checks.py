@@ -3,8 +3,7 @@ other moment for them, and a window cannot know these faults otherwise.
 
 Each fault lets the ranks drift apart, or trains something else, without an error: the module was changed after it was
 sharded (a replaced head, a block unfrozen), the optimizer holds a parameter whose gradient is not summed over the ranks
-(a loss's own), gradients of ``accumulate`` wait for the last micro-batch and are this rank's alone. One case is only a
-warning, as it may be intended: a backward outside of windows sums gradients over the ranks where DDP averages.
+(a loss's own), gradients of ``accumulate`` wait for the last micro-batch and are this rank's alone.
 """
 
 import contextlib
@@ -25,9 +24,7 @@ from shardwise._torch.optimizers import step_hooks, step_within
 from shardwise.config.caller import level_of_caller
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
-from shardwise.parallel.buffers import end_outside
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise, refuse_mixing_optimizer
-from shardwise.parallel.replicas import compare_replicas
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
 from shardwise.parallel.step_threads import HookedThreads
@@ -89,12 +86,6 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             runtime.check_unchanged()
         runtime.is_checked = False
         runtime.note_stepped_gradient()
-        if runtime.has_loose_buffers:
-            end_outside(runtime, f"{type(optimizer).__name__}.step()")
-        elif runtime.stepped is None or id(optimizer) in runtime.stepped:
-            compare_replicas(runtime, f"{type(optimizer).__name__}.step()")
-        runtime.stepped = {id(optimizer), *(runtime.stepped or ())}
-        _warn_of_sums(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)
         while runtime.before_first_step:
@@ -169,17 +160,19 @@ def _checked(zero_grad: Callable[..., None], held_by: Callable[[Any], Mapping[in
         for runtime in list(_clearing):
             if not held.keys().isdisjoint(map(id, runtime.parameters.values())):
                 refuse_unreduced(runtime, f"{type(owner).__name__}.zero_grad()")
-                runtime.on_zero_grad(held, set_to_none)
+                if runtime.accumulation is not None:
+                    runtime.accumulation.zero_grad(held, set_to_none)
         zero_grad(owner, set_to_none)
 
     return call
 
 
 def refuse_in_window(runtime: Runtime, what: str, fix: str) -> None:
-    """Raises UsageError if ``what``, which needs final gradients, is called inside a window of the model."""
-    if runtime.in_window:
+    """Raises UsageError if ``what``, which needs final gradients, is called inside a window of the model, or of another one."""
+    gradients = runtime.accumulation
+    if runtime.in_window or (gradients is not None and gradients.of == "another model" and gradients.has_begun):
         raise UsageError(
-            f"{what} inside a window",
+            f"{what} inside a window" + ("" if runtime.in_window else " of another model"),
             why="gradients are final when the window is left: until then those of other micro-batches, or of other ranks, are missing",
             fix=fix,
         )
@@ -187,15 +180,13 @@ def refuse_in_window(runtime: Runtime, what: str, fix: str) -> None:
 
 def refuse_unreduced(runtime: Runtime, what: str) -> None:
     """Raises UsageError if ``what`` is called while gradients of ``accumulate`` wait for the last micro-batch."""
-    if not runtime.accumulates:
-        return
-    if runtime.engine.waits():
+    gradients = runtime.accumulation
+    if gradients is not None and gradients.of == "accumulate" and gradients.has_begun:
         raise UsageError(
             f"{what} after accumulate(model, is_last=False), and no is_last=True since",
             why="gradients are summed over the ranks at the last micro-batch: those that are there now are this rank's alone",
             fix="run the last micro-batch before it in sw.accumulate(model, is_last=True), also where an epoch ends early",
         )
-    runtime.accumulates = False
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Runtime]:
@@ -245,26 +236,10 @@ def _count_write(runtime: Runtime, held: Mapping[int, torch.Tensor]) -> None:
             increment_version(param)
 
 
-def _warn_of_sums(runtime: Runtime) -> None:
-    if not runtime.has_loose_sums:
-        return
-    runtime.has_loose_sums = None
-    if not runtime.world.is_main:
-        return
-    size = runtime.world.axis("loss").size
-    warnings.warn(
-        f"gradients of backward() outside of a window are summed over {size} ranks, not averaged as DDP does: a mean loss on each "
-        f"rank gives gradients {size} times as large. Count what all ranks have, and divide a sum by it: "
-        "`with sw.window(model, batches) as w: ... (loss_sum / w.num_tokens).backward()`; or divide the mean by the number of ranks.",
-        UserWarning,
-        stacklevel=level_of_caller(),
-    )
-
-
 def _warn_of_own(runtime: Runtime, what: str) -> None:
-    if not runtime.engine.has_own:
+    if not runtime.has_own:
         return
-    runtime.engine.has_own = False
+    runtime.has_own = False
     warnings.warn(
         f"{what} after torch.autograd.grad of the model's parameters, and no backward since: what it gives is of this rank's data alone, and "
         "a step by it lets the ranks drift apart. Put it into param.grad inside `with sw.window(model, batches) as w:`, which sums it over the "

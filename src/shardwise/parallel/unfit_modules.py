@@ -1,10 +1,8 @@
 """Refuses, before anything is moved, what a module may hold that would train wrongly once it is sharded."""
 
 import contextlib
-import weakref
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,14 +14,13 @@ from shardwise.model.closures import functions_with_parameters
 from shardwise.model.own_methods import has_only_extra_states, own_methods
 from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import tensors_of
-from shardwise.parallel.runtime import Runtime, is_parallelized
+from shardwise.parallel.runtime import is_parallelized
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
 __all__ = [
     "own_state_of",
     "part_of_another",
-    "refuse_loose_partial",
     "refuse_numbers_of_parts",
     "refuse_unfit_parts",
     "refuse_whole_values",
@@ -126,26 +123,6 @@ def part_of_another(name: str) -> UsageError:
         "the second model",
         name=name,
     )
-
-
-def refuse_loose_partial(runtime: Runtime) -> None:
-    """Makes forwards that record gradients outside of windows raise UsageError, if ranks along an axis hold parts of
-    gradients: those are summed only at the end of a window."""
-    partial = weakref.ref(runtime)
-
-    def check(_module: nn.Module, _args: Any) -> None:
-        found = partial()
-        if found is not None and torch.is_grad_enabled() and not found.in_window:
-            axis, names = next(iter(found.partial.items()))
-            raise UsageError(
-                "a forward that records gradients, outside of a window",
-                why=f"each rank along {axis} has a part of the gradient of {names[0]!r}, and the parts are summed when a window ends",
-                fix="train by sw.TrainStep or sw.window(model, batches); without a backward, call the model within torch.no_grad()",
-                name=names[0],
-            )
-
-    if runtime.partial:
-        runtime.module.register_forward_pre_hook(check)
 
 
 def refuse_whole_values(module: nn.Module) -> None:

@@ -3,12 +3,13 @@ gradients; early in a run, whether ranks that hold the same parameters have the 
 
 from collections.abc import Mapping
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
 from shardwise.parallel.replicas import Replicas
-from shardwise.techniques.data.scalar_gradients import ScalarGradients
 from shardwise.world.agreement import Entry, digest_of_text, minority
 
 __all__ = ["Exchange"]
@@ -20,34 +21,35 @@ class Exchange:
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
-        whole = [runtime.parameters[name] for name in runtime.replicated]
-        self._whole = ScalarGradients(
-            whole, runtime.engine.penalties, runtime.world.axis("loss").size, counts=runtime.world.counts
-        )
+        # 0-dim, which FSDP2 does not shard.
+        self._whole = {name: runtime.parameters[name] for name in runtime.replicated}
         self._replicas = Replicas(runtime)
 
     def entries(self) -> dict[str, Entry]:
         runtime = self.runtime
         units = digest_of_text("\n".join(runtime.engine.entered()))
         found: dict[str, Entry] = {"units": runtime.world.agreement.same_among(units, runtime.same_units)}
-        told = {"used": runtime.engine.used(), "late": runtime.engine.late()}
-        found |= {name: flags for name, flags in told.items() if flags is not None}
-        return found | self._whole.entries() | self._replicas.entries()
+        flags = {"used": runtime.engine.used(), "late": runtime.engine.late()}
+        found |= {name: values for name, values in flags.items() if values is not None}
+        if self._whole:
+            found["whole"] = runtime.world.counts * torch.stack([_as_pair(param) for param in self._whole.values()])
+        return found | self._replicas.entries()
 
-    def apply(self, summed: Mapping[str, Tensor]) -> bool:
+    def apply(self, summed: Mapping[str, Tensor], place: str) -> bool:
         """Completes the gradients. Returns whether some came late, so that what was computed from them is to be computed
         again."""
         runtime = self.runtime
         if not runtime.world.agreement.all_same_among(summed["units"], runtime.same_units):
             raise self._units_differ()
         if "used" in summed:
+            runtime.has_own = runtime.has_own and not summed["used"].any()
             for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
                 if not count:  # no rank used it: None, as in one process, so that weight decay skips it
                     runtime.parameters[name].grad = None
-        if runtime.replicated:
-            self._whole.set(summed, [bool(summed["used"][runtime.trainable.index(n)]) for n in runtime.replicated])
+        for (name, param), pair in zip(self._whole.items(), summed.get("whole", ()), strict=True):
+            param.grad = _of_pair(pair, param) if summed["used"][runtime.trainable.index(name)] else None
         if is_late := "late" in summed and bool(summed["late"].any()):
-            runtime.add_late(summed["late"].tolist(), summed["used"].tolist(), f"window {runtime.step + 1}")
+            runtime.add_late(summed["used"].tolist(), place)
         else:
             self._replicas.apply(summed)
         return is_late
@@ -74,3 +76,15 @@ class Exchange:
             name=name,
             ranks=ranks,
         )
+
+
+def _as_pair(param: nn.Parameter) -> Tensor:
+    """A 0-dim gradient as float64 [2], real and imaginary part."""
+    if param.grad is None:
+        return torch.zeros(2, dtype=torch.float64, device=param.device)
+    return torch.view_as_real(local_tensor(param.grad).detach().to(torch.complex128))
+
+
+def _of_pair(pair: Tensor, param: nn.Parameter) -> Tensor:
+    both = torch.complex(pair[0], pair[1])
+    return (both if param.is_complex() else both.real).to(param.device, param.dtype)

@@ -1,12 +1,11 @@
 """Gradients from before a window, which are put aside, and restored or added back later."""
 
 import weakref
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
 
 from torch import Tensor
 
-from shardwise._torch.autograd import before_backward
+from shardwise._torch.autograd import Backward, before_backward
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime
@@ -58,8 +57,6 @@ class GradStash:
         self.is_taken, before = True, self._before
         gradients = self._gradients()
         self._stepped = next(filter(self.runtime.was_stepped_with, gradients.values()), None)
-        if self.runtime.has_loose_sums and not any(map(_is_not_zero, gradients.values())):
-            self.runtime.has_loose_sums = False  # they were cleared: no optimizer steps by them
         for name, grad in gradients.items():
             old, version = (grad, None) if before is None else before.get(name, (None, None))
             if old is None:
@@ -106,17 +103,17 @@ class GradStash:
         self.forget()
 
     def forget(self) -> None:
-        """Frees the copies."""
+        """Frees the copies, after which none are restored."""
         _waiting.discard(self)
         self._aside.clear()
-        self._before = None
+        self._before, self.is_taken = None, False
 
     def _gradients(self) -> dict[str, Tensor]:
         with self.runtime.torchs_classes():
             return {name: grad for name, param in self.runtime.parameters.items() if (grad := param.grad) is not None}
 
 
-def _begin(_outputs: Sequence[Any]) -> None:
+def _begin(_backward: Backward) -> None:
     """Before a backward: gradients of windows that wait for their first one are put aside."""
     for stash in list(_waiting):
         stash.take()

@@ -220,7 +220,7 @@ def as_sums(result: Any) -> dict[str, Tensor]:
             raise UsageError(
                 f"a loss whose {name!r} is cut over the ranks, as a parameter is",
                 why="a term of it computes with a parameter outside of the model's forward, of which each rank has a shard",
-                fix="give a weight penalty a backward of its own, once in each `with sw.window(...)`: penalty.backward(); other code that "
+                fix="a penalty on weights: weight_decay= of the optimizer, or sw.parameter_penalty in a loop of your own; other code that "
                 'computes with parameters belongs into a forward: sw.TaskModel(model, loss) with Sharding(units="none")',
             )
         if value.dim() != 0:

@@ -58,7 +58,7 @@ def no_sum(name: str, growth: Any) -> ConfigError:
             f"{growth.once * growth.rest:.6g} stays the same. All of it is divided by the tokens of all ranks, so this part would "
             "weigh less the more tokens there are, and depend on the number of micro-batches",
             fix="multiply a mean by what is counted in the micro-batch: total + 0.01 * auxiliary * (batch['labels'] != -100).sum(); "
-            "a penalty on weights needs a backward of its own: see sw.window",
+            "a penalty on weights: weight_decay= of the optimizer, or sw.parameter_penalty in a loop of your own",
         )
     shown = f"the micro-batch twice over gives {growth.twice:.6g}, once {growth.once:.6g}: a sum would double"
     if name == "loss":

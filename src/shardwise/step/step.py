@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageE
 from shardwise.model.calling import call, methods_called
 from shardwise.model.module_state import ModuleState
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.backwards import unchecked
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.state.given import Given
 from shardwise.step.argument_checks import (
@@ -169,7 +170,7 @@ class TrainStep:
         self._runtime: Runtime = runtime
         self.eval_mode = EvalMode(is_main=runtime.world.is_main)
         runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
-        runtime.engine.penalties.add_step(self)
+        self._marks_parts = True  # the loss may run backwards of its own, of parts of the model
         self._scale = LossScale(runtime, optim, scaler)
         self._check = LossCheck(runtime, self.loss, self.count, self.forward, given=forward)
         self._before_step = methods_called(model, "pre_optimizer_step")
@@ -189,10 +190,18 @@ class TrainStep:
         self.eval_mode.warn_once(self.model)
         if self._runtime.step == 0:
             self.given.take()
-        with Window(self.model, window, count=self.count, trains=True, gathers_once=self._gathers_once) as w:
+        with Window(
+            self.model,
+            window,
+            count=self.count,
+            trains=True,
+            gathers_once=self._gathers_once,
+            marks_parts=self._marks_parts,
+        ) as w:
             may_skip = self.on_nonfinite == "skip" or self.scaler is not None
             state = self._runtime.module_state() if may_skip else None
             sums, problem = self._forward_backward(w)
+            w.complete()
             # The settings are part of the entry's name: ranks that clip differently are refused, or replicas would
             # drift apart.
             norm_entry = f"norm ({clipping})"
@@ -200,6 +209,7 @@ class TrainStep:
             if w.has_late:
                 place = f"step {self.num_steps + 1}, the norm with gradients that came late"
                 agreed |= self._runtime.world.agreement.sum({norm_entry: norm_of.entry()}, place)
+        self._marks_parts = self._marks_parts and w.has_others
         if float(agreed["problem"]):
             self._drop_gradients()
             raise agreed_problem(self._runtime, problem)
@@ -463,5 +473,5 @@ class _Work:
                 why="a backward needs the graph of its forward, and its gradients would count double",
                 fix="call forward(i) once and then backward(i) once, for each micro-batch of the window",
             )
-        with self._step._runtime.engine.own_backward(), span("backward of micro-batch", self._window.index(i)):
+        with unchecked(), span("backward of micro-batch", self._window.index(i)):
             self._scaled.pop(i).backward()

@@ -30,10 +30,9 @@ from shardwise.data.loader import mark_used
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.buffers import BufferExchange, begin_outside, end_outside, watched_outside
-from shardwise.parallel.step_checks import end_clears, refuse_unreduced, watch_clears
-from shardwise.step.exchange import Exchange
-from shardwise.step.grad_stash import GradStash
+from shardwise.parallel.buffers import BufferExchange
+from shardwise.parallel.step_checks import refuse_unreduced
+from shardwise.step.accumulation import Accumulation
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
 from shardwise.step.no_gradient import explain_no_gradient, refuse_unused
 from shardwise.step.param_write_check import ParamWriteCheck
@@ -83,6 +82,7 @@ class Window:
         count: Any = None,
         trains: bool = False,
         gathers_once: bool = False,
+        marks_parts: bool = True,
     ):
         self.model, self.batches = model, as_micro_batches(batches)
         self.runtime: Runtime = runtime_of(model)
@@ -97,8 +97,9 @@ class Window:
         self._gathers_once = (
             gathers_once  # no code of the user's runs between micro-batches that could write parameters
         )
+        self._marks_parts = marks_parts
         self._padding = False
-        self._num_backwards, self._is_complete = 0, False
+        self._num_backwards, self._is_ended, self._is_complete = 0, False, False
         self._undo = contextlib.ExitStack()  # closed when the current micro-batch ends, or a part of it
         self._random_states: dict[
             int, dict[str, Any]
@@ -113,6 +114,11 @@ class Window:
     def num_valid(self) -> int | float:
         self._count_of_tokens.is_read = True
         return self._tokens
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a backward ran that was not the step's own."""
+        return self._gradients.has_others
 
     @property
     def place(self) -> str:
@@ -153,25 +159,24 @@ class Window:
             self._count_of_tokens = TokenCount(len(self.batches) * runtime.world.axis("dp").size)
             if runtime.last_count is not False:
                 runtime.last_count = self._count_of_tokens
-        # A loop of the user's own may write parameters in between, in ways that count in no version.
-        runtime.engine.begin(reuses=self._trains, gathers_once=self._gathers_once)
-        self._kept_gradients = GradStash(runtime, waits=not self._trains)
+        self._gradients = Accumulation(
+            runtime,
+            "step" if self._trains else "window",
+            self._buffers,
+            gathers_once=self._gathers_once,
+            marks_parts=self._marks_parts,
+        )
+        self._buffers = self._gradients.buffers
         self._hook = None
         if runtime.step < _NUM_WINDOWS_CHECKED and shifts_labels(self.model):
             self._hook = self.model.register_forward_pre_hook(refuse_second_shift, with_kwargs=True)
-        runtime.in_window, runtime.on_zero_grad = True, self._zero_grad
-        watch_clears(runtime)
 
     def _mark_tensors(self) -> None:
         """Notes versions and checksums that the end of the window compares with. Changes no tensor: the exchange that is under way may
         refuse the window."""
         self._first = written_state(self.runtime)
-        runtime, begun = self.runtime, self.runtime.loose_buffers
-        # A forward and backward from before the window, in that of another model, has written buffers too.
-        is_begun = runtime.has_loose_buffers and isinstance(begun, BufferExchange)
-        self._buffers = begun if is_begun else BufferExchange(runtime)
-        runtime.has_loose_buffers, runtime.loose_buffers = False, None
-        self._written = ParamWriteCheck(runtime)
+        self._buffers = BufferExchange(self.runtime)
+        self._written = ParamWriteCheck(self.runtime)
 
     # ---- running ---------------------------------------------------------------------------------------------
 
@@ -217,10 +222,10 @@ class Window:
         runtime, world, batch = self.runtime, self.runtime.world, self._micro_batch(i)
         if backward:
             self._num_backwards += 1
-            runtime.engine.set_sync(self._num_backwards == len(self.batches))
+            runtime.engine.set_last(self._num_backwards == len(self.batches))
         self._padding = batch.padding
         self._undo.enter_context(span("micro-batch", f"{batch.index}, a padding" if batch.padding else batch.index))
-        self._undo.enter_context(_not_counted(runtime, batch.padding, has_backward=backward))
+        self._undo.enter_context(_not_counted(self._gradients, batch.padding, has_backward=backward))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
         if forward and backward:
             self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
@@ -230,42 +235,23 @@ class Window:
             runtime.engine.set_micro_batch(i)
             self._undo.callback(runtime.engine.set_micro_batch, None)
         self._undo.enter_context(self._buffers.watched())
+        self._gradients.set_micro_batch(True)
         return batch
 
     def _end_part(self, *, backward: bool) -> None:
-        """Ends a part of a micro-batch; the last one completes the gradients. Not a with block around the yield: an exception in the
-        caller's loop would not close it."""
+        """Ends a part of a micro-batch. Not a with block around the yield: an exception in the caller's loop would not close it."""
         self._undo.close()
         self._padding = False
-        if backward and self._num_backwards == len(self.batches):
-            self._kept_gradients.take()
-            self.runtime.engine.complete(self.place)
-            self.runtime.sum_partial(self.place)
-            self._is_complete = True
-
-    def _zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
-        """``zero_grad()`` inside the window clears the gradients from before it, as in one process. After a backward it
-        would clear gradients of micro-batches, which FSDP2 does not show before they are summed."""
-        runtime = self.runtime
-        if not self._kept_gradients.is_taken:
-            self._kept_gradients.clear(params)  # they are still where torch clears them
-            return
-        if runtime.engine.holds() or any(param.grad is not None for param in runtime.parameters.values()):
-            raise UsageError(
-                "zero_grad() inside a window, after a backward",
-                why="it would drop gradients of the window's micro-batches, of which some wait to be summed over the ranks",
-                fix="call it before the window, as its first line, or after optim.step()",
-            )
-        self._kept_gradients.zero(params, set_to_none)
+        self._gradients.set_micro_batch(False)
+        self._is_ended = self._is_ended or (backward and self._num_backwards == len(self.batches))
 
     # ---- leaving ---------------------------------------------------------------------------------------------
 
-    def finish(self, entries: Mapping[str, Entry] | None = None) -> dict[str, Tensor]:
-        """Runs the second exchange, which also sums the caller's ``entries`` (name -> number or tensor) over the ranks;
-        gradients are final afterwards. Called once, after the last micro-batch; leaving the window calls it if the
-        caller did not."""
-        runtime = self.runtime
-        if not self._is_complete:
+    def complete(self) -> None:
+        """Sums the gradients over the ranks, but for what :meth:`finish` adds, which calls it if the caller did not: a caller whose entries
+        are computed from them does.
+        """
+        if not self._is_ended:
             raise UsageError(
                 f"a window left after {self._num_backwards} of {len(self.batches)} micro-batches",
                 why="gradients are reduced over the ranks at the last one, and other ranks wait for it",
@@ -274,31 +260,38 @@ class Window:
                 else "write `for batch in w:` inside the with block, and let it run to the end; a loss over several models needs the "
                 "window of one of them only",
             )
-        own, place = Exchange(runtime), self.place
+        if not self._is_complete:
+            self._is_complete = True
+            self._gradients.complete(self.place)
+
+    def finish(self, entries: Mapping[str, Entry] | None = None) -> dict[str, Tensor]:
+        """Runs the second exchange, which also sums the caller's ``entries`` (name -> number or tensor) over the ranks;
+        gradients are final afterwards. Called once, after the last micro-batch; leaving the window calls it if the
+        caller did not."""
+        runtime = self.runtime
+        self.complete()
+        place, gradients = self.place, self._gradients
         self.agreed = runtime.world.agreement.sum(
             {
-                **own.entries(),
-                **self._buffers.entries(is_idle=all(map(is_padding, self.batches))),
+                **gradients.entries(is_idle=all(map(is_padding, self.batches))),
                 "written": self._written.entry(),
                 **self._counted_again,
                 **(entries or {}),
             },
-            f"{self.place}, before the step",
+            f"{place}, before the step",
         )
-        refuse_other_count(self.agreed, self._tokens, self.place)
+        refuse_other_count(self.agreed, self._tokens, place)
         self._written.check(self.agreed["written"])
-        self.has_late = own.apply(self.agreed)
-        runtime.engine.end()
+        self.has_late = gradients.agree(self.agreed, place)
         if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))
         if not self._trains:
             self._warn_of_own_loop()
-        self._kept_gradients.add_back()
+        gradients.end()
         runtime.step += 1
         mark_used(self.batches)
         runtime.reads_loader = any(getattr(batch, "window", None) is not None for batch in self.batches)
-        runtime.leave_window()
-        end_clears(runtime)
+        runtime.leave()
         if not self._trains:
             self.agree_on_buffers(place)
         return self.agreed
@@ -319,7 +312,7 @@ class Window:
                 "a window without a backward: no parameter has a gradient, and a step would train nothing. Call "
                 "(loss / w.num_tokens).backward() for each micro-batch"
             )
-        elif self._kept_gradients.were_stepped():
+        elif self._gradients.were_stepped:
             told = (
                 f"gradients of an earlier window are added to those of {self.place}, and an optimizer has stepped with them: call "
                 "optim.zero_grad() after optim.step()"
@@ -340,7 +333,7 @@ class Window:
         except BaseException:
             self._abandon()
             raise
-        self._kept_gradients.forget()
+        self._gradients.close()
         self._unhook()
 
     def _unhook(self) -> None:
@@ -362,11 +355,9 @@ class Window:
         self._unhook()
         if self.runtime.last_count is self._count_of_tokens:
             self.runtime.last_count = None
-        self.runtime.leave_window()
-        end_clears(self.runtime)
+        self.runtime.leave()
         self._end_part(backward=False)
-        self.runtime.engine.abandon()
-        self._kept_gradients.put_back()
+        self._gradients.abandon()
 
 
 @public_call({"accumulation_steps": "the micro-batches of one optimizer step: sw.window(model, [batch, batch, ...])"})
@@ -423,18 +414,19 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
 
 
 @contextlib.contextmanager
-def _not_counted(runtime: Runtime, padding: bool, *, has_backward: bool = True) -> Iterator[None]:
+def _not_counted(gradients: Accumulation, padding: bool, *, has_backward: bool = True) -> Iterator[None]:
     """Within: gradients of a ``padding`` count as 0, whatever the loss is divided by; the buffers that it writes, and the Python state
     beside them, are restored afterwards. Without its backward that may still need them: it is not to see that they were written."""
     if not padding:
         yield
         return
+    runtime = gradients.runtime
     state = runtime.module_state()
-    runtime.engine.set_padding(True)
+    gradients.set_padding(True)
     try:
         yield
     finally:
-        runtime.engine.set_padding(False)
+        gradients.set_padding(False)
         with contextlib.nullcontext() if has_backward else unseen_writes(runtime.buffers().values()):
             state.restore()
 
@@ -455,35 +447,47 @@ def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -
     """
     runtime = runtime_of(model)
     runtime.refuse_own_loop()
-    engine = runtime.engine
-    engine.set_sync(is_last)
     in_order = runtime.paddings.pop(0) if runtime.paddings else False
     padding = in_order if batch is None else is_padding(batch)
-    if not runtime.accumulates:
-        runtime.check_unchanged()
-        runtime.loose_buffers = None
-        begin_outside(runtime)
+    gradients = _begun(runtime)
     first = written_state(runtime)
-    watch_clears(runtime)
+    gradients.open(True)
+    runtime.engine.set_last(is_last)
     try:
-        with (
-            watched_outside(runtime),
-            _not_counted(runtime, padding),
-        ):
+        with gradients.buffers.watched(), _not_counted(gradients, padding):
             yield
+        gradients.open(False)
         if is_last:
-            engine.complete("the last micro-batch")
-            end_outside(runtime, "the last micro-batch")
+            _finish(gradients)
     except BaseException:
-        engine.abandon()
-        runtime.paddings, runtime.accumulates = [], False
-        end_clears(runtime)
+        gradients.abandon()
+        runtime.paddings = []
         raise
-    runtime.accumulates = not is_last
     if is_last:
-        end_clears(runtime)
         runtime.paddings = []
         if first is not None:
             first.end()
-    else:
-        engine.set_sync(None)
+
+
+def _begun(runtime: Runtime) -> Accumulation:
+    """The gradients of the micro-batches of ``accumulate`` before, or new ones."""
+    if runtime.in_window:
+        raise UsageError(
+            "sw.accumulate inside a window of the same model",
+            why="the window says itself which micro-batch is the last one",
+            fix="use one of them: within `for batch in w:` call backward() alone",
+        )
+    if isinstance(runtime.accumulation, Accumulation) and runtime.accumulation.of == "accumulate":
+        return runtime.accumulation
+    runtime.check_unchanged()
+    return Accumulation(runtime, "accumulate", BufferExchange(runtime))
+
+
+def _finish(gradients: Accumulation) -> None:
+    runtime, place = gradients.runtime, "the last micro-batch"
+    gradients.complete(place)
+    summed = runtime.world.agreement.sum(gradients.entries(), place)
+    gradients.agree(summed, place)
+    gradients.end()
+    gradients.buffers.apply(summed, place)
+    gradients.close()

@@ -1,4 +1,5 @@
-"""Replicas take their hooks off where a step's own backward makes them needless: the same numbers as with all of them, or an error."""
+"""Replicas take their hooks off parts of a model where a step runs no other backward than its own: the same numbers as with all of them, or
+an error."""
 
 import contextlib
 from unittest import mock
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise._torch.autograd import PausableGradientHooks
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import RankError, UnsupportedError, UsageError
-from shardwise.techniques.data.penalties import PenaltyGradients
+from shardwise.errors import RankError, UsageError
+from shardwise.techniques.data.outputs import OutputMarks
 
 NUM_STEPS = 4
 
@@ -55,10 +55,6 @@ class Losses:
     def with_a_penalty(self, given) -> Tensor:
         return count(given) * penalty_of(self.model)
 
-    def with_the_penaltys_backward(self, _given):
-        penalty_of(self.model).backward()
-        return 0.0
-
     def with_the_backward_of_a_part(self, given):
         self.model.blocks[1](given["x"]).pow(2).sum().backward()
         return 0.0
@@ -68,8 +64,10 @@ class Losses:
         (grad,) = torch.autograd.grad(self.model(x).sum(), x, create_graph=True)
         return grad.pow(2).sum()
 
-    def with_a_penaltys_backward_later(self, given):
-        return self.with_the_penaltys_backward(given) if self.step > 2 else 0.0
+    def with_a_penaltys_backward_later(self, _given):
+        if self.step > 2:
+            penalty_of(self.model).backward()
+        return 0.0
 
     def with_the_backward_of_a_part_later(self, given):
         return self.with_the_backward_of_a_part(given) if self.step > 2 else 0.0
@@ -111,14 +109,10 @@ FORWARDS = {"past the output": of_parts, "of recomputed parts": of_recomputed_pa
 
 
 def hooks_of(kept: bool) -> contextlib.AbstractContextManager:
-    stack = contextlib.ExitStack()
-    if kept:
-        stack.enter_context(mock.patch.object(PenaltyGradients, "begin_step", lambda _: None))
-        stack.enter_context(mock.patch.object(PausableGradientHooks, "pause", lambda *_: None))
-    return stack
+    return mock.patch.object(OutputMarks, "begin", lambda *_, **__: None) if kept else contextlib.nullcontext()
 
 
-def trained(name: str, *, kept: bool, pads: bool = True) -> tuple[dict[str, Tensor], int]:
+def trained(name: str, *, kept: bool) -> tuple[dict[str, Tensor], int]:
     """Parameters after some steps, and how many modules had a hook in the last forward. ``kept``: all hooks stay on."""
     with hooks_of(kept), sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
         torch.manual_seed(4)
@@ -136,11 +130,10 @@ def trained(name: str, *, kept: bool, pads: bool = True) -> tuple[dict[str, Tens
             loss.step = number
             place = [world.rank, 2 + world.rank]
             window = [MicroBatch({**batch(4 * number + i)}, index=i) for i in place]
-            if number > 1 and world.rank and pads:  # the first one when hooks are off
+            if number > 1 and world.rank:  # the first one when hooks are off
                 window[1].padding = True
             step(window)
         assert all(part._forward_hooks for part in model.modules())
-        assert all(len(param._backward_hooks) >= 1 for param in model.parameters())
         return dict(model.named_parameters()), hooked[-1]
 
 
@@ -152,7 +145,7 @@ REFUSED = ["with a penaltys backward later", "with the backward of a part later"
 def test_numbers_are_those_of_all_hooks(ranks, name):
     own, with_all = (ranks.run(trained, 2, name, kept=kept) for kept in (False, True))
     for (found, _), (want, _) in zip(own, with_all, strict=True):
-        for key in want:  # what is told apart from the rest is summed apart from it
+        for key in want:
             torch.testing.assert_close(found[key], want[key], rtol=1e-12, atol=1e-14)
 
 
@@ -165,20 +158,19 @@ def test_a_replica_that_torch_has_compiled_as_a_whole_trains(ranks):
             torch.testing.assert_close(found[key], want[key], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize(("name", "num"), [("alone", 1), ("with a penalty", 1), ("with the penaltys backward", 5)])
+@pytest.mark.parametrize(("name", "num"), [("alone", 1), ("with a penalty", 1), ("with the backward of a part", 5)])
 def test_they_are_off_where_a_step_has_no_other_backward(ranks, name, num):
     for _, hooked in ranks.run(trained, 2, name, kept=False):
         assert hooked == num  # the model's own; or those from which losses are taken too
 
 
-@pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_begins_later_beside_the_models_outputs_is_refused(ranks, name, pads):
-    """It would be taken for a weight penalty: of paddings it would count."""
+def test_what_begins_later_beside_the_models_outputs_is_refused(ranks, name):
+    """Nothing shows whether it is a weight penalty, which counts once."""
     with pytest.raises(RankError) as caught:
-        ranks.run(trained, 2, name, kept=False, pads=pads)
-    assert isinstance(caught.value.__cause__, UnsupportedError)
-    assert "a backward inside of TrainStep's loss or forward" in str(caught.value)
+        ranks.run(trained, 2, name, kept=False)
+    assert isinstance(caught.value.__cause__, UsageError)
+    assert "nothing that the model has computed" in str(caught.value) and "from the first step on" in str(caught.value)
 
 
 def two_steps(*, kept: bool) -> dict[str, Tensor]:
@@ -200,7 +192,7 @@ def test_two_steps_of_one_model(ranks):
         assert all(torch.equal(found[name], want[name]) for name in want)
 
 
-def after_a_failure(what: str, *, kept: bool):
+def after_a_failure(*, kept: bool):
     """A backward that raised when it had reached some parameters, is caught in the window, and another follows."""
     with hooks_of(kept), sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
         torch.manual_seed(4)
@@ -213,30 +205,17 @@ def after_a_failure(what: str, *, kept: bool):
                     output = model.head(torch.tanh(model.blocks[2](Fails.apply(fails))))
                     with contextlib.suppress(MemoryError):
                         (output.sum() / w.num_tokens).backward()
-                    if what == "a penalty":
-                        penalty_of(model).backward()
-                    if what == "a penalty after a forward":
-                        with torch.no_grad():
-                            model(given["x"])
-                        penalty_of(model).backward()
                 (F.cross_entropy(model(given["x"]), given["labels"], reduction="sum") / w.num_tokens).backward()
         return {name: param.grad for name, param in model.named_parameters()}
 
 
 def test_after_a_backward_that_raised(ranks):
     for found, want in zip(
-        ranks.run(after_a_failure, 2, "the model", kept=False),
-        ranks.run(after_a_failure, 2, "the model", kept=True),
+        ranks.run(after_a_failure, 2, kept=False),
+        ranks.run(after_a_failure, 2, kept=True),
         strict=True,
     ):
         assert all(torch.equal(found[name], want[name]) for name in want if want[name] is not None)
-
-
-@pytest.mark.parametrize("what", ["a penalty", "a penalty after a forward"])
-def test_a_penalty_right_after_a_backward_that_raised_is_refused(ranks, what):
-    with pytest.raises(RankError) as caught:
-        ranks.run(after_a_failure, 2, what, kept=False)
-    assert isinstance(caught.value.__cause__, UsageError) and "right after a backward that raised" in str(caught.value)
 
 
 def with_hooks_of_ones_own():
@@ -257,31 +236,9 @@ def with_hooks_of_ones_own():
                 handle = model.head.weight.register_hook(lambda _: seen.append("between"))
         handle.remove()
         step([batch(40 + i) for i in (world.rank, 2 + world.rank)])
-        return seen, [len(param._backward_hooks) for param in model.parameters()]
+        return seen
 
 
 def test_hooks_of_ones_own_stay(ranks):
-    for seen, left in ranks.run(with_hooks_of_ones_own, 2):
+    for seen in ranks.run(with_hooks_of_ones_own, 2):
         assert seen == ["between"] * 4  # two steps of two micro-batches
-        assert set(left) == {1}
-
-
-def test_hooks_registered_while_others_are_off_come_after_them():
-    leaves = [torch.ones(2, requires_grad=True) for _ in range(3)]
-    seen: list[str] = []
-    handles = [leaf.register_hook(lambda _, i=i: seen.append(f"first {i}")) for i, leaf in enumerate(leaves)]
-    hooks = PausableGradientHooks(leaves, handles)
-    hooks.pause(leaves[0])
-    later = leaves[1].register_hook(lambda _: seen.append("later"))
-    sum(leaf.sum() for leaf in leaves).backward()
-    assert sorted(seen) == ["first 0", "later"]
-    hooks.resume()
-    seen.clear()
-    leaves[1].sum().backward()
-    assert seen == ["first 1", "later"]
-    later.remove()
-    hooks.pause(leaves[0])
-    hooks.resume()
-    seen.clear()
-    sum(leaf.sum() for leaf in leaves).backward()
-    assert sorted(seen) == ["first 0", "first 1", "first 2"]

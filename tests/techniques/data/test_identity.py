@@ -4,6 +4,7 @@ FSDP2 shows other objects after a forward until the next backward, so an optimiz
 trains tensors that nothing reads.
 """
 
+import contextlib
 import random
 import tempfile
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from shardwise.parallel import parallelize
 from shardwise.state import full_state_dict, gathered, load_full_state_dict, load_weights, save_weights
 from shardwise.step.evaluate import evaluate
 from shardwise.step.local_optimizer import local_optimizer
-from shardwise.step.window import window
+from shardwise.step.window import accumulate, window
 from shardwise.world import World, init
 
 WHERE: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -289,7 +290,8 @@ def written_in_between(where: str) -> dict[str, tuple[str, list[str]]]:
             loss = sum(y.square().sum() for y in sides[0].run(model, 1))
             write(model)
             try:
-                loss.backward()
+                with accumulate(model, is_last=True):
+                    loss.backward()
                 text = "no error"
             except UsageError as error:
                 text = str(error)
@@ -394,9 +396,13 @@ class Walk:
 
     def do_backward_by_itself(self) -> None:
         for side, model in zip(self.sides, self.models, strict=True):
-            for at in side.batches(self.number, 1):
-                (loss_of(model(at.x, ORDER(at)), at) / 7).backward()
+            with self._summing(model):
+                for at in side.batches(self.number, 1):
+                    (loss_of(model(at.x, ORDER(at)), at) / 7).backward()
         self.waiting = None
+
+    def _summing(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return accumulate(model, is_last=True) if model is self.models[0] else contextlib.nullcontext()
 
     def do_forward(self) -> None:
         self.waiting = [
@@ -405,8 +411,9 @@ class Walk:
         ]
 
     def do_backward_of_it(self) -> None:
-        for losses in self.waiting or []:
-            torch.stack(losses).sum().backward()
+        for losses, model in zip(self.waiting or [], self.models, strict=False):
+            with self._summing(model):
+                torch.stack(losses).sum().backward()
         self.waiting = None
 
     def do_look_without_gradients(self) -> None:
@@ -434,7 +441,7 @@ class Walk:
         write()
         changed = any(not torch.equal(a, b) for a, b in zip(before, self.models[1].parameters(), strict=True))
         if self.waiting is not None and changed and self.sides[0].sharding.get("engine") != "ddp":
-            with pytest.raises((UsageError, RuntimeError)) as caught:
+            with pytest.raises((UsageError, RuntimeError)) as caught, self._summing(self.models[0]):
                 self.waiting[0][0].backward()
             assert isinstance(caught.value, UsageError) or "inplace operation" in str(caught.value), caught.value
         self.waiting = None

@@ -1,7 +1,6 @@
 """Loops as people write them, with windows or without: right, or refused in words that say what to change."""
 
 import contextlib
-import warnings
 
 import pytest
 import torch
@@ -140,13 +139,12 @@ def test_a_loss_that_uses_no_parameter(ranks, layout, unit):
         assert said == "a window in which no trainable parameter was used, by any rank"
 
 
-# ---- loops without windows -----------------------------------------------------------------------------------------------
+# ---- loops of accumulate -------------------------------------------------------------------------------------------------
 
 
 def without_a_window(layout: str, change: str):
-    """A ported loop, with a change that windows refuse: what its first step says."""
-    with init(layout, device="cpu", timeout_s=20) as world, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    """A loop with a change that windows refuse: what its first step says."""
+    with init(layout, device="cpu", timeout_s=20) as world:
         plain = build()
         plain.blocks[1].requires_grad_(False)
         model = parallelize(plain, world)
@@ -159,12 +157,13 @@ def without_a_window(layout: str, change: str):
         try:
             for i in range(3):
                 given = batch(2 * i + world.rank)
-                F.cross_entropy(model(given["x"]) * scale, given["labels"]).backward()
+                with accumulate(model, is_last=True):
+                    F.cross_entropy(model(given["x"]) * scale, given["labels"]).backward()
                 optim.step()
                 optim.zero_grad()
         except ShardwiseError as error:
-            return type(error).__name__, error.given, []
-        return None, "", [str(w.message) for w in caught if "outside of a window" in str(w.message)]
+            return type(error).__name__, error.given
+        return None, ""
 
 
 @pytest.mark.parametrize(
@@ -178,18 +177,17 @@ def without_a_window(layout: str, change: str):
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
 def test_a_loop_without_a_window_sees_what_windows_see(ranks, layout, change, given):
     """1.15, 0.71 off and drifting, without a word."""
-    for kind, said, _ in ranks.run(without_a_window, 2, layout, change):
+    for kind, said in ranks.run(without_a_window, 2, layout, change):
         assert (kind, said) == ("UsageError", given)
 
 
-def hooked_later(layout: str, way: str):
+def hooked_later(layout: str):
     with init(layout, device="cpu", timeout_s=20) as world:
         model, given = sharded(world, 0), batch(world.rank)
         weight = model.head.weight
         weight.register_hook(lambda grad: grad * 2)
-        running = accumulate(model, is_last=True) if way == "accumulate" else contextlib.nullcontext()
         try:
-            with running:
+            with accumulate(model, is_last=True):
                 loss_of(model, given).backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         except ShardwiseError as error:
@@ -197,18 +195,8 @@ def hooked_later(layout: str, way: str):
         return "", ""
 
 
-@pytest.mark.filterwarnings("ignore:gradients of backward:UserWarning")
-@pytest.mark.parametrize("way", ["accumulate", "plain"])
-def test_a_hook_put_on_later_is_refused_in_accumulate(ranks, way):
-    assert ranks.run(hooked_later, 2, "dp_shard=2", way) == [("UsageError", "head.weight")] * 2
-
-
-@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
-def test_a_ported_loop_is_told_once_that_gradients_are_sums(ranks, layout):
-    """A mean loss and a plain backward, as under DDP: gradients were twice as large on two ranks."""
-    (kind, _, said), (other, _, nothing) = ranks.run(without_a_window, 2, layout, "nothing")
-    assert kind is None and other is None and len(said) == 1 and not nothing
-    assert "summed over 2 ranks, not averaged as DDP does" in said[0]
+def test_a_hook_put_on_later_is_refused_in_accumulate(ranks):
+    assert ranks.run(hooked_later, 2, "dp_shard=2") == [("UsageError", "head.weight")] * 2
 
 
 # ---- modules that move their parameters ------------------------------------------------------------------------------------
@@ -239,7 +227,8 @@ def moving(engine: str):
     with init("dp_shard=2" if engine == "fsdp2" else "dp_replicate=2", device="cpu", timeout_s=20) as world:
         model = parallelize(nn.Sequential(Flattens(4, 4), nn.Linear(4, 4)), world)
         try:
-            model(torch.ones(2, 4)).sum().backward()
+            with accumulate(model, is_last=True):
+                model(torch.ones(2, 4)).sum().backward()
         except UnsupportedError as error:
             return error.name
         return None
@@ -339,7 +328,8 @@ def written_between(layout: str, unit: int | None):
             for param in model.parameters():
                 param.mul_(0.5)
         try:
-            loss.backward()
+            with accumulate(model, is_last=True):
+                loss.backward()
         except (UsageError, RuntimeError) as error:
             return type(error).__name__, str(error).splitlines()[0]
         return None
@@ -359,7 +349,7 @@ def test_everything_of_this_page_is_public():
     assert sw.window is window and sw.accumulate is accumulate and sw.count_tokens is count_tokens
 
 
-# ---- a weight penalty with a backward of its own ---------------------------------------------------------------------------
+# ---- a weight penalty ------------------------------------------------------------------------------------------------------
 
 
 def penalty_of(model: nn.Module) -> Tensor:
@@ -368,13 +358,13 @@ def penalty_of(model: nn.Module) -> Tensor:
     return 0.3 * sum(term.full_tensor() if hasattr(term, "full_tensor") else term for term in terms)
 
 
-PENALTIES = ("before", "between", "after", "with nothing else", "twice", "accumulate", "loose")
+PENALTIES = ("before", "after", "with nothing else", "twice", "accumulate")
 
 
 def with_penalty(layout: str, unit: int | None, when: str):
     with init(layout, device="cpu", timeout_s=20) as world:
         model = sharded(world, unit)
-        mine = [] if when == "with nothing else" else [batch(i) for i in range(world.rank, 4, world.size)]
+        mine = [batch(i) for i in range(world.rank, 4, world.size)]
         found = []
         for _ in range(2):
             model.zero_grad()
@@ -384,27 +374,18 @@ def with_penalty(layout: str, unit: int | None, when: str):
                     with accumulate(model, is_last=i == len(mine) - 1):
                         (loss_of(model, given) / n).backward()
                         if i == 0:
-                            penalty_of(model).backward()
-            elif when == "loose":
-                penalty_of(model).backward()
-                for given in mine:
-                    (loss_of(model, given) / N_OF_FOUR).backward()
+                            sw.parameter_penalty(model, penalty_of(model))
             else:
-                with window(model, [batch(9)] if when == "with nothing else" else mine, count=count) as w:
+                with window(model, mine, count=count) as w:
                     if when in ("before", "twice"):
-                        penalty_of(model).backward()
-                    for i, given in enumerate(w):
+                        sw.parameter_penalty(model, penalty_of(model))
+                    for given in w:
                         if when != "with nothing else":
                             (loss_of(model, given) / w.num_tokens).backward()
-                        if when in ("between", "with nothing else") and i == 0:
-                            penalty_of(model).backward()
-                    if when in ("after", "twice"):
-                        penalty_of(model).backward()
+                    if when != "before":
+                        sw.parameter_penalty(model, penalty_of(model))
             found.append(whole(model))
     return found
-
-
-N_OF_FOUR = sum(count(batch(i)) for i in range(4))
 
 
 def penalised(when: str) -> dict[str, Tensor]:
@@ -449,7 +430,7 @@ def test_a_backward_behind_the_loop_belongs_to_the_window(ranks, layout, unit):
         assert_equal(found, want)
 
 
-# What comes to whole parameters past the model's outputs is a penalty only if it is the same on every rank, and no data is behind it.
+# What comes to parameters past all that the model has computed may be a penalty.
 
 
 def as_a_matrix(model: nn.Module, given) -> Tensor:
@@ -495,10 +476,7 @@ BY_RANK, ALIKE, THE_SAME = (0, 1, 2, 3), (0, 3, 3, 0), (1, 1, 4, 4)  # samples i
 
 @pytest.mark.parametrize(
     ("loss", "indices"),
-    [
-        (as_a_matrix, BY_RANK),
-        *((loss, data) for loss in (of_features, of_input_gradients) for data in (BY_RANK, THE_SAME)),
-    ],
+    [(loss, data) for loss in (of_features, of_a_part, of_input_gradients) for data in (BY_RANK, THE_SAME)],
 )
 def test_a_loss_past_the_outputs_is_summed_over_replicas(ranks, loss, indices):
     plain = build()
@@ -508,6 +486,103 @@ def test_a_loss_past_the_outputs_is_summed_over_replicas(ranks, loss, indices):
     want = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
     for found in ranks.run(losses_past_the_outputs, 2, loss, indices):
         assert_equal(found, want)
+
+
+def refused_past_the_outputs(layout: str, loss, where: str):
+    """What is said, and whether gradients stayed what they were."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model, given = sharded(world, None), batch(world.rank)
+
+        def beside() -> None:
+            (penalty_of(model) if loss is penalty_of else loss(model, given)).backward()
+
+        with pytest.raises(UsageError) as caught:
+            if where == "TrainStep":
+                step = TrainStep(
+                    model,
+                    torch.optim.SGD(model.parameters(), lr=0.1),
+                    loss=lambda output, given: (beside(), F.cross_entropy(output, given["labels"], reduction="sum"))[1],
+                    forward=lambda m, b: m(b["x"]),
+                    count=count,
+                )
+                step([given])
+            elif where == "accumulate":
+                with accumulate(model, is_last=True):
+                    loss_of(model, given).backward()
+                    beside()
+            else:
+                with window(model, [given], count=count) as w:
+                    if where == "before the loop":
+                        beside()
+                    for each in w:
+                        (loss_of(model, each) / w.num_tokens).backward()
+                        if where == "in the loop":
+                            beside()
+                    beside()
+        return str(caught.value), all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["before the loop", "in the loop", "behind the loop", "accumulate", "TrainStep"])
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        ("dp_replicate=2", penalty_of),
+        ("dp_replicate=2", as_a_matrix),
+        ("dp_replicate=2", as_a_function),
+        ("dp_shard=2", penalty_of),
+    ],
+)
+def test_a_backward_past_the_outputs_is_refused(ranks, layout, loss, where):
+    """A penalty would count once for each rank."""
+    for text, is_left in ranks.run(refused_past_the_outputs, 2, layout, loss, where):
+        assert "through nothing that the model has computed" in text and "sw.parameter_penalty(model, penalty)" in text
+        assert is_left
+
+
+WRONG_PENALTIES = {
+    "in the loop": "within a micro-batch",
+    "after the window": "outside of a window of the model",
+    "in TrainStep": "within a TrainStep",
+    "of the model's output": "something that the model has computed",
+    "of no parameter": "a tensor that no parameter of the model goes into",
+    "of many numbers": "a tensor of shape (4,)",
+    "a number": "a float",
+}
+
+
+def wrong_penalty(what: str) -> str:
+    with init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        model, given = sharded(world, None), batch(world.rank)
+
+        def loss(output: Tensor, given) -> Tensor:
+            sw.parameter_penalty(model, penalty_of(model))
+            return output.sum()
+
+        with pytest.raises(UsageError) as caught:
+            if what == "in TrainStep":
+                optim = torch.optim.SGD(model.parameters(), lr=0.1)
+                TrainStep(model, optim, loss=loss, count=count, forward=lambda m, b: m(b["x"]))([given])
+            with window(model, [given], count=count) as w:
+                for each in w:
+                    (loss_of(model, each) / w.num_tokens).backward()
+                    if what == "in the loop":
+                        sw.parameter_penalty(model, penalty_of(model))
+                if what == "of the model's output":
+                    sw.parameter_penalty(model, penalty_of(model) + model(given["x"]).sum())
+                if what == "of no parameter":
+                    sw.parameter_penalty(model, torch.ones(2, requires_grad=True).sum())
+                if what == "of many numbers":
+                    sw.parameter_penalty(model, model.blocks[0].weight.sum(0))
+                if what == "a number":
+                    sw.parameter_penalty(model, penalty_of(model).item())
+            sw.parameter_penalty(model, penalty_of(model))
+        return caught.value.given
+
+
+@pytest.mark.parametrize("what", WRONG_PENALTIES)
+def test_what_is_no_penalty_is_refused(ranks, what):
+    for given in ranks.run(wrong_penalty, 2, what):
+        assert WRONG_PENALTIES[what] in given
 
 
 def beside_the_forward(layout: str, how: str):
@@ -535,7 +610,11 @@ def beside_the_forward(layout: str, how: str):
 def test_a_cut_parameter_beside_the_forward_is_refused(ranks, layout, how):
     """Each rank's part had the gradient of that rank's loss alone."""
     for text, kept, found in ranks.run(beside_the_forward, 2, layout, how):
-        assert "blocks.0.weight" in text and "outside the model's forward" in text and "backward of its own" in text
+        assert (
+            "blocks.0.weight" in text
+            and "outside the model's forward" in text
+            and "sw.parameter_penalty(model, penalty)" in text
+        )
         assert all(kept)
         assert_equal(found, one_process(range(4)))
 
@@ -544,14 +623,15 @@ def in_one_graph():
     with init("dp_replicate=2", device="cpu", timeout_s=20) as world:
         model = sharded(world, None)
         given = batch(world.rank)
-        torch.compile(lambda: loss_of(model, given), backend="eager", fullgraph=True)().backward()
+        with accumulate(model, is_last=True):
+            torch.compile(lambda: loss_of(model, given), backend="aot_eager", fullgraph=True)().backward()
         model.zero_grad()
         each = torch.func.vmap(lambda x: model(x))(given["x"])
         return bool(torch.allclose(each, model(given["x"])))
 
 
 def test_replicas_are_compiled_and_mapped_as_they_are(ranks):
-    """Hooks on what parts return, which tell a penalty from a loss, break no graph."""
+    """Hooks on what parts return, which show a loss from a penalty, break no graph."""
     assert ranks.run(in_one_graph, 2) == [True, True]
 
 
@@ -650,29 +730,6 @@ def test_a_step_inside_a_window_is_refused(ranks, layout):
     )
 
 
-def penalties_and_data():
-    """Of a window: a penalty on one parameter, and another one used as a plain matrix, each with a backward of its own."""
-    with init("dp_replicate=2", device="cpu", timeout_s=20) as world:
-        model = sharded(world, None)
-        with window(model, [batch(world.rank)], count=count) as w:
-            for given in w:
-                (loss_of(model, given) / w.num_tokens).backward()
-                as_a_matrix(model, given).backward()
-                (1e4 * model.blocks[1].weight.pow(2).sum()).backward()
-        return whole(model)
-
-
-def test_a_penalty_beside_a_matrix_that_is_used_with_data(ranks):
-    plain, given = build(), [batch(0), batch(1)]
-    for each in given:
-        (loss_of(plain, each) / sum(map(count, given))).backward()
-        as_a_matrix(plain, each).backward()
-    (1e4 * plain.blocks[1].weight.pow(2).sum()).backward()
-    want = {name: param.grad for name, param in plain.named_parameters()}
-    for found in ranks.run(penalties_and_data, 2):
-        assert_equal(found, want)
-
-
 def penalty_on_padding(layout: str):
     """Two micro-batches over three ranks: the third runs a padding, and the penalty once like the others."""
     with init(layout, device="cpu", timeout_s=20) as world:
@@ -682,7 +739,7 @@ def penalty_on_padding(layout: str):
         with window(model, [given], count=count) as w:
             for each in w:
                 (loss_of(model, each) / w.num_tokens).backward()
-                penalty_of(model).backward()
+            sw.parameter_penalty(model, penalty_of(model))
         return whole(model)
 
 

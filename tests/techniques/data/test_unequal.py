@@ -10,7 +10,7 @@ from shardwise import Sharding
 from shardwise.errors import RankError
 from shardwise.parallel import parallelize
 from shardwise.state import gathered
-from shardwise.step.window import window
+from shardwise.step.window import accumulate, window
 from shardwise.world import init
 
 
@@ -67,7 +67,8 @@ def ordered(orders: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:
         model = parallelize(Chosen().double(), world, sharding=Sharding(min_unit_bytes=0))
         found = []
         for order in orders:
-            model(x_of(world.rank), order[world.rank]).sum().backward()
+            with accumulate(model, is_last=True):
+                model(x_of(world.rank), order[world.rank]).sum().backward()
             found.append(model.experts[0].weight.grad.full_tensor().clone())
         return found
 

@@ -7,8 +7,8 @@ from techniques.tp.read_values import build
 
 SAYS = {
     "a parameter of the model used by code outside of its forward": ("start = p.detach().clone()", "sw.TaskModel(model, loss)", "sw.gathered"),
-    "is cut over the ranks, as a parameter is": ("penalty.backward()", "sw.window"),
-    "a loss that uses a parameter outside the model's forward": ("a backward of its own", "inside forward"),
+    "is cut over the ranks, as a parameter is": ("sw.parameter_penalty", "weight_decay="),
+    "a loss that uses a parameter outside the model's forward": ("sw.parameter_penalty(model, penalty)", "inside forward"),
     "that is cut over tp, outside of the model's forward": ("sw.full_tensor", "p.grad.add_(p.detach()"),
     "of a tensor that is not cut as it is": ("start = p.detach().clone()", "sw.full_tensor"),
     "a backward through sw.full_tensor(p)": ("p.grad.add_(p.detach()", "into the model's forward"),
@@ -28,10 +28,10 @@ def test_refused_with_what_to_do(ranks, layout):
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
-        ("dp_shard=2", "own backward"),
+        ("dp_shard=2", "a penalty"),
         ("dp_shard=2", "after the window"),
         ("tp=2", "after the window"),
-        ("dp_replicate=2", "own backward"),
+        ("dp_replicate=2", "a penalty"),
         pytest.param("dp_shard=2,tp=2", "after the window", marks=pytest.mark.soak),
     ],
 )

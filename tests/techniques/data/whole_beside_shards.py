@@ -61,14 +61,18 @@ def refused(layout):
 # ---- what to do instead: each is given a model and its batches, and takes steps ---------------------------------
 
 
-def own_backward(model, given, window_of, start):
-    """A penalty has a backward of its own; ``start``: what stands beside the parameter."""
+def a_penalty(model, given, window_of, start):
+    """``start``: what stands beside the parameter."""
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     for turn in range(3):
         with window_of(model, given(turn)) as w:
             for batch in w:
                 (loss_of(model, batch) / w.num_tokens).backward()
-            (0.1 * (model.head.weight - start).square().sum()).backward()
+            penalty = 0.1 * (model.head.weight - start).square().sum()
+            if window_of is Window:
+                penalty.backward()
+            else:
+                sw.parameter_penalty(model, penalty)
         optim.step()
         optim.zero_grad()
 
@@ -101,7 +105,7 @@ class Window:
         return iter(self.given)
 
 
-WAYS = {"own backward": own_backward, "after the window": after_the_window}
+WAYS = {"a penalty": a_penalty, "after the window": after_the_window}
 STARTS = ("clone", "second model")
 
 

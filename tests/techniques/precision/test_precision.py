@@ -18,7 +18,7 @@ from shardwise import Parallel, Precision, Sharding
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize, runtime_of
 from shardwise.step.step import TrainStep
-from shardwise.step.window import window
+from shardwise.step.window import accumulate, window
 from shardwise.techniques.precision.options import precision_of
 from shardwise.verify.sharded import share_of
 from shardwise.world import init
@@ -205,7 +205,8 @@ def positions(layout: str):
     with init(layout, device="cpu", timeout_s=30) as world:
         torch.manual_seed(0)
         model = parallelize(Positions(), world, precision="bf16", sharding=BLOCKS)
-        model(torch.ones(4096, 4)).sum().backward()
+        with accumulate(model, is_last=True):
+            model(torch.ones(4096, 4)).sum().backward()
         tables = [block.freq for block in model.blocks]
         return [block.saw for block in model.blocks], tables, len(runtime_of(model).recipe.units)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise import Compile, Remat, Sharding
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel import describe, parallelize, runtime_of
+from shardwise.step.window import accumulate
 from shardwise.world import init
 
 KIB = 1024
@@ -89,8 +90,9 @@ def chosen_on(layout: str, sizes: list[int], remat, block=Feed):
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for _ in range(3):
-            loss = model(torch.ones(sizes[world.rank], 64)).square().sum()
-            loss.backward()
+            with accumulate(model, is_last=True):
+                loss = model(torch.ones(sizes[world.rank], 64)).square().sum()
+                loss.backward()
             losses.append(loss.item())
             optim.step()
             optim.zero_grad()
@@ -116,7 +118,8 @@ def too_small(layout: str):
     with init(layout, device="cpu", timeout_s=60) as world:
         model = parallelize(Stack, world, remat="100KiB")
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(128 + world.rank, 64)).sum().backward()
+        with accumulate(model, is_last=True):
+            model(torch.ones(128 + world.rank, 64)).sum().backward()
         try:
             optim.step()
         except UsageError as error:

@@ -49,7 +49,7 @@ class Bucket:
     Attributes:
         members: index -> parameter.
         missing: indices whose gradient this pass has not produced yet.
-        flat: the flat tensor: the gradients one after another, then the tail.
+        flat: the flat tensor: the gradients one after another.
         work: the running all-reduce, once it was started.
         has_late_parts: this rank has gradients that came after it was started.
     """
@@ -64,28 +64,29 @@ class Bucket:
     def reset(self) -> None:
         """Prepares the bucket for the next pass. The flat tensor stays alive where gradients are views of it."""
         self.missing = set(self.members)
-        self.flat = self.tail = torch.empty(0)
+        self.flat = torch.empty(0)
         self._views: dict[int, Tensor] = {}
         self.work: Any = None
         self.has_late_parts = False
 
-    def fill(self, grads: Mapping[int, Tensor | None], num_more: int) -> None:
-        """Writes ``grads`` (None counts as zeros) into a new flat tensor, with a tail of ``num_more`` zeros."""
-        self.flat, self._views = self._packed(grads, num_more)
-        self.tail = self.flat[self.numel :]
+    def fill(self, grads: Mapping[int, Tensor | None]) -> None:
+        """Writes ``grads`` (None counts as zeros) into a new flat tensor."""
+        self.flat, self._views = self._packed(grads)
 
     def packed(self, grads: Mapping[int, Tensor | None]) -> Tensor:
         """``grads`` one after another in a new tensor, zeros for None."""
-        return self._packed(grads, 0)[0]
+        return self._packed(grads)[0]
 
-    def _packed(self, grads: Mapping[int, Tensor | None], num_more: int) -> tuple[Tensor, dict[int, Tensor]]:
+    def _packed(self, grads: Mapping[int, Tensor | None]) -> tuple[Tensor, dict[int, Tensor]]:
         like = next(iter(self.members.values()))
-        flat = torch.empty(self.numel + num_more, dtype=like.dtype, device=like.device)
+        flat = torch.empty(self.numel, dtype=like.dtype, device=like.device)
         # Each step takes this memory anew: page by page that takes as long as writing it.
         in_large_pages([flat])
-        flat[self.numel :].zero_()
         views = self.views_of(flat)
-        found = {i: grad.to_dense() if grad.is_sparse else grad for i, grad in grads.items() if grad is not None}
+        # By hand a gradient may be set that is part of a graph.
+        found = {
+            i: (grad.to_dense() if grad.is_sparse else grad).detach() for i, grad in grads.items() if grad is not None
+        }
         for i in views.keys() - found.keys():
             views[i].zero_()
         if found:
@@ -97,7 +98,7 @@ class Bucket:
         return self._views
 
     def views_of(self, flat: Tensor) -> dict[int, Tensor]:
-        pieces = flat[: self.numel].split(self._sizes)
+        pieces = flat.split(self._sizes)
         # view_as makes no shape objects in Python, which take longer than the views.
         views = dict(zip(self.members, map(Tensor.view_as, pieces, self.members.values()), strict=True))
         for i in self._in_own_order:

@@ -13,8 +13,8 @@ from shardwise.techniques.edges import WhenLeft
 __all__ = ["translated", "ungathered"]
 
 _PENALTY = (
-    "give a weight penalty a backward of its own, once in each `with sw.window(...)`: penalty.backward(). What stands beside a parameter "
-    "there is cut as it is: start = p.detach().clone(), or the parameter of a second model that was parallelized in the same way"
+    "a penalty on weights: sw.parameter_penalty(model, penalty), once in each `with sw.window(...)`, beside its loop. What stands beside a "
+    "parameter there is cut as it is: start = p.detach().clone(), or the parameter of a second model that was parallelized in the same way"
 )
 
 

@@ -6,10 +6,9 @@ always reduce the same tensors; which parameters were used at all is recorded be
 """
 
 import contextlib
-import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +27,8 @@ from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.tensors import give_memory, tensors_of
 from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
 from shardwise.techniques.data.explain import translated
-from shardwise.techniques.data.gradients import Padding, add_to_gradient
-from shardwise.techniques.data.loose_backward import LooseBackward
+from shardwise.techniques.data.gradients import EndOfBackward, Padding, State, outside_of_windows
 from shardwise.techniques.data.passes import Units
-from shardwise.techniques.data.penalties import PenaltyGradients
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.unit_order import Order
 from shardwise.techniques.edges import (
@@ -172,7 +169,7 @@ _taken: "weakref.WeakKeyDictionary[World, _UnitLog]" = weakref.WeakKeyDictionary
 class FSDP2Engine:
     """Controls gradient synchronisation of a module sharded by :func:`apply_fsdp2`; see ``parallel.runtime.Engine``."""
 
-    has_own = False  # autograd.grad of shards is refused
+    hides_outputs = False  # hooks on what a unit returns are not compiled
 
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         self.root, self.recipe, self.world = module, recipe, world
@@ -185,18 +182,15 @@ class FSDP2Engine:
         self._taken = _taken.setdefault(world, _UnitLog())
         self._number = self._taken.num_models  # number of this model among those of the world
         self._taken.num_models += 1
-        self._in_window = False
+        self._state = State.OUTSIDE
         self._waits = False  # gradients were accumulated that no backward has reduced since
         self._has_lost = False  # gradients of the window, or of micro-batches of ``accumulate``, were lost by an error
-        self._sync: bool | None = None  # the argument of set_sync
         parameters: dict[str, Any] = tensors_of(module, "_parameters")
-        whole = [self._position[name] for name in trainable if recipe.params[name].shape == ()]
-        self._whole = whole
-        self.penalties = PenaltyGradients([parameters[trainable[i]] for i in whole], self._end_of_backward)
-        self._padding = Padding(functools.partial(getattr, self.penalties, "has_reached"))
-        self._loose_backward = LooseBackward(
-            [parameters[name] for name in trainable], whole, self._used, self.penalties, world
-        )
+        self._params = [parameters[name] for name in trainable]
+        self._whole = [parameters[name] for name in trainable if recipe.params[name].shape == ()]
+        self._padding = Padding()
+        self._past = -1  # the last shard that a backward came to by itself
+        self._ending = EndOfBackward()
         take_over(module)
         units = _units_of(module, recipe, parameters)
         self._positions = {
@@ -209,31 +203,39 @@ class FSDP2Engine:
             axis = world.axis("fsdp")
             world.watch.gathers_with(axis.ranks, axis.group)
         self._watch_gradients()
+        self._leave_reduction()
 
     # ---- called by a window ----------------------------------------------------------------------------------
 
-    def set_sync(self, sync: bool | None) -> None:
-        if sync is not None and not self._in_window:
-            self._loose_backward.begin()
-        self._sync = sync
-        sync = sync is not False  # FSDP2 itself can only reduce at the end of each backward
-        each = self._sync_each
-        reduces = sync or bool(each)
+    def set_last(self, is_last: bool) -> None:
+        self._state = State.SENT if is_last else State.KEPT
+        self._set_reduction(is_last, each=self._sync_each)
+        self.order.units.root.end_reuse(is_last)
+
+    def _set_reduction(self, is_last: bool, *, each: Any) -> None:
+        """FSDP2 itself can only reduce at the end of each backward."""
+        reduces = is_last or bool(each)
         for unit in self.order.units.all():
-            unit.sum_gradients(reduces, sync if each == "reduce_scatter" else reduces)
-        self.order.units.root.end_reuse(sync)
+            unit.sum_gradients(reduces, is_last if each == "reduce_scatter" else reduces)
+
+    def _leave_reduction(self) -> None:
+        """Sets what holds outside of windows: on one rank a plain backward gives gradients as it ends, on several there is none."""
+        self._set_reduction(self.world.size == 1, each=False)
+        self.order.units.root.end_reuse(True)
 
     def set_micro_batch(self, micro_batch: int | None) -> None:
         self.order.micro_batch = micro_batch
 
     def set_padding(self, padding: bool) -> None:
-        self._padding.set(padding, self.penalties.params)
+        self._padding.set(padding, self._whole)
 
-    def on_loose_sum(self, call: Callable[[], None]) -> None:
-        self._loose_backward.summed = call
+    def note_added(self, params: Sequence[nn.Parameter]) -> None:
+        added = set(map(id, params))
+        for position, param in enumerate(self._params):
+            if id(param) in added:
+                self._used[position] = 1
 
     def complete(self, place: str) -> None:
-        self.set_sync(None)
         self.order.look()
         if self._has_lost:
             raise UsageError(
@@ -244,19 +246,20 @@ class FSDP2Engine:
             )
         if self._waits:  # the last micro-batch had no backward
             self.world.agreement.sum({}, f"{place}, summing gradients of the micro-batches before")
+            self._set_reduction(True, each=False)
             self.order.flush()
             self._waits = False
-        if not self._in_window:  # in a window the exchange before the step does it
-            self._loose_backward.end(place)
+        self._state = State.SUMMED
+        self._leave_reduction()
 
     def end(self) -> None:
         self._leave_window()
 
-    def waits(self) -> bool:
-        return self._loose_backward.runs
-
     def holds(self) -> bool:
-        return self._waits or bool(self.penalties.parts)
+        return self._waits
+
+    def has_gradients(self) -> bool:
+        return self._waits or bool(self._used.any())
 
     def flat_gradients(self) -> Sequence[Tensor]:
         return ()
@@ -267,32 +270,27 @@ class FSDP2Engine:
     def late(self) -> None:
         return None
 
-    def add_late(self, late: Sequence[float], used: Sequence[float], place: str) -> None:
+    def add_late(self, used: Sequence[float], place: str) -> None:
         pass  # FSDP2 sums at the end of each backward
 
     def entered(self) -> list[str]:
         return self._taken.entries
 
-    def own_backward(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def begin(self, *, reuses: bool, gathers_once: bool) -> None:
-        self._loose_backward.abandon()
-        self.penalties.take()
+    def begin(self, *, reuses: bool, gathers_once: bool, marks_parts: bool) -> None:
+        self.order.look()  # a backward that raised before the window is not of it
         self._leave_window()
-        self._in_window, self._has_lost = True, False
+        self._has_lost = False
         self._used.zero_()
         if not self._taken.num_windows:
             self._taken.entries = []
         self._taken.num_windows += 1
         self.order.reuse(reuses, root=gathers_once and self._keeps_root)
+        self.set_last(False)
 
     def abandon(self) -> None:
-        self.set_sync(None)
+        self._leave_reduction()
         self._leave_window()
         self._waits = self._has_lost = False
-        self.penalties.take()
-        self._loose_backward.abandon()
         self.order.abandon()
 
     def drop_gathered(self) -> None:
@@ -310,16 +308,10 @@ class FSDP2Engine:
     # ---- called by the order of units ------------------------------------------------------------------------
 
     def begins_backward(self) -> None:
-        self.penalties.reach()
-        self._note_backward()
+        self._waits = self._waits or self._state is State.KEPT
 
     def loses_backward(self) -> None:
-        self._has_lost = self._in_window or self._sync is False or self._waits
-
-    def _note_backward(self) -> None:
-        self._waits = self._waits or self._sync is False
-        if not self._in_window:
-            self._loose_backward.begin_backward(ends=self._sync is None)
+        self._has_lost = self._state is not State.OUTSIDE
 
     def takes(self, unit: Unit, *, backward: bool) -> None:
         if not backward:
@@ -327,11 +319,16 @@ class FSDP2Engine:
                 unit.hook_before_gradients(self._padding.hook)
             self._note(unit.name)
             return
-        positions = self._positions[unit.name]
-        self._used[[positions[i] for i in unit.positions_with_gradient()]] = 1
+        numbers = self._positions[unit.name]
+        positions = [
+            numbers[i] for i in unit.positions_with_gradient() if numbers[i] >= 0
+        ]  # not one that was unfrozen since
+        if positions and self._state is State.OUTSIDE and self.world.size > 1:
+            raise outside_of_windows(self.world.axis("loss").size)
+        self._used[positions] = 1
         if unit.reduces:  # all ranks must reduce in the same order, or gradients are mismatched
             self._note(f"{unit.name} (backward)" if unit.name else "(root) (backward)")
-            if unit.name == ROOT and self._sync is not False:
+            if unit.name == ROOT and self._state is State.SENT:
                 self._waits = False
 
     def _note(self, entry: str) -> None:
@@ -342,10 +339,10 @@ class FSDP2Engine:
             self._taken.entries.append(f"model {self._number}: {entry}" if self._number else entry)
 
     def _leave_window(self) -> None:
-        if self._in_window:
+        if self._state is not State.OUTSIDE:
             self.order.reuse(False, root=self._keeps_root)
-        self._taken.num_windows -= self._in_window
-        self._in_window = False
+            self._taken.num_windows -= 1
+        self._state = State.OUTSIDE
 
     def _watch_parts(self, root: nn.Module, units: Units) -> None:
         """Gives each module with sharded parameters what gathers them when it runs by itself, and refuses it where that is not
@@ -368,16 +365,11 @@ class FSDP2Engine:
             units.unit(number).guard(handles)
 
     def _watch_gradients(self) -> None:
-        """Registers hooks on the parameters themselves. Gradients of unsharded parameters are summed by exchanges. A
-        gradient that reaches a sharded parameter itself, and not its gathered copy (a weight penalty), needs no sum.
-        Empty parameters are only counted."""
-        numbers = {position: number for number, position in enumerate(self._whole)}
+        """Registers hooks on the parameters themselves. Gradients of unsharded parameters are summed by an exchange; one that reaches a
+        sharded parameter itself, and not its gathered copy, would be summed by nothing. Empty parameters are only counted."""
         for name, position in self._position.items():
-            param = self._loose_backward.params[position]
-            if position in numbers:
-                param.register_hook(calls(self._expect_whole, numbers[position]))
-                param.register_post_accumulate_grad_hook(calls(self._arrived_whole, numbers[position]))
-            elif self.recipe.params[name].cuts:
+            param = self._params[position]
+            if param.shape != () and self.recipe.params[name].cuts:
                 param.register_hook(calls(self._expect_cut, position))
             else:
                 param.register_post_accumulate_grad_hook(calls(self._mark_used, position))
@@ -385,33 +377,24 @@ class FSDP2Engine:
     def _mark_used(self, position: int) -> None:
         self._used[position] = 1
 
-    def _expect_whole(self, number: int) -> None:
-        if self._running.accumulates(self.penalties.params[number]):
-            self.penalties.before(number)
-            self._note_backward()
-
-    def _arrived_whole(self, number: int) -> None:
-        if not self.penalties.after(number):
-            self._used[self._whole[number]] = 1
-
     def _expect_cut(self, position: int) -> None:
-        if self._running.accumulates(self._loose_backward.params[position]):
+        if self._running.accumulates(self._params[position]):
             self._used[position] = 1
-            self.penalties.note(position)
+            if self.world.size > 1:
+                self._past = position
+                if not self._ending.is_due:
+                    self._ending.call(self._refuse_past)
 
-    def _end_of_backward(self, belonging: dict[int, Tensor], _any_apart: bool) -> None:
-        """The ``ended`` callback of :class:`PenaltyGradients`."""
-        for number, part in belonging.items():
-            add_to_gradient(self.penalties.params[number], torch.zeros_like(part) if self._padding.is_on else part)
-            self._used[self._whole[number]] = 1
-        if self.penalties.past:
-            raise UnsupportedError(
-                "a loss that uses a parameter outside the model's forward (param.full_tensor() in it)",
-                why="the parameter is cut over the ranks, and each rank's part would get that rank's gradient alone: data of the others is "
-                "lost, and a weight penalty counts with the loss of one rank",
-                fix="use the parameter inside forward; give a weight penalty a backward of its own, once per step",
-                name=next(name for name, at in self._position.items() if at == self.penalties.past[0]),
-            )
+    def _refuse_past(self) -> None:
+        """Called at the end of a backward that came to shards themselves: until then ranks work together."""
+        self._ending.forget()
+        raise UnsupportedError(
+            "a loss that uses a parameter outside the model's forward (param.full_tensor() in it)",
+            why="the parameter is cut over the ranks, and each rank's part would get that rank's gradient alone: data of the others is "
+            "lost, and a weight penalty counts with the loss of one rank",
+            fix="use the parameter inside forward; a weight penalty: sw.parameter_penalty(model, penalty), once per window",
+            name=next(name for name, at in self._position.items() if at == self._past),
+        )
 
 
 def _units_of(module: nn.Module, recipe: Recipe, parameters: Mapping[str, Any]) -> Units:

@@ -1,15 +1,14 @@
-"""Helpers for gradients between two reductions, shared by both engines, backwards outside of windows, and windows.
+"""Helpers for gradients until they are summed, shared by both engines and windows.
 
-They handle three problems of gradients that are reduced while a user's loop runs. A gradient that is a sum over the
-ranks already would be summed again: :class:`SetAsideGradients` sets it aside while new gradients arrive, and adds it when they are
-summed. A backward raises, and the work at its end is left undone: :class:`EndOfBackward` detects that. A micro-batch
-that exists only so that all ranks have equally many must not count: :class:`Padding`.
+A gradient that is a sum over the ranks already would be summed again: :class:`SetAsideGradients` sets it aside while new gradients
+arrive, and adds it when they are summed. A backward raises, and the work at its end is left undone: :class:`EndOfBackward` detects
+that. A micro-batch that exists only so that all ranks have equally many must not count: :class:`Padding`.
 
-A parameter that no rank used ends without a gradient: replicas send that in the last bucket (``replicas.py``); FSDP2
-reduces zeros (``_torch/fsdp2.py``), which are removed by the exchange before the step (``step/exchange.py``) or after a
-backward outside a window (``loose_backward.py``).
+A parameter that no rank used ends without a gradient: the exchange before the step says so (``step/exchange.py``). Until then replicas
+and FSDP2 (``_torch/fsdp2.py``) have summed zeros.
 """
 
+import enum
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -17,11 +16,28 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 
 from shardwise._torch.autograd import at_end_of_backward
+from shardwise.errors import UsageError
 from shardwise.techniques.edges import zero_of_padding
 
-__all__ = ["EndOfBackward", "Padding", "SetAsideGradients", "add_to_gradient"]
+__all__ = ["EndOfBackward", "Padding", "SetAsideGradients", "State", "add_to_gradient", "outside_of_windows"]
 
 K = TypeVar("K")
+
+
+class State(enum.Enum):
+    """What becomes of a gradient of an engine's model that is made now. A window takes the states in this order:
+
+    begin       OUTSIDE -> KEPT    each micro-batch adds to the others
+    set_last    KEPT -> SENT       in the last one they are summed while backward still runs
+    complete    SENT -> SUMMED     the rest is; with the exchange before the step ranks learn what came late, and what none has used
+    end         SUMMED -> OUTSIDE  gradients are final, and the optimizer's
+    abandon     any -> OUTSIDE     an exception has left the window: they are what they were before it
+    """
+
+    OUTSIDE = enum.auto()  # of any window: on several ranks no backward may come to parameters
+    KEPT = enum.auto()  # in .grad, or whole beside the shards
+    SENT = enum.auto()  # until its bucket, or its unit, is complete
+    SUMMED = enum.auto()  # none is made
 
 
 class EndOfBackward:
@@ -93,26 +109,18 @@ class SetAsideGradients(Generic[K]):
 
 
 class Padding:
-    """Sets gradients of a micro-batch that does not count to 0 on their way to the parameters.
+    """Sets gradients of a micro-batch that does not count to 0 on their way to the parameters."""
 
-    Args:
-        has_reached: whether the running backward has reached outputs of the model; a weight penalty's own backward
-            counts.
-    """
-
-    def __init__(self, has_reached: Callable[[], bool]):
+    def __init__(self) -> None:
         self.is_on = False
         self.hook: Callable[[Tensor], Tensor | None] | None = None  # on parameters; None: no padding so far
-        self._has_reached = has_reached
 
     def set(self, is_on: bool, params: Iterable[nn.Parameter]) -> None:
         """Sets whether gradients of the next backwards become 0; the hook is registered once on each of ``params``."""
         self.is_on = is_on
         if is_on and self.hook is None:
             padding = weakref.ref(self)  # hooks are held in C++
-            self.hook = zero_of_padding(
-                lambda: (found := padding()) is not None and found.is_on and found._has_reached()
-            )
+            self.hook = zero_of_padding(lambda: (found := padding()) is not None and found.is_on)
             for param in params:
                 param.register_hook(self.hook)
 
@@ -120,3 +128,21 @@ class Padding:
 def add_to_gradient(param: nn.Parameter, part: Tensor) -> None:
     """Adds ``part`` to ``param.grad``, which may be None."""
     param.grad = part if param.grad is None else param.grad + part
+
+
+def outside_of_windows(num: int, *, name: str | None = None, what: str = "a backward") -> UsageError:
+    """The error for ``what`` that comes to parameters of a model outside of its windows.
+
+    Args:
+        num: over how many ranks gradients are summed.
+        name: of a parameter, if it is known.
+    """
+    return UsageError(
+        f"{what} of a sharded model outside of a window",
+        why=f"gradients are summed over {num} ranks, and divided by what all of them count, in a window: a mean on each rank would be {num} times "
+        "too large, and nothing says when they are complete",
+        fix="`with sw.window(model, batches) as w:`, in it `for b in w: (loss_sum(model, b) / w.num_tokens).backward()`; or step(window) of "
+        "sw.TrainStep; or `with sw.accumulate(model, is_last=True): loss.backward()`. A model that is only passed, by gradients of what it is "
+        "given: model.requires_grad_(False), or torch.autograd.grad(loss, inputs)",
+        name=name,
+    )

@@ -17,12 +17,13 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import Backward as RunBackward
 from shardwise._torch.autograd import before_backward, current_backward, freed_leaf, in_backward, marks_of
 from shardwise._torch.fsdp2 import Unit, when_interrupted
 from shardwise._torch.fully_shard import reset_iteration
@@ -54,14 +55,14 @@ class Listener(Protocol):
 _in_use: "weakref.WeakSet[Order]" = weakref.WeakSet()
 
 
-def _refuse_from_inside(outputs: Sequence[Any]) -> None:
+def _refuse_from_inside(backward: RunBackward) -> None:
     """Raises UnsupportedError for a backward that comes to a unit's parameters past none of its outputs, at which it would be gathered:
     kernels read freed memory without a check, which ends the process. Where a unit's output is passed too, that comes first."""
-    leaf = freed_leaf(outputs)
+    leaf = freed_leaf(backward.outputs)
     if leaf is None:
         return
     for unit in [unit for order in _in_use for unit in order.units.all()]:
-        if any(whole is leaf for whole, _ in unit.gathered()) and id(unit) not in marks_of(outputs):
+        if any(whole is leaf for whole, _ in unit.gathered()) and id(unit) not in marks_of(backward.outputs):
             raise ungathered(unit.name or None)
 
 

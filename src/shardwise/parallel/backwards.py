@@ -1,0 +1,111 @@
+"""Which backwards may come to the parameters of a sharded model: those of a window, and in it those that are summed over the ranks.
+
+A backward outside of windows is an error before it runs: nothing would divide its sum by what all ranks count, and each rank that has
+another number of them would wait for the others. Within one, gradients are summed over the ranks. A penalty on weights is the same on
+every rank, and would count once for each of them: a backward that comes to parameters past all that the model has computed is an error
+too, and :func:`~shardwise.step.penalty.parameter_penalty` is what adds one.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from shardwise._torch.autograd import Backward, Way, before_backward, way_of
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.parallel.runtime import Runtime, runtimes_in_use
+from shardwise.techniques.data.gradients import outside_of_windows
+
+__all__ = ["is_unchecked", "unchecked", "watch_backwards"]
+
+_num_unchecked = 0
+
+
+def watch_backwards() -> None:
+    """Installs, once, what looks at each backward before it runs."""
+    before_backward(_look)
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Context manager: the backward within is Shardwise's own, as that of a ``TrainStep``."""
+    global _num_unchecked
+    _num_unchecked += 1
+    try:
+        yield
+    finally:
+        _num_unchecked -= 1
+
+
+def is_unchecked() -> bool:
+    """Whether it runs within :func:`unchecked`."""
+    return _num_unchecked > 0
+
+
+def _look(backward: Backward) -> Any:
+    """Refuses what may not run. Returns the mark for gradients that are part of a graph: what they are computed from."""
+    runtimes = [each for each in runtimes_in_use() if each.world.size > 1]
+    if _num_unchecked or not runtimes:
+        return None
+    if not backward.accumulates:
+        return way_of(backward.outputs).mark if backward.makes_graph else None
+    opened = [each for each in runtimes if each.accumulation is not None and each.accumulation.is_open]
+    # With a window, those that were sharded since it began.
+    closed = [each for each in runtimes if each.accumulation is None] if opened else runtimes
+    way = way_of(backward.outputs, past_marks=bool(closed))  # it may pass a model that is frozen, to the inputs of that
+    if (reached := _reached(way, closed, backward.inputs)) is not None:
+        raise outside_of_windows(reached.runtime.world.axis("loss").size, name=reached.name)
+    reached = None if way.mark is not None else _reached(way, opened, backward.inputs)
+    if reached is None and way.mark is None:
+        return None  # of something else
+    for each in opened:
+        each.accumulation.has_others = True  # type: ignore[union-attr]
+    if backward.makes_graph and any(each.engine.late() is not None for each in opened):
+        raise UnsupportedError(
+            "backward(create_graph=True) on several ranks",
+            why="gradients are summed over the ranks in place, and these would be part of a graph",
+            fix="torch.autograd.grad(loss, x, create_graph=True) of what is differentiated again, and one backward() of the sum",
+        )
+    is_hidden = reached is not None and way.is_compiled and reached.runtime.engine.hides_outputs
+    if reached is not None and not reached.is_gathered and not is_hidden:
+        raise _penalty(reached)
+    return way.mark
+
+
+class _Reached(NamedTuple):
+    """A parameter that a backward comes to.
+
+    Attributes:
+        is_gathered: it comes to a gathered copy, with which a forward has computed.
+    """
+
+    runtime: Runtime
+    name: str
+    is_gathered: bool
+
+
+def _reached(way: Way, runtimes: Sequence[Runtime], inputs: Sequence[Any]) -> _Reached | None:
+    """One of the leaves that is a parameter, or of ``inputs`` where there are some."""
+    # An edge of the graph may stand for a leaf.
+    leaves = {id(getattr(getattr(x, "node", None), "variable", x)) for x in inputs or way.leaves}
+    for runtime in runtimes:
+        names = {id(param): name for name, param in runtime.parameters.items()}
+        for copy, shard in runtime.engine.gathered():
+            if id(copy) in leaves:
+                return _Reached(runtime, names[id(shard)], True)
+        if found := leaves & names.keys():
+            return _Reached(runtime, min(names[key] for key in found), False)
+    return None
+
+
+def _penalty(reached: _Reached) -> UsageError:
+    runtime = reached.runtime
+    num = runtime.world.axis("loss").size
+    in_step = runtime.accumulation is not None and runtime.accumulation.of == "step"
+    return UsageError(
+        "a backward in a window that comes to a parameter through nothing that the model has computed",
+        why=f"gradients are summed over the ranks: a penalty on weights, which is the same on each, would count {num} times",
+        fix="a penalty on weights, inside the window and beside its loop: sw.parameter_penalty(model, penalty); with TrainStep: weight_decay= of the "
+        "optimizer. What data goes into: add it to the loss, whose one backward runs for both, or compute it from an output of the model or of a "
+        "part of it" + (", from the first step on" if in_step else ""),
+        name=reached.name,
+    )
