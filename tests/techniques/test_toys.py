@@ -184,7 +184,8 @@ def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(tree, layou
     assert found.pop("cuts") == ["ep", "efsdp"]
     for layout in layouts:
         assert found.pop(layout).startswith("equal, fsdp2"), found
-    assert max(found.values()) == 0.0, found  # of checkpoints that were continued under other layouts
+    # Of checkpoints that were continued under other layouts; gloo adds the numbers of four ranks in an order of its own.
+    assert max(found.values()) < 1e-14, found
 
 
 # ---- micro-batches that are split, and a schedule of the technique's own -----------------------------------------------------
