@@ -1059,9 +1059,9 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- gradients, for both engines and windows -----------------------------------------------------------------------
     Mutant(
         "dropped-backward-unseen",
-        "return self._call is not None and self._call() is None",
-        "return False",
-        "tests/techniques/data/test_loops.py tests/techniques/data/test_own_loops.py",
+        "return self._call is not None and self._call() is not None",
+        "return self._call is not None",
+        "tests/techniques/data/test_loops.py tests/techniques/data/test_own_loops.py tests/step/test_backwards.py",
         "a backward that raised is taken for one that still runs, and its gradients are summed with the next",
     ),
     Mutant(

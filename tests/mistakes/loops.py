@@ -217,7 +217,7 @@ class LastMicroBatchWithoutSync(Mistake):
     """An epoch ends in the middle of an accumulation, and the step is taken with what is there: no rank has reduced."""
 
     ranks = 2
-    says = "after accumulate(model, is_last=False), and no is_last=True since"
+    says = "before the last micro-batch of sw.accumulate has ended"
 
     def plain(self):
         model = DDP(build())

@@ -437,7 +437,7 @@ def test_odd_loops_have_the_gradients_of_one_process(ranks, what):
     ("what", "said"),
     [
         ("a penalty between two", "parameter_penalty with another tensor that is trained, of shape (8, 4)"),
-        ("a penalty on one rank", "sw.parameter_penalty called"),
+        ("a penalty on one rank", "calls of sw.parameter_penalty on this rank"),
         (
             "a compiled penalty",
             "a backward in a window that comes to a parameter through nothing that the model has computed",

@@ -48,20 +48,22 @@ def _look(backward: Backward) -> Any:
         return None
     if not backward.accumulates:
         return way_of(backward.outputs).mark if backward.makes_graph else None
-    opened = [each for each in runtimes if each.accumulation is not None and each.accumulation.is_open]
+    begun = [each for each in runtimes if each.accumulation is not None]
+    is_open = any(each.accumulation.is_open for each in begun)  # type: ignore[union-attr]
     # With a window, those that were sharded since it began.
-    closed = [each for each in runtimes if each.accumulation is None] if opened else runtimes
+    closed = [each for each in runtimes if each.accumulation is None and _is_trained(each)] if is_open else runtimes
     way = way_of(backward.outputs, past_marks=bool(closed))  # it may pass a model that is frozen, to the inputs of that
     if (reached := _reached(way, closed, backward.inputs)) is not None:
         raise outside_of_windows(reached.runtime.world.axis("loss").size, name=reached.name)
-    reached = None if way.mark is not None else _reached(way, opened, backward.inputs)
-    if reached is None and way.mark is None:
+    reached = None if way.mark is not None else _reached(way, begun, backward.inputs)
+    if not is_open or (reached is None and way.mark is None):
         return None  # of something else
-    for each in opened:
+    for each in begun:
         each.accumulation.has_others = True  # type: ignore[union-attr]
-    if backward.makes_graph and any(each.engine.late() is not None for each in opened):
+    gives_own = not backward.inputs or _reached(way, begun, backward.inputs) is not None
+    if backward.makes_graph and gives_own and any(each.engine.late() is not None for each in begun):
         raise UnsupportedError(
-            "backward(create_graph=True) on several ranks",
+            "backward(create_graph=True) of a model that each rank holds whole",
             why="gradients are summed over the ranks in place, and these would be part of a graph",
             fix="torch.autograd.grad(loss, x, create_graph=True) of what is differentiated again, and one backward() of the sum",
         )
@@ -69,6 +71,10 @@ def _look(backward: Backward) -> Any:
     if reached is not None and not reached.is_gathered and not is_hidden:
         raise _penalty(reached)
     return way.mark
+
+
+def _is_trained(runtime: Runtime) -> bool:
+    return any(param.requires_grad for param in runtime.parameters.values())
 
 
 class _Reached(NamedTuple):
@@ -103,9 +109,11 @@ def _penalty(reached: _Reached) -> UsageError:
     in_step = runtime.accumulation is not None and runtime.accumulation.of == "step"
     return UsageError(
         "a backward in a window that comes to a parameter through nothing that the model has computed",
-        why=f"gradients are summed over the ranks: a penalty on weights, which is the same on each, would count {num} times",
-        fix="a penalty on weights, inside the window and beside its loop: sw.parameter_penalty(model, penalty); with TrainStep: weight_decay= of the "
-        "optimizer. What data goes into: add it to the loss, whose one backward runs for both, or compute it from an output of the model or of a "
-        "part of it" + (", from the first step on" if in_step else ""),
+        why="only what comes through the model's outputs is rightly summed over the ranks: a penalty on weights, which is the same on each, would count "
+        + (f"{num} times" if num > 1 else "once for each rank wherever ranks have parts of a gradient"),
+        fix="a penalty on weights: sw.parameter_penalty(model, penalty) in the window, before or after its loop; in a TrainStep: weight_decay= of the "
+        "optimizer. A loss of data: add it to the loss before its backward(), or compute it from what the model, or a part of it that is called, "
+        "returns"
+        + (". A loss of a TrainStep that runs such a backward must do so from the first step on" if in_step else ""),
         name=reached.name,
     )

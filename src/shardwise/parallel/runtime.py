@@ -54,7 +54,7 @@ class Engine(Protocol):
 
     @property
     def hides_outputs(self) -> bool:
-        """Whether a graph may not show that it comes through the model: this was compiled as a whole."""
+        """Whether the model was compiled as a whole, so that its graph has no marks of outputs."""
 
     def begin(self, *, reuses: bool, gathers_once: bool, marks_parts: bool) -> None:
         """Called when a window starts; backwards may come to parameters until :meth:`end`. ``reuses``: nothing writes parameters between
@@ -80,7 +80,7 @@ class Engine(Protocol):
 
     def used(self) -> Tensor | None:
         """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: it got a gradient on this rank
-        since :meth:`begin`. None: this rank's are final."""
+        since :meth:`begin`. None: gradients are not summed over ranks, and unused ones are None already."""
 
     def late(self) -> Tensor | None:
         """A uint8 flag: this rank has gradients that came after the others of a window were sent, and :meth:`complete` did not sum.
@@ -133,7 +133,7 @@ class OpenGradients(Protocol):
         is_padding: whether gradients of the next backwards count as 0.
         num_penalties: how often a penalty was added.
         has_begun: whether a backward has run since they were opened.
-        has_others: whether one of them was not a ``TrainStep``'s own.
+        has_others: whether a backward has come to this model, or another open one, that was not a ``TrainStep``'s own.
     """
 
     of: Literal["window", "step", "accumulate", "another model"]
@@ -191,7 +191,7 @@ class Runtime:
         self.number = -1  # among the models of its world, in the order in which they were sharded
         self.step = 0  # optimizer steps begun: part of every random stream's name
         self.num_windows = 0  # that have ended in this process
-        self.accumulation: OpenGradients | None = None  # None: they are final
+        self.accumulation: OpenGradients | None = None  # gradients that are not final yet; None: there are none
         self._busy: tuple[threading.Thread, str] | None = None  # the thread that runs something on the model, and what
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
         self.num_watchable = 0  # windows so far whose operators may be watched, for what they do with buffers

@@ -183,9 +183,9 @@ def refuse_unreduced(runtime: Runtime, what: str) -> None:
     gradients = runtime.accumulation
     if gradients is not None and gradients.of == "accumulate" and gradients.has_begun:
         raise UsageError(
-            f"{what} after accumulate(model, is_last=False), and no is_last=True since",
+            f"{what} before the last micro-batch of sw.accumulate has ended",
             why="gradients are summed over the ranks at the last micro-batch: those that are there now are this rank's alone",
-            fix="run the last micro-batch before it in sw.accumulate(model, is_last=True), also where an epoch ends early",
+            fix="call it after the block `with sw.accumulate(model, is_last=True):`, also where an epoch ends early",
         )
 
 

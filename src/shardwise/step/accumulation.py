@@ -18,7 +18,7 @@ from shardwise.world.agreement import Entry
 __all__ = ["Accumulation"]
 
 _OTHERS, _PENALTIES = "gradients of other models", "penalties"
-_main: "weakref.WeakSet[Accumulation]" = weakref.WeakSet()  # those that are open, and not another model's
+_main: "weakref.WeakSet[Accumulation]" = weakref.WeakSet()  # that have not ended; not those of "another model"
 
 
 class Accumulation:
@@ -83,7 +83,7 @@ class Accumulation:
         return self._stash.were_stepped()
 
     def _join(self, models: Iterable[Runtime]) -> None:
-        """Takes part for models of the same world that are in no window."""
+        """Begins the same for each other model of the world that is in no window, since a loss may come to it."""
         for other in models:
             is_free = other is not self.runtime and other.world is self.runtime.world and other.accumulation is None
             if is_free and any(param.requires_grad for param in other.parameters.values()):
@@ -147,7 +147,7 @@ class Accumulation:
         assert self._exchange is not None
         if not self.runtime.world.agreement.all_same(summed[_PENALTIES]):
             raise RankError(
-                f"sw.parameter_penalty called {self.num_penalties} times in {place}, and as often as that not on every rank",
+                f"{self.num_penalties} calls of sw.parameter_penalty on this rank in {place}, and another number on others",
                 why="each rank adds what it has of a penalty's gradient",
                 fix="call it on all ranks, with the same penalty",
             )
@@ -207,7 +207,7 @@ class Accumulation:
             self._join_again()
 
     def _join_again(self) -> None:
-        """Lets the model take part again in the windows of others that are open around this one."""
+        """Lets the windows of other models that surround this one take this model in again."""
         for main in list(_main):
             if main is not self:
                 main._join([self.runtime])

@@ -24,17 +24,18 @@ def parameter_penalty(model: nn.Module, penalty: Tensor) -> None:
     must call it.
 
         with sw.window(model, batches) as w:
+            sw.parameter_penalty(model, 0.01 * sum(p.square().sum() for p in model.parameters()))
             for b in w:
                 (loss(model(b["input_ids"]), b) / w.num_tokens).backward()
-            sw.parameter_penalty(model, 0.01 * sum(p.square().sum() for p in model.parameters()))
 
     Each rank computes the penalty of the parameters that it has, which are the same on all: a sum over the ranks would count it once
     for each. Where ranks hold full copies, the mean of what they compute is added. So a factor in it must be equal on all ranks: none of
-    a rank's own data.
+    a rank's own data. With ``tp`` a sum over a parameter that is cut is refused: use the optimizer's weight decay. Under replicas a call
+    before the loop costs least: after it, most gradients were sent already, and are summed a second time.
 
     Args:
-        model: from :func:`~shardwise.parallel.compose.parallelize`, in a window: beside its loop over micro-batches, as a penalty in
-            the loop would count once for each of them; or within ``sw.accumulate``.
+        model: from :func:`~shardwise.parallel.compose.parallelize`, in a window: before or after its loop, as a penalty in the loop
+            would count once for each micro-batch; or within one of a step's ``sw.accumulate`` blocks, as it counts once for each call.
         penalty: 0-dim, computed from parameters of the model alone, outside of its forward. Its graph is freed.
 
     Raises:
@@ -72,23 +73,17 @@ def parameter_penalty(model: nn.Module, penalty: Tensor) -> None:
 def _refuse_place(runtime: Runtime) -> None:
     gradients = runtime.accumulation
     if gradients is None or not gradients.is_open:
-        given, fix = (
-            "outside of a window of the model",
-            "call it inside `with sw.window(model, batches) as w:`, after the loop over w",
+        raise UsageError(
+            "parameter_penalty outside of a window of the model",
+            why="its gradient is added to those of a window, before they are summed over the ranks",
+            fix="call it inside `with sw.window(model, batches) as w:`, before or after the loop over w",
         )
-    elif gradients.of == "step" or gradients.in_micro_batch:
-        given = "within a TrainStep" if gradients.of == "step" else "within a micro-batch"
-        fix = "call it after the loop: `for b in w: ...`, and then, in the same with block, sw.parameter_penalty(...); with TrainStep: "
-        fix += "weight_decay= of the optimizer, or a loop of your own"
-    else:
-        return
-    raise UsageError(
-        f"parameter_penalty {given}",
-        why="a penalty counts once for each optimizer step, and how many micro-batches a rank has depends on the layout"
-        if "within" in given
-        else "its gradient is added to those of a window, before they are summed over the ranks",
-        fix=fix,
-    )
+    if gradients.of == "step" or gradients.in_micro_batch:
+        raise UsageError(
+            f"parameter_penalty within a {'TrainStep' if gradients.of == 'step' else 'micro-batch'}",
+            why="a penalty counts once for each optimizer step, and how many micro-batches a rank has depends on the layout",
+            fix="call it in the with block of the window, before or after the loop; with TrainStep: weight_decay= of the optimizer",
+        )
 
 
 def _add(runtime: Runtime, penalty: Tensor, names: list[str]) -> None:

@@ -5,11 +5,11 @@
             (loss(model(b["input_ids"]), b) / w.num_tokens).backward()
 
 Entering sums the token count and the number of micro-batches over the ranks (the first of two exchanges per window).
-Iterating reduces gradients at the last micro-batch only, sums parts of gradients that a technique leaves to each rank,
-and gives each micro-batch its own random stream. Leaving exchanges what must be agreed before the step (the second
-exchange): which parameters were used, the units entered, gradients of 0-dim parameters, and what the caller adds.
-Gradients from before the window stay in ``.grad`` until its first backward; they are put aside then, and added at its
-end, as in one process. An exception inside restores the module: gradients are synchronised again, and are what they were before.
+Iterating gives each micro-batch its own random stream; in the last one gradients are summed over the ranks while backward still
+runs. Leaving sums the rest, and the parts of gradients that a technique leaves to each rank, and exchanges what must be agreed before
+the step (the second exchange): which parameters were used, the units entered, gradients of 0-dim parameters, and what the caller
+adds. Gradients from before the window stay in ``.grad`` until its first backward; they are put aside then, and added at its
+end, as in one process. An exception inside restores the module: gradients are what they were before.
 """
 
 import contextlib
@@ -151,6 +151,7 @@ class Window:
             )
         runtime.check_unchanged()
         refuse_unreduced(runtime, "a window")
+        _refuse_within(runtime)
         _warn_of_unread(runtime)
         counted = agree_on_count(runtime, self.batches, self._count, trains=self._trains, meanwhile=self._mark_tensors)
         self._tokens, self.waited_s, self.num_ignored = counted
@@ -248,9 +249,8 @@ class Window:
     # ---- leaving ---------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Sums the gradients over the ranks, but for what :meth:`finish` adds, which calls it if the caller did not: a caller whose entries
-        are computed from them does.
-        """
+        """Sums the gradients over the ranks; those that came late, and of 0-dim parameters, follow in :meth:`finish`, which calls this if
+        the caller did not. Call it first where ``entries`` are computed from gradients."""
         if not self._is_ended:
             raise UsageError(
                 f"a window left after {self._num_backwards} of {len(self.batches)} micro-batches",
@@ -434,10 +434,11 @@ def _not_counted(gradients: Accumulation, padding: bool, *, has_backward: bool =
 @public_call({"last": "is_last", "is_last": "is_last: whether this micro-batch is the last of its step"})
 @contextlib.contextmanager
 def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -> Iterator[None]:
-    """Gradient accumulation by hand: within, backward reduces gradients over the ranks only if ``is_last``.
+    """Gradient accumulation by hand: gradients of the backwards within are kept, and summed over the ranks on leaving the one with
+    ``is_last=True``.
 
-    Afterwards backward reduces again. Until gradients are reduced, clipping and optimizer steps are refused. An
-    exception drops the gradients of the micro-batches since the last reduction. All ranks must use it in the same way.
+    Between them, and afterwards, a backward is refused on several ranks. Until gradients are summed, clipping and optimizer steps are
+    refused. An exception drops the gradients of the micro-batches since the last sum. All ranks must use it in the same way.
 
     Args:
         model: from ``parallelize``.
@@ -477,10 +478,21 @@ def _begun(runtime: Runtime) -> Accumulation:
             why="the window says itself which micro-batch is the last one",
             fix="use one of them: within `for batch in w:` call backward() alone",
         )
+    _refuse_within(runtime)
     if isinstance(runtime.accumulation, Accumulation) and runtime.accumulation.of == "accumulate":
         return runtime.accumulation
     runtime.check_unchanged()
     return Accumulation(runtime, "accumulate", BufferExchange(runtime))
+
+
+def _refuse_within(runtime: Runtime) -> None:
+    gradients = runtime.accumulation
+    if gradients is not None and gradients.of == "accumulate" and gradients.is_open:
+        raise UsageError(
+            "a window, or sw.accumulate, inside sw.accumulate of the same model",
+            why="both would sum the same gradients over the ranks",
+            fix="leave `with sw.accumulate(...)` first, or use the window alone",
+        )
 
 
 def _finish(gradients: Accumulation) -> None:

@@ -314,7 +314,7 @@ class World:
 
     def lost_peer(self, error: BaseException) -> RankError | None:
         """The RankError for an error that torch raised because one of its own collectives lost a peer: in a forward or
-        backward outside of windows no other code checks. None for any other error."""
+        backward within ``sw.accumulate`` no other code checks. None for any other error."""
         if self.watch is None or self.closed or isinstance(error, ShardwiseError) or not is_lost_peer(error):
             return None
         return self.agreement.explain(error, self.watch.place)

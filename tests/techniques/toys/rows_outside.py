@@ -9,7 +9,7 @@ import shardwise as sw
 
 
 def outside():
-    """What a backward outside of windows ends in, by itself and in ``accumulate``."""
+    """What a backward ends in, outside of windows, and in ``accumulate``."""
     with sw.init("pp=2", device="cpu") as world:
         model, told = sw.parallelize(Words, world, rows=True), []
         for within in (contextlib.nullcontext(), sw.accumulate(model, is_last=True)):

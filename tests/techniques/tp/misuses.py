@@ -208,7 +208,7 @@ MISUSES = {
     "an optimizer that mixes": stepping(of_matrices),
     "TrainStep with one": lambda world: sw.TrainStep(model := cut(world), of_matrices(model)),
     "an optimizer of one's own": stepping(lambda model: Signs(model.parameters(), lr=0.1)),
-    "a loose backward": lambda world: cut(world)(torch.zeros(1, 4, dtype=torch.long)).sum().backward(),
+    "a backward without a window": lambda world: cut(world)(torch.zeros(1, 4, dtype=torch.long)).sum().backward(),
     "other data": other_data,
     "an evaluation of other data": evaluating_other_data,
     "a loop over other data": looping_over_other_data,

@@ -19,7 +19,7 @@ SAYS = {
     "an optimizer that mixes": ("UnsupportedError: embed.weight: Adafactor on a parameter that is cut over tp", "AdamW"),
     "TrainStep with one": ("UnsupportedError", "Adafactor on a parameter that is cut over tp"),
     "an optimizer of one's own": ("UnsupportedError", "Signs on a parameter that is cut over tp"),
-    "a loose backward": ("UsageError", "a backward of a sharded model outside of a window", "with sw.window(model, batches)"),
+    "a backward without a window": ("UsageError", "a backward of a sharded model outside of a window", "with sw.window(model, batches)"),
     "other data": ("RankError: ranks 0 and 1 with other micro-batches at window 2", 'rank=world.axis("dp").rank'),
     "an evaluation of other data": ("RankError: ranks 0 and 1 with other inputs in a forward (input_ids)", "DistributedSampler"),
     "a loop over other data": ("RankError: ranks 0 and 1 with other inputs in a forward (0)",),

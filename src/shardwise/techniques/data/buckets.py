@@ -51,7 +51,6 @@ class Bucket:
         missing: indices whose gradient this pass has not produced yet.
         flat: the flat tensor: the gradients one after another.
         work: the running all-reduce, once it was started.
-        has_late_parts: this rank has gradients that came after it was started.
     """
 
     def __init__(self, members: dict[int, nn.Parameter]):
@@ -67,7 +66,6 @@ class Bucket:
         self.flat = torch.empty(0)
         self._views: dict[int, Tensor] = {}
         self.work: Any = None
-        self.has_late_parts = False
 
     def fill(self, grads: Mapping[int, Tensor | None]) -> None:
         """Writes ``grads`` (None counts as zeros) into a new flat tensor."""

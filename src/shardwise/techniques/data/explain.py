@@ -13,8 +13,9 @@ from shardwise.techniques.edges import WhenLeft
 __all__ = ["translated", "ungathered"]
 
 _PENALTY = (
-    "a penalty on weights: sw.parameter_penalty(model, penalty), once in each `with sw.window(...)`, beside its loop. What stands beside a "
-    "parameter there is cut as it is: start = p.detach().clone(), or the parameter of a second model that was parallelized in the same way"
+    "a penalty on weights: sw.parameter_penalty(model, penalty) in `with sw.window(...)`, before or after its loop; in a TrainStep: "
+    "weight_decay= of the optimizer. A tensor that is combined with a parameter must be cut alike: start = p.detach().clone(), or the parameter "
+    "of a second model that was parallelized in the same way"
 )
 
 

@@ -31,11 +31,7 @@ from shardwise.techniques.data.gradients import EndOfBackward, Padding, State, o
 from shardwise.techniques.data.passes import Units
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.unit_order import Order
-from shardwise.techniques.edges import (
-    GATHERS,
-    calls,
-    refuse_ungathered,
-)
+from shardwise.techniques.edges import GATHERS, calls, refuse_ungathered
 from shardwise.world import World
 
 __all__ = ["FSDP2Engine", "apply_fsdp2"]

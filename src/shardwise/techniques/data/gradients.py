@@ -52,23 +52,15 @@ class EndOfBackward:
         """Whether the backward that the call was registered in is still running."""
         return self._call is not None and self._call() is not None
 
-    @property
-    def was_dropped(self) -> bool:
-        """Whether the backward that the call was registered in has raised."""
-        return self._call is not None and self._call() is None
-
-    def call(self, function: Callable[[], None], *, last: bool = False) -> None:
-        """Calls ``function`` when the running backward ends; ``function`` calls :meth:`forget` when it is done.
-        ``last``: after the other calls at that point. May only be called from inside a backward."""
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls ``function`` when the running backward ends; ``function`` calls :meth:`forget` when it is done. May only be called from
+        inside a backward."""
 
         def end() -> None:
             function()
 
-        def after_others() -> None:
-            at_end_of_backward(end)
-
         self._call = weakref.ref(end)
-        at_end_of_backward(after_others if last else end)
+        at_end_of_backward(end)
 
     def forget(self) -> None:
         """Resets: no call is due, and none was dropped."""
@@ -139,10 +131,16 @@ def outside_of_windows(num: int, *, name: str | None = None, what: str = "a back
     """
     return UsageError(
         f"{what} of a sharded model outside of a window",
-        why=f"gradients are summed over {num} ranks, and divided by what all of them count, in a window: a mean on each rank would be {num} times "
-        "too large, and nothing says when they are complete",
-        fix="`with sw.window(model, batches) as w:`, in it `for b in w: (loss_sum(model, b) / w.num_tokens).backward()`; or step(window) of "
-        "sw.TrainStep; or `with sw.accumulate(model, is_last=True): loss.backward()`. A model that is only passed, by gradients of what it is "
-        "given: model.requires_grad_(False), or torch.autograd.grad(loss, inputs)",
+        why=(
+            f"gradients are summed over {num} ranks in a window, and divided by what all of them count: a mean on each rank would be {num} times "
+            "too large"
+            if num > 1
+            else "each rank has a part of some gradients, and the parts are summed when a window ends"
+        )
+        + "; outside of one nothing says when they are complete",
+        fix="`with sw.window(model, batches) as w:`, in it `for b in w: (loss_sum(model, b) / w.num_tokens).backward()`; or step(batches) of a "
+        "sw.TrainStep; or, micro-batch by micro-batch, num = sw.count_tokens(model, batches), then `with sw.accumulate(model, is_last=...): "
+        "(loss_sum / num).backward()`. For gradients of the inputs alone: torch.autograd.grad(loss, inputs), or model.requires_grad_(False) of a "
+        "model that is not trained",
         name=name,
     )

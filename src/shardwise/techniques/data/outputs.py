@@ -1,4 +1,4 @@
-"""Marks what a replicated model computes, so that a backward shows before it runs whether it comes through the model.
+"""Marks the outputs of a replicated model in the graph, so that it is known before a backward runs whether it comes through the model.
 
 One that reaches parameters and nothing that the model has computed is a penalty on weights: the same on every rank, so that a sum over
 the ranks would count it once for each.

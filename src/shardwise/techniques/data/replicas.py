@@ -57,7 +57,7 @@ class DDPEngine:
         self.buckets = [] if self._is_alone else make_buckets(params, int(bucket_cap_mb * 2**20))
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._used = bytearray(len(params))
-        self._late: dict[int, Tensor | None] = {}  # what came after its bucket was sent, on this rank
+        self._late: dict[int, Tensor] = {}  # what came after its bucket was sent, on this rank
         self._flats: list[Tensor] = []  # of a summed window: what its gradients are views of
         self._state = State.OUTSIDE
         self.marks: OutputMarks | None = None  # None: one rank
@@ -102,8 +102,11 @@ class DDPEngine:
             self.world.agreement.carry_out(
                 lambda: [bucket.work for bucket in self.buckets], f"{place}, summing gradients"
             )
-            late = [i for bucket in self.buckets if bucket.has_late_parts for i in bucket.members]
-            self._late = {i: self._take(i) for i in late}
+            # What is there now came after its bucket was sent: from a later backward, or by hand.
+            late = {i: self._take(i) for bucket in self.buckets for i in bucket.members}
+            self._late = {i: grad for i, grad in late.items() if grad is not None}
+            for i in self._late:
+                self._used[i] = 1
             self._flats = [bucket.flat[: bucket.numel] for bucket in self.buckets]
             for bucket in self.buckets:
                 for i, grad in bucket.views().items():
@@ -135,7 +138,7 @@ class DDPEngine:
         return None if self._is_alone else torch.tensor(list(self._used), dtype=torch.uint8)
 
     def late(self) -> Tensor | None:
-        # Ranks along other axes may have other buckets, so that what is late is not told for each.
+        # One flag for all: ranks along other axes may have other buckets.
         return None if self._is_alone else torch.tensor([bool(self._late)], dtype=torch.uint8)
 
     def add_late(self, used: Sequence[float], place: str) -> None:
@@ -184,12 +187,9 @@ class DDPEngine:
         if self._state is not State.SENT or self._is_alone:
             return
         bucket = self._bucket_of[i]
-        if bucket.work is not None:
-            bucket.has_late_parts = True
-        else:
-            bucket.missing.discard(i)
-            if not bucket.missing:
-                self._send_ready()
+        bucket.missing.discard(i)
+        if bucket.work is None and not bucket.missing:
+            self._send_ready()
 
     def _take(self, i: int) -> Tensor | None:
         """This rank's own part of a gradient; removes it from ``.grad``."""
