@@ -229,7 +229,8 @@ def test_the_local_launcher_names_the_stopped_rank():
             f"{__file__}:blocked_beside_a_stopped_rank", nproc=2, stopped_s=300.0, timeout_s=LIMIT_S, grace_s=0.5
         )
     assert caught.value.ranks == (1,)
-    assert "rank 1 has given no sign of life" in str(caught.value)
+    # By its state, which the system shows here, or by its silence.
+    assert any(words in str(caught.value) for words in ("rank 1 is stopped", "rank 1 has given no sign of life"))
 
 
 def test_the_pool_names_the_stopped_rank_and_replaces_both(ranks):
