@@ -180,13 +180,18 @@ def test_a_rank_whose_program_ended_is_named(ended, name, who):
 
 def test_the_threads_of_a_world_that_is_never_closed_end_before_the_interpreter(ended):
     codes, texts = ended("never_closed_and_looked_at")
-    assert codes == [0, 0] and [text.strip() for text in texts] == ["[]", "[]"]
+    assert codes == [0, 0] and list(map(_own_lines, texts)) == [["[]"], ["[]"]]
 
 
 def test_a_program_that_never_closes_its_world_ends_in_order(ended):
     codes, texts = ended("never_closed")
     assert codes == [0, 0]
-    assert [text.strip() for text in texts] == ["done", "done"]
+    assert list(map(_own_lines, texts)) == [["done"], ["done"]]
+
+
+def _own_lines(text):
+    """Without what torch says as it connects, where the system has no name for this machine's address."""
+    return [line for line in text.splitlines() if "hostname of the client socket" not in line]
 
 
 def test_fewer_windows_on_one_rank_are_named(ended):
