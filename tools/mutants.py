@@ -380,7 +380,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "other-backwards-unseen",
         "    if reached is not None and not reached.is_gathered and not is_hidden:\n",
-        "    if reached is not None and not reached.is_gathered and not is_hidden and opened[0].num_windows < 2:\n",
+        "    if reached is not None and not reached.is_gathered and not is_hidden and begun[0].num_windows < 2:\n",
         "tests/techniques/data/test_hooks_off.py -k later_beside",
         "a penalty whose backward a loss begins to run later counts once for each rank",
     ),
