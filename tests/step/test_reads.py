@@ -1,10 +1,12 @@
 """A step reads the device once, before ``optim.step()``: each read waits for all that the device was given to do."""
 
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
 import torch
+import torch.distributed as dist
 from step.reads import Device, reads_of
 from torch import Tensor, nn
 
@@ -73,7 +75,8 @@ def reads(layout: str, name: str, micro: int, buffered: bool = False, broken: bo
             step(window)
         device = Device()
         runtime = runtime_of(model)
-        device.put(*runtime.parameters.values(), *model.buffers())
+        with runtime.torchs_classes():
+            device.put(*runtime.parameters.values(), *model.buffers())
         if step.scaler is not None:
             device.put(step.scaler._scale, step.scaler._growth_tracker)
         if broken:
@@ -82,7 +85,8 @@ def reads(layout: str, name: str, micro: int, buffered: bool = False, broken: bo
         with reads_of(device) as found:
             out = step(windows[3])
         assert out.skipped == broken
-        assert device.has(runtime.parameters)
+        with runtime.torchs_classes():
+            assert device.has(runtime.parameters)
         return list(found)
 
 
@@ -95,6 +99,21 @@ def test_a_step_of_one_rank_reads_the_device_once(ranks, name):
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
 def test_a_step_of_two_ranks_reads_the_device_once(ranks, layout, name):
     assert ranks.run(reads, 2, layout, name, 4) == [["together"]] * 2
+
+
+def reads_beside_nccl_alone(layout: str, name: str) -> tuple[list[str], bool]:
+    """As in a program that has called ``init_process_group("nccl")``: its group has no backend for the CPU."""
+    with mock.patch.object(dist, "get_backend_config", lambda *_: "cuda:nccl"):
+        with sw.init(layout, device="cpu", timeout_s=60) as world:
+            is_own = world.agreement.host_group is not dist.group.WORLD
+            assert world.agreement.device.type == "cpu" and world.gather(world.rank) == [0, 1]
+        return reads(layout, name, 4), is_own
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
+def test_beside_a_group_of_nccl_alone_numbers_of_the_host_have_one_of_their_own(ranks, layout):
+    """Through the GPU, each would be a read of its own: three in a step."""
+    assert ranks.run(reads_beside_nccl_alone, 2, layout, "clip") == [(["together"], True)] * 2
 
 
 def test_accumulation_and_buffers_cost_no_further_read(ranks):

@@ -142,7 +142,9 @@ def test_an_axis_is_refused_until_a_technique_uses_it_and_says_what_it_does(warm
             UnsupportedError, match=f"{axis} is a planned axis(.|\n)*axes that work: dp_replicate, dp_shard, tp$"
         ):
             layout_of(f"dp_shard=2,{axis}=2", 4, axes=AXES_IN_USE)
-    assert "positions are cut over" in warm("train", *CUT_OVER_CP, "--train.steps=1", "--log.dir=cp")
+    shown = warm("train", *CUT_OVER_CP, "--train.steps=1", "--log.dir=cp")
+    assert "positions are cut over" in shown
+    assert "no prompt is continued before training: under cp=2 a forward gets a part of its batch" in shown
 
 
 @pytest.mark.soak

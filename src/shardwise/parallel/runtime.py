@@ -281,6 +281,12 @@ class Runtime:
                 fix="train with sw.TrainStep(model, optim, loss=...), and call it with each window",
             )
 
+    @property
+    def why_not_called(self) -> str | None:
+        """Why a call of the model, outside of a step and of an evaluation, is not one on the whole of what it is given; None: it is."""
+        is_split = self.for_forward is not _whole
+        return f"under {self.recipe.grid} a forward gets a part of its batch" if is_split else self.cannot_run_alone
+
     # ----------------------------------------------------------------------------------------------------------
 
     def note_stepped_gradient(self) -> None:

@@ -357,6 +357,9 @@ class _Run:
         forward."""
         if when == "before" and self.done:
             return
+        if (why := runtime_of(self.model).why_not_called) is not None:
+            self.emit("phase", text=f"no prompt is continued {when} training: {why}")
+            return
         if self.corpus.records is not None:
             self.answer(self.corpus.records, when)
         if self.corpus.text is None:

@@ -70,7 +70,12 @@ class Scope(NamedTuple):
 
 
 class Agreement:
-    """Exchanges (small all-reduces) over the ranks of one world. Every rank must call :meth:`sum` in the same order."""
+    """Exchanges (small all-reduces) over the ranks of one world. Every rank must call :meth:`sum` in the same order.
+
+    Args:
+        group: torch's group of all ranks, for tensors on their devices.
+        host_group: one for numbers, which are sent from ``device``; None: ``group``.
+    """
 
     def __init__(
         self,
@@ -78,12 +83,14 @@ class Agreement:
         rank: int,
         *,
         group: Any,
+        host_group: Any = None,
         device: torch.device,
         timeout_s: float,
         watch: Watch | None,
         is_fake: bool = False,
     ):
         self.size, self.rank, self.group, self.device = size, rank, group, device
+        self.host_group = group if host_group is None else host_group
         self.is_alone = size == 1 or is_fake  # no other rank answers: fake peers give what this rank gives
         self.timeout_s, self.watch = timeout_s, watch
         self.is_open = True
@@ -170,7 +177,7 @@ class Agreement:
         self._at(place)
         found: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, value, group=self.group)
+            dist.all_gather_object(found, value, group=self.host_group)
         except BaseException:
             self._waits_no_more()
             raise
@@ -216,7 +223,7 @@ class Agreement:
             meanwhile()
             return
         wire = packed.to(self.device)
-        self.carry_out(lambda: [dist.all_reduce(wire, group=self.group, async_op=True)], place, if_late, meanwhile)
+        self.carry_out(lambda: [dist.all_reduce(wire, group=self.host_group, async_op=True)], place, if_late, meanwhile)
         packed.copy_(wire)
 
     def carry_out(

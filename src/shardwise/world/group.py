@@ -23,7 +23,7 @@ __all__ = [
     "choose_device",
     "chosen_backend",
     "env_of_group",
-    "has_cpu_backend",
+    "host_group_of",
     "is_fake_group",
     "message_device",
     "new_group",
@@ -221,9 +221,15 @@ def start_watch(env: Env, timeout_s: float) -> Watch:
     )
 
 
-def has_cpu_backend() -> bool:
-    """Whether the group has a backend for CPU tensors."""
-    return "cpu:" in dist.get_backend_config()
+def host_group_of(group: Any, device: torch.device, timeout_s: float) -> tuple[Any, torch.device]:
+    """A group of all ranks for numbers of the host, and the device that they are sent from: ``group`` itself where it has a backend for the
+    CPU. Next to one of NCCL alone it is a group of gloo, as each number that goes through the GPU makes the host wait for it; all ranks make
+    it together."""
+    if "cpu:" in dist.get_backend_config(group):
+        return group, torch.device("cpu")
+    if is_fake_group() or not dist.is_gloo_available():
+        return group, device
+    return new_group(None, timeout_s, "gloo"), torch.device("cpu")
 
 
 def message_device(device: torch.device) -> torch.device:

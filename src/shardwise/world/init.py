@@ -25,7 +25,7 @@ from shardwise.world.group import (
     choose_device,
     chosen_backend,
     env_of_group,
-    has_cpu_backend,
+    host_group_of,
     is_fake_group,
     message_device,
     new_group,
@@ -158,12 +158,13 @@ class World:
             self.watch = start_watch(env, timeout_s)
             listen(self.watch)
         try:
-            small = torch.device("cpu") if has_cpu_backend() else device
+            host_group, host = host_group_of(dist.group.WORLD, device, timeout_s)
             self.agreement = Agreement(
                 self.size,
                 self.rank,
                 group=dist.group.WORLD,
-                device=small,
+                host_group=host_group,
+                device=host,
                 timeout_s=timeout_s,
                 watch=self.watch,
                 is_fake=is_fake,

@@ -18,7 +18,9 @@ __all__ = ["refuse_other_inputs"]
 def refuse_other_inputs(runtime: Any) -> None:
     """Makes the module raise RankError, on all ranks along ``tp``, where a forward outside of a window is given tensors that
     differ between them, or where one of them calls it alone."""
-    axis, device = runtime.world.axis("tp"), runtime.world.agreement.device
+    axis, agreement = runtime.world.axis("tp"), runtime.world.agreement
+    has_host = agreement.host_group is agreement.group  # else groups of an axis have no backend for the CPU
+    device = agreement.device if has_host else runtime.world.device
     if runtime.world.watch is not None:
         runtime.world.watch.gathers_with(axis.ranks, axis.group)
 
