@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.loader import Loader, MicroBatch, default_collate, sample_order, shift_labels
+from shardwise.data.labels import shift_labels
+from shardwise.data.loader import Loader, MicroBatch, default_collate, sample_order
 from shardwise.errors import ConfigError, UsageError
 
 SIZES = st.integers(1, 40)

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-__all__ = ["gather_over", "group_name", "max_over", "sum_over"]
-
 
 def group_name(group: Any) -> str:
     """The name by which operators know a process group."""

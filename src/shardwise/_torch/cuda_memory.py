@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["dump_history", "record_history"]
-
 _MAX_ENTRIES = 200_000
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.data._utils import signal_handling
 
-__all__ = ["end_workers", "no_signal_of_workers", "why_ended"]
-
 _EXIT_S = 1.0  # in which a process that was killed has an exit status
 
 

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["cut_like", "forget_meshes", "local_tensor", "on_lost_write", "on_scalar_read"]
-
 
 def cut_like(local: Tensor, other: DTensor) -> DTensor:
     """A DTensor with the mesh and placements of ``other``, whose local piece is ``local``: same memory, same device.

@@ -22,8 +22,6 @@ from shardwise._torch.modules import PausableHooks
 from shardwise._torch.spans import span
 from shardwise._torch.stand_ins import StandIn
 
-__all__ = ["Unit", "take_over", "when_interrupted"]
-
 _SHARDED, _WHOLE = map(attrgetter, ("sharded_param", "_unsharded_param"))
 _VERSION, _LOCAL_VERSION = map(attrgetter, ("_version", "_local_tensor._version"))
 

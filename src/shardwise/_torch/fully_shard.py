@@ -17,19 +17,6 @@ from torch.distributed.tensor import distribute_module
 
 from shardwise.errors import UnsupportedError
 
-__all__ = [
-    "before_composable",
-    "gathered_parameters",
-    "groups_of",
-    "lazy_chunks",
-    "parameter_groups",
-    "reset_iteration",
-    "take_reductions",
-    "unit_groups",
-    "unit_policies",
-    "unit_reshard",
-]
-
 
 class _Chunks:
     """A lazy ``torch.chunk``: a sequence of its pieces followed by empty ones, each made when it is indexed."""

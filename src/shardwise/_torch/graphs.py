@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["changed_in_graphs", "compile_with_limit", "look_in_graph", "mark_in_graph", "memory_budget"]
-
-
 changed_in_graphs: set[type] = set()
 """Classes of modules in which :func:`look_in_graph` has seen a marked tensor change."""
 

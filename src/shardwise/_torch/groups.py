@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["connection_to", "default_store", "forget_failed_group", "group_timeout_s", "one_gloo_thread"]
-
 
 @contextlib.contextmanager
 def one_gloo_thread() -> Iterator[None]:

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["foreach_copy", "foreach_norms", "foreach_scale", "is_taken_apart", "looked_at_on_meta", "operator_names"]
-
 
 def looked_at_on_meta(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """The meta tensor whose values ``op`` is about to read (``.item()``, ``bool()``, ``.tolist()``, ``.cpu()``), if

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torchs
 
-__all__ = ["own_step_of", "step_hooks", "step_within", "unhooked_step"]
-
 Hook = Callable[..., Any]
 Around = Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-__all__ = ["dumps"]
-
 
 def dumps(value: Any) -> bytes:
     """``pickle.dumps``, with tensors as bytes; ``pickle.loads`` reads it."""

@@ -10,8 +10,6 @@ import inspect
 import operator
 from dataclasses import dataclass
 
-__all__ = ["PROBES", "Probe", "missing"]
-
 
 @dataclass(frozen=True)
 class Probe:

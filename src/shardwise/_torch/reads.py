@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["on_host"]
-
 
 def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """``tensors``, all of one dtype, each flattened and on the CPU; with one read of each device that has some of them."""

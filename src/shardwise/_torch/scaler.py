@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-__all__ = ["is_unscaled", "scale_of", "tell_scaler"]
-
 
 def scale_of(scaler: torch.amp.GradScaler) -> Tensor:
     """The scale as a float64 0-dim tensor, where the scaler has it. A loss must have been scaled before."""

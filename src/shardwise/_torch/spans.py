@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.profiler import record_function
 
-__all__ = ["span"]
-
 _LOG = logging.getLogger("shardwise")
 _NOTHING = contextlib.nullcontext()
 _profiles = torch.autograd._profiler_enabled

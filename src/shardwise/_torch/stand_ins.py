@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["StandIn"]
-
 
 class StandIn(Tensor):
     """A shard with the dtype that it is computed in: code that reads it (``module.dtype``, a mask in the dtype of a weight)

@@ -2,8 +2,6 @@
 
 import torch
 
-__all__ = ["TESTED", "is_newer"]
-
 TESTED = ((2, 13), (2, 14))
 
 

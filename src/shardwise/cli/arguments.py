@@ -15,8 +15,6 @@ from typing import NoReturn
 from shardwise.config.suggest import closest, listing
 from shardwise.errors import ConfigError
 
-__all__ = ["Parser", "parser_of", "read_arguments"]
-
 _OVERRIDE = re.compile(r"(?:--)?[A-Za-z_][\w-]*(?:\.[\w-]+)+=.*", re.DOTALL)
 _OVERRIDE_WITHOUT_VALUE = re.compile(r"--[A-Za-z_][\w-]*(?:\.[\w-]+)+")
 

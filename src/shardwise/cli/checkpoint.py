@@ -16,8 +16,6 @@ from shardwise.launch.lock import try_lock
 if TYPE_CHECKING:
     from shardwise.state.checkpoint.opened import SavedRun
 
-__all__ = ["add_arguments", "run"]
-
 # Imported when they are used: they need torch, which the help of a command does not.
 MANIFEST = "shardwise.state.integrity.manifest"
 OPENED = "shardwise.state.checkpoint.opened"

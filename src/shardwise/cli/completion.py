@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from shardwise.cli.arguments import Parser, parser_of
 
-__all__ = ["Offer", "add_arguments", "more_help", "offers", "run"]
-
 SHELLS = ("bash", "zsh", "fish")
 
 

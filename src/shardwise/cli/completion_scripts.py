@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.cli.completion import Offer
 
-__all__ = ["SCRIPTS"]
-
 _OWN = ("--help", "--version")
 
 _BASH = """\

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from shardwise.state.block_copy import Progress
     from shardwise.state.convert import Converted
 
-__all__ = ["add_arguments", "more_help", "run"]
-
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(

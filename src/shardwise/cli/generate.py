@@ -9,8 +9,6 @@ from shardwise.cli.arguments import Parser
 from shardwise.errors import ConfigError
 from shardwise.launch.imports import import_frozen
 
-__all__ = ["add_arguments", "more_help", "run"]
-
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(

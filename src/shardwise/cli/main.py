@@ -21,8 +21,6 @@ from shardwise.cli.arguments import parser_of, read_arguments
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, ShardwiseError, Stopped
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = {
     "train": ("shardwise.cli.train", "train a model over local processes (with no file: a small model, in a minute)"),
     "generate": (

@@ -6,8 +6,6 @@ import shutil
 import sys
 from pathlib import Path
 
-__all__ = ["program"]
-
 
 def program() -> str:
     """``shardwise`` if the PATH leads to this one; ``.venv/bin/shardwise`` or the like in an environment that is not

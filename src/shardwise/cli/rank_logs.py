@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["RankLogs"]
-
 _MOST_HELD = 10_000  # lines
 
 

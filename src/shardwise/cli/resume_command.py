@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from shardwise.config.loader import Loaded
     from shardwise.run.config import RunConfig
 
-__all__ = ["FOUND", "Command", "configuration_of"]
-
 FOUND = "shardwise.yaml"
 """The configuration that is used where none is named, in the working directory."""
 

@@ -28,18 +28,6 @@ if TYPE_CHECKING:
     from shardwise.config.loader import Loaded
     from shardwise.run.config import RunConfig
 
-__all__ = [
-    "NEXT",
-    "OTHER_TOOLS",
-    "OVERRIDES",
-    "add_arguments",
-    "check_early",
-    "keys",
-    "more_help",
-    "next_commands",
-    "run",
-]
-
 OVERRIDES = True
 OTHER_TOOLS = True
 

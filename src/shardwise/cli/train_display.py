@@ -18,8 +18,6 @@ from typing import Any, TextIO
 
 from shardwise.recipe import human_bytes
 
-__all__ = ["Display", "seconds_text"]
-
 _QUIET_S = 1.5
 _QUIET_LATER_S = 30.0
 _EARLY_S = 300.0

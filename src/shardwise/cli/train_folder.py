@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shardwise.cli.train_display import Display
     from shardwise.run.config import RunConfig
 
-__all__ = ["RunFolder"]
-
 Stamp = dict[Path, tuple[int, int]]
 
 

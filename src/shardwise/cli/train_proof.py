@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
     from shardwise.world import World
 
-__all__ = ["MOST_PARAMS", "NUM_STEPS", "prove"]
-
 NUM_STEPS = 3
 MOST_PARAMS = 5_000_000
 """Larger models are not compared: each rank sends its part of every gradient and weight to rank 0, in fp64, per

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
     from shardwise.world import World
 
-__all__ = ["main", "run_rank"]
-
 
 def main(config: bytes) -> dict[str, Any]:
     """What the launcher calls on each rank. ``config``: the configuration as JSON. Sends events to the launcher."""

@@ -10,8 +10,6 @@ from typing import Any
 from shardwise.cli.arguments import Parser
 from shardwise.launch.imports import import_frozen
 
-__all__ = ["OVERRIDES", "add_arguments", "keys", "more_help", "run"]
-
 OVERRIDES = True
 
 _NUM_RANKS = "the layout says how many ranks: --layout dp_shard=4 compares 4"

@@ -7,8 +7,6 @@
 import re
 from collections.abc import Mapping
 
-__all__ = ["AXIS_ANSWERS", "axis_answer"]
-
 _SHARD = "dp_shard={}, which shards parameters, gradients and optimizer state (FSDP, ZeRO-3)"
 _REPLICATE = "dp_replicate={}, which keeps a whole copy of them on each rank (DDP)"
 

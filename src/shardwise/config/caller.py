@@ -2,8 +2,6 @@
 
 import sys
 
-__all__ = ["level_of_caller"]
-
 
 def level_of_caller() -> int:
     """``stacklevel`` of the user's line, for a warning of the calling function: above the frames of Shardwise and torch."""

@@ -13,8 +13,6 @@ import msgspec
 from shardwise.config.suggest import closest
 from shardwise.errors import ConfigError
 
-__all__ = ["checked", "describe_type", "describe_value", "doc_of", "struct_in"]
-
 
 def checked(value: Any, hint: Any, *, where: str, key: str) -> Any:
     """``value`` converted to the type ``hint`` (lists become tuples, whole floats ints), or a :class:`ConfigError`.

@@ -13,8 +13,6 @@ from shardwise.config.keymap import Rule
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 
-__all__ = ["FOREIGN", "KINDS", "Conversion"]
-
 KINDS = ("hf", "safetensors", "torch", "dcp", "shardwise")
 FILES = ("safetensors", "torch")
 ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}

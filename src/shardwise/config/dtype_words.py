@@ -1,7 +1,5 @@
 """The words for a dtype that options accept. Torch-free."""
 
-__all__ = ["DTYPE_WORDS"]
-
 DTYPE_WORDS = {
     "float32": "float32",
     "float16": "float16",

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 from shardwise.errors import UsageError
 
-__all__ = ["importing", "refuse_while_imported"]
-
 _places: list[str] = []
 
 

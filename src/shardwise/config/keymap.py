@@ -15,8 +15,6 @@ from shardwise.config.sources import parse_yaml_value
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 
-__all__ = ["Rule", "load_map", "map_names"]
-
 _HOME = Path(__file__).parent / "maps"
 _KEYS = ("from", "to", "permute", "heads", "drop")
 

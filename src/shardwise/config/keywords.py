@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 
-__all__ = ["known_keywords", "public_call"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

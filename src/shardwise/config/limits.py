@@ -4,8 +4,6 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["AboveOne", "AboveZero", "BelowOne", "Count", "Fraction", "NotNegative", "Positive", "Shrink"]
-
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]

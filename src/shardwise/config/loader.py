@@ -29,8 +29,6 @@ from shardwise.config.target import load_target, looks_like_target
 from shardwise.config.torch_options import replacement_for
 from shardwise.errors import ConfigError, ShardwiseError
 
-__all__ = ["Loaded", "dotted_keys", "load_config"]
-
 C = TypeVar("C", bound=msgspec.Struct)
 _OF_TORCH = "torch has this option, and Shardwise does not: "
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)

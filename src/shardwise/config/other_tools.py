@@ -15,8 +15,6 @@ from shardwise.config.other_tools_table import WORDS
 from shardwise.config.torch_options import Place
 from shardwise.errors import ConfigError
 
-__all__ = ["Hint", "command_line_error", "file_error", "hint", "override_error"]
-
 _SWITCHED = ("true", "false", "1", "0")
 _MOST_SHOWN = 12
 

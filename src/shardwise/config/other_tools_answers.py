@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Word", "choice", "fixed", "none", "switch", "to"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Word:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from shardwise.config.axis_words import AXIS_ANSWERS
 from shardwise.config.other_tools_answers import Word, choice, fixed, none, switch, to
 
-__all__ = ["WORDS"]
-
 _LEAVE = "leave it out"
 _BATCH = "samples of one forward on one rank; data.global_batch is those of a step over all ranks, their accumulation included"
 _ACCUMULATION = fixed(

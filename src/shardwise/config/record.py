@@ -11,8 +11,6 @@ from shardwise.config.check import checked
 from shardwise.config.torch_options import why_and_fix
 from shardwise.errors import ConfigError
 
-__all__ = ["Options", "default_of", "doc", "hints_of"]
-
 
 def doc(text: str) -> msgspec.Meta:
     """The description of a field, shown by ``--help`` and in the docs."""

@@ -14,8 +14,6 @@ from shardwise.config.check import describe_type, doc_of, struct_in
 from shardwise.config.loader import Loaded
 from shardwise.config.record import default_of, hints_of
 
-__all__ = ["config_help", "dump_config", "flow_text", "print_config"]
-
 # Words that a YAML 1.1 reader would not read as text are quoted too, so that other tools read the same text.
 _NOT_TEXT = {"true", "false", "null", "yes", "no", "on", "off", "y", "n"}
 _PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)[\w/.=+-]*", re.ASCII)

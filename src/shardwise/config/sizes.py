@@ -4,8 +4,6 @@ import re
 
 from shardwise.errors import ConfigError
 
-__all__ = ["is_size", "num_bytes"]
-
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)}
 

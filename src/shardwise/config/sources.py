@@ -17,8 +17,6 @@ from shardwise.config.check import describe_value
 from shardwise.config.suggest import listing
 from shardwise.errors import ConfigError
 
-__all__ = ["EXTENSIONS", "Layer", "parse_yaml_value", "read_file"]
-
 Keys = tuple[str, ...]
 
 

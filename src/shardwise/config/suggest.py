@@ -6,8 +6,6 @@ No heavy imports: the command line uses it before it knows what else to import.
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["closest", "did_you_mean", "first_few", "listing", "missing_blank"]
-
 
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The entry of ``known`` most similar to ``word``, or None if none is similar enough.

@@ -25,8 +25,6 @@ from shardwise.config.importing import importing
 from shardwise.config.suggest import closest, did_you_mean, listing, missing_blank
 from shardwise.errors import ConfigError
 
-__all__ = ["called", "check_target", "load_target", "looks_like_target"]
-
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 

@@ -7,17 +7,6 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "BYTES_MEANT",
-    "TOKENIZER_FILES",
-    "add_special",
-    "is_tokens",
-    "read_json",
-    "template_in",
-    "tokenizer_files",
-    "tokenizer_path",
-]
-
 BYTES_MEANT = "bytes"
 """The value of ``data.tokenizer`` for which the tokens are the bytes of a text."""
 

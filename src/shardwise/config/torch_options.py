@@ -7,8 +7,6 @@ from typing import Literal
 
 from shardwise.config.suggest import did_you_mean
 
-__all__ = ["Place", "Replacement", "replacement_for", "why_and_fix"]
-
 Place = Literal["python", "file", "override"]
 """Where an option was written, which decides how its replacement is shown."""
 

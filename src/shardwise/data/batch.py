@@ -9,8 +9,6 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["IGNORED", "MicroBatch", "default_collate", "is_padding", "rows_of"]
-
 IGNORED = -100
 """The label of a position that the loss ignores."""
 

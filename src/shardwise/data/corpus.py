@@ -26,8 +26,6 @@ from shardwise.data.token_cache import TokenCache
 from shardwise.data.token_store import in_memory
 from shardwise.errors import ConfigError
 
-__all__ = ["BYTES", "TokenFile", "TokenWindows", "encode", "pydoc_text"]
-
 BYTES = 256
 """Size of the vocabulary when the tokens are bytes."""
 

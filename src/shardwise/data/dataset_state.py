@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from shardwise.world.rng import is_generator, set_state, state_of
 
-__all__ = ["DatasetState", "load_states", "states_in"]
-
 _DEPTH, _MOST = 8, 64  # levels of attributes searched; longer lists and mappings are not searched
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from shardwise.data.file_digest import state_of
 
-__all__ = ["leave_note", "news_of", "note_of", "state_of_entry"]
-
 
 def state_of_entry(path: Path) -> list[int]:
     """What the file system says of an entry, the same on every node; empty: it is not there."""

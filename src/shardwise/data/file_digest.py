@@ -14,8 +14,6 @@ from pathlib import Path
 
 from shardwise.data.sft.saved import open_rows
 
-__all__ = ["digest_of_file", "size_of", "state_of"]
-
 _SETTLED_S = 2.0  # a change within the same tick of the clock leaves the times of a file as they are
 
 

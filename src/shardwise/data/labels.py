@@ -17,16 +17,6 @@ from shardwise.data.batch import IGNORED, MicroBatch, is_padding
 from shardwise.data.positions import shorten
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "compare_labels",
-    "judge_labels",
-    "make_labels",
-    "refuse_second_shift",
-    "shift_labels",
-    "shifts_labels",
-    "valid_labels",
-]
-
 Batch = Mapping[str, Tensor]
 
 _FEWEST = 8  # labelled positions needed: fewer of a masked language model may all have kept their tokens

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from shardwise.config.keywords import public_call
-from shardwise.data.batch import IGNORED, MicroBatch, Place, default_collate
+from shardwise.data.batch import MicroBatch, Place, default_collate
 from shardwise.data.dataset_state import DatasetState, states_in
-from shardwise.data.labels import make_labels, shift_labels
+from shardwise.data.labels import make_labels
 from shardwise.data.loader_checks import (
     OF_DATA_LOADER,
     check_flags,
@@ -46,18 +46,6 @@ from shardwise.data.token_budget import TokenBudget
 from shardwise.data.transfer import Transfer
 from shardwise.data.workers import Reader, Task, read_ahead
 from shardwise.errors import ConfigError, UsageError
-
-__all__ = [
-    "IGNORED",
-    "Loader",
-    "MicroBatch",
-    "default_collate",
-    "loader_of",
-    "make_labels",
-    "mark_used",
-    "sample_order",
-    "shift_labels",
-]
 
 _LOADERS: "weakref.WeakValueDictionary[int, Loader]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()

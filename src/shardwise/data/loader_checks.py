@@ -10,19 +10,6 @@ from shardwise.data.dataset_state import DatasetState
 from shardwise.errors import ConfigError, UsageError
 from shardwise.world.rng import is_generator
 
-__all__ = [
-    "OF_DATA_LOADER",
-    "check_flags",
-    "check_sizes",
-    "check_stream",
-    "check_weights",
-    "check_workers",
-    "length_of",
-    "refuse_data_loader",
-    "refuse_own_state",
-]
-
-
 _BY_ITSELF = "leave it out: the samples of a window are shared out over the data-parallel ranks by itself"
 _SEEDED = "leave it out: the order, and what a sample draws at random, follow from sw.init(seed=...) and the epoch"
 OF_DATA_LOADER = {

@@ -5,8 +5,6 @@ import zlib
 
 import numpy as np
 
-__all__ = ["WeightedOrder", "sample_order"]
-
 _ROUNDS = 6
 
 

@@ -11,8 +11,6 @@ from torch.nn.utils.rnn import pad_sequence
 from shardwise.data.batch import IGNORED, default_collate, rows_of
 from shardwise.errors import ConfigError
 
-__all__ = ["pad_collate"]
-
 _KNOWN = {"labels": IGNORED, "attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
 
 

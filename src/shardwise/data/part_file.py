@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["remove_left", "size_of_parts", "written"]
-
 _LEFT_S = 3600.0
 _BUFFER = 1 << 20
 _LOCKED = ".tokens-"  # how parts begin that are written by :func:`written`; others are small and have no lock

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from shardwise.errors import ConfigError
 
-__all__ = ["shorten"]
-
 _DECODER = re.compile(r"decoder_\w+")
 _COUNTS = re.compile(r"cu_?seq_?len\w*|max_?seq_?len\w*|max_length_[qk]|seq_?len\w*|lengths?")
 _OTHERS = re.compile(

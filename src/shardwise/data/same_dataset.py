@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-__all__ = ["digest_of_dataset"]
-
 _BYTES = 1 << 16  # of each tensor
 _NUM_READ = 17  # samples of a dataset
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

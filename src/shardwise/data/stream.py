@@ -13,8 +13,6 @@ from shardwise.data.batch import default_collate
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model.pytrees import leaves_of
 
-__all__ = ["Stream", "first_of", "is_stream"]
-
 _SAMPLES = 4  # of a window, that are compared over ranks
 _BYTES = 1 << 12  # of each tensor in them
 

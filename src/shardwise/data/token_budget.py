@@ -6,8 +6,6 @@ import numpy as np
 
 from shardwise.errors import ConfigError
 
-__all__ = ["TokenBudget"]
-
 
 class TokenBudget:
     """Cuts a window into micro-batches that have at most ``micro_tokens`` positions, padding included.

@@ -35,8 +35,6 @@ from shardwise.data.token_store import ChangedTokensError, Produce, StoredTokens
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.lock import release, try_lock
 
-__all__ = ["Say", "TokenCache", "cache_of"]
-
 _NONE = "none"  # the value of data.cache for which nothing is kept
 
 _LEAST = 1 << 20  # bytes of a file that is kept without being asked for: a smaller one takes less than a second

@@ -22,8 +22,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from crc32c import crc32c
 
-__all__ = ["ChangedTokensError", "Produce", "StoredTokens", "in_memory", "open_tokens", "write_tokens"]
-
 _KIND = b"shardwise tokens, version "
 _NAME = (_KIND + b"2").ljust(32)
 _END = struct.Struct("<QI32s")

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["Transfer"]
-
 
 class Transfer:
     """Copies a micro-batch to a device.

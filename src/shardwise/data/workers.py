@@ -26,8 +26,6 @@ from shardwise.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.launch.process import die_with_parent
 from shardwise.world.rng import derive_seed, forked_generators, forked_streams, is_generator
 
-__all__ = ["Reader", "Task", "read_ahead"]
-
 _GRACE_S = 60.0  # for which a worker goes on after SIGTERM
 
 

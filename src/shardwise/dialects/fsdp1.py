@@ -17,8 +17,6 @@ from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
 from shardwise.techniques.data.options import Prefetch, Sharding
 
-__all__ = ["STRATEGIES", "from_fsdp1"]
-
 STRATEGIES = {  # name -> (hybrid, freed after forward)
     "FULL_SHARD": (False, True),
     "SHARD_GRAD_OP": (False, False),

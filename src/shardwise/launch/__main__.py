@@ -5,8 +5,6 @@ import sys
 
 from shardwise.launch import child, forkserver
 
-__all__: list[str] = []
-
 if __name__ == "__main__":
     words = sys.argv[1:]
     sys.exit(forkserver.main(words[1:]) if words[0] == "--serve" else child.main(words))

@@ -28,8 +28,6 @@ from shardwise.launch.process import die_with_parent
 from shardwise.launch.results import dumps
 from shardwise.launch.script import Script, load_script
 
-__all__ = ["DUMP_SIGNAL", "Job", "load_target", "main"]
-
 DUMP_SIGNAL = signal.SIGUSR2
 """On this signal a rank writes the stack of every thread to stderr and continues."""
 

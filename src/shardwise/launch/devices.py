@@ -5,8 +5,6 @@ from pathlib import Path
 
 from shardwise.errors import ConfigError
 
-__all__ = ["default_nproc", "is_cpu"]
-
 _MAX_CPU_RANKS = 2
 
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 from shardwise.errors import ConfigError
 
-__all__ = ["given_in", "has_slurm_step", "is_rank", "local_rank", "number", "rank_and_size"]
-
 _UNSET = ("", "-1")
 _STEP = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 

@@ -9,8 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 
-__all__ = ["open_channel", "open_report", "report_failure", "send_event"]
-
 _lock = threading.Lock()
 _channel: int | None = None
 _report: Callable[[BaseException], None] | None = None

@@ -14,19 +14,6 @@ from dataclasses import dataclass, field
 
 from shardwise.errors import RankError, ShardwiseError
 
-__all__ = [
-    "Failure",
-    "describe_exit",
-    "failure_of",
-    "failure_of_server",
-    "is_lost_peer",
-    "load_error",
-    "named_by",
-    "rank_error",
-    "root_cause",
-    "signal_name",
-]
-
 # Messages of gloo, NCCL and torch's stores when the other end is gone: usually an effect of a failure, not the cause.
 _LOST_PEER = (
     "connection closed by peer",

@@ -32,8 +32,6 @@ from shardwise.launch.imports import import_frozen
 from shardwise.launch.process import die_with_parent, kill_group
 from shardwise.launch.stop_signals import blocked_at_start
 
-__all__ = ["Preload", "main", "send_descriptors"]
-
 # Sent to whole jobs, and meant for the ranks, which may have something to save. If the server ended, the ranks would
 # too.
 _FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

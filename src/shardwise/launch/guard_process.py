@@ -10,8 +10,6 @@ import os
 import signal
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Reads process groups until the end of stdin, then kills those still on the list."""

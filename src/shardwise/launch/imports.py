@@ -5,8 +5,6 @@ import importlib
 import sys
 from types import ModuleType
 
-__all__ = ["import_frozen"]
-
 
 def import_frozen(name: str) -> ModuleType:
     """``importlib.import_module(name)`` with the garbage collector off, after which it never looks at what was made.

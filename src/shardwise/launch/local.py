@@ -28,8 +28,6 @@ from shardwise.launch.script import pickled
 from shardwise.launch.starting import ForkServer, Interpreters, Starter
 from shardwise.launch.stop_signals import FirstStop, Forwarded, terminable
 
-__all__ = ["launch_local"]
-
 CHOSE_THREADS = "SHARDWISE_SET_OMP_NUM_THREADS"
 """Environment variable that shows ranks that OMP_NUM_THREADS=1 is the launcher's choice, and not the user's."""
 

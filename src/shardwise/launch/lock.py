@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-__all__ = ["LockAttempt", "release", "try_lock"]
-
 
 class LockAttempt(NamedTuple):
     """The result of :func:`try_lock`.

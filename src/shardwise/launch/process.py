@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Guard", "catches", "die_with_parent", "free_port", "held_port", "is_stopped", "kill_group"]
-
 _PR_SET_PDEATHSIG = 1
 _GUARD_SCRIPT = str(Path(__file__).with_name("guard_process.py"))
 _GUARD_ENDS_S = 2.0

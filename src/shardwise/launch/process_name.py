@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["name_of_rank", "process_named"]
-
 _COMM = Path("/proc/self/comm")  # of the main thread: other threads keep theirs, those started later get it
 _LONGEST = 15  # bytes; the kernel cuts what is longer
 

@@ -16,8 +16,6 @@ from shardwise.launch.failure import Failure, describe_exit, failure_of_server
 from shardwise.launch.process import catches, is_stopped, kill_group
 from shardwise.launch.starting import Starter
 
-__all__ = ["Callbacks", "RankProcess"]
-
 _CHUNK = 1 << 16
 _TAIL_LINES = 30
 _STACK_BEGINS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")

@@ -4,8 +4,6 @@ import pickle
 import sys
 from typing import Any
 
-__all__ = ["dumps"]
-
 
 def dumps(value: Any) -> bytes:
     """``pickle.dumps``, with tensors by the bytes of their memory. Where nothing has imported torch there are none."""

@@ -17,8 +17,6 @@ from typing import Any
 from shardwise.config.importing import importing
 from shardwise.errors import UsageError
 
-__all__ = ["Script", "load_script", "pickled"]
-
 Script = dict[str, Any]
 """How the script is run once more, as ``multiprocessing.spawn.prepare`` takes it; empty: nothing in it is needed."""
 

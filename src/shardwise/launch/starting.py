@@ -15,8 +15,6 @@ from shardwise.errors import RankError
 from shardwise.launch.forkserver import Preload, send_descriptors
 from shardwise.launch.process import is_stopped, kill_group
 
-__all__ = ["ForkServer", "Interpreters", "Started", "Starter"]
-
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _TICK_S = 0.1
 _ANSWER_S = 30.0

@@ -20,23 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = [
-    "BLOCKED_AT_START",
-    "STOP_SIGNALS",
-    "FirstStop",
-    "Forwarded",
-    "RepeatedSigterm",
-    "blocked_at_start",
-    "handling",
-    "leave",
-    "may_be_replaced",
-    "pass_over",
-    "passed_over",
-    "replaceable",
-    "silence_closed_terminal",
-    "terminable",
-]
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that schedulers send some time before they end a job, and a closed terminal (or ssh) sends."""
 

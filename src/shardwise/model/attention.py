@@ -10,8 +10,6 @@ from torch.nn import functional
 from shardwise.errors import UnsupportedError
 from shardwise.model.names import canonical_modules
 
-__all__ = ["attentions", "write_out"]
-
 
 def attentions(module: nn.Module) -> list[str]:
     """The modules within ``module`` that :func:`write_out` can change."""

@@ -8,8 +8,6 @@ from shardwise.model.blocks import find_block_lists
 from shardwise.model.names import canonical_modules, own_attributes
 from shardwise.model.read import user_class
 
-__all__ = ["block_kinds", "in_block", "is_in_block"]
-
 
 def block_kinds(root: nn.Module) -> list[list[str]]:
     """The blocks of the outermost block lists, those of one kind together, by canonical name and in order.

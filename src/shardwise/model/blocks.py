@@ -7,8 +7,6 @@ from torch import nn
 from shardwise.model.names import canonical_children, unwrap_module
 from shardwise.recipe.records import BlockList
 
-__all__ = ["find_block_lists", "has_no_forward"]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 Found = list[tuple[str, list[tuple[str, nn.Module]]]]  # (name of the list, (name, block) of each block)

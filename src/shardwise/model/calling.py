@@ -12,19 +12,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 
-__all__ = [
-    "FOR_LOSS",
-    "TARGETS",
-    "arguments_of",
-    "call",
-    "call_alone",
-    "cropped",
-    "line_of",
-    "methods_called",
-    "run_on",
-    "tensors_given",
-]
-
 Batch = Mapping[str, Tensor]
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 

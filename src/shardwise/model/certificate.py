@@ -23,19 +23,6 @@ from shardwise.model.regions import weights_for
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Change, Trial
 
-__all__ = [
-    "GATE",
-    "Settings",
-    "calls_of",
-    "certify",
-    "cut_of",
-    "dropouts",
-    "part_of_run",
-    "parts_wrong",
-    "whole_run",
-    "whole_wrong",
-]
-
 GATE = 1e-12
 """The largest error allowed, relative to the largest element of the tensor compared."""
 

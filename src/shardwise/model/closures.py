@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["functions_with_parameters", "rebind_functions", "rebound"]
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 

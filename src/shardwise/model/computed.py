@@ -14,8 +14,6 @@ from torch.overrides import TorchFunctionMode
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.pytrees import leaves_of
 
-__all__ = ["computed_weights", "with_plain_weights"]
-
 
 def computed_weights(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """Name of each computed weight of a linear layer, as ``up.weight`` -> canonical names of the parameters from which it is

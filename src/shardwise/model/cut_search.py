@@ -24,8 +24,6 @@ from shardwise.model.tables import add_tables, of_vocabulary
 from shardwise.model.trial import OUTSIDE, Trial, Uses, around_modules
 from shardwise.model.whole_model import holds_for_all
 
-__all__ = ["find_certified", "search"]
-
 _MOST_TOGETHER = 20  # regions among which every choice is compared
 _HEADS = re.compile(r"heads?$")  # num_heads, n_head, num_key_value_heads
 _SEARCHED = 2  # blocks of a kind: what one hands on to the next would show

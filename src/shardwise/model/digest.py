@@ -6,8 +6,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["digest_of_values"]
-
 _BYTES = 1 << 16  # of each tensor, from its start and its end
 
 

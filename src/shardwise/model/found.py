@@ -10,8 +10,6 @@ from shardwise.model.layers import Layer
 from shardwise.model.run import Place
 from shardwise.recipe.records import Part
 
-__all__ = ["Cut", "Found", "Region", "Rows", "Setting", "Table", "Whole", "part_of", "parts_of", "rows_of"]
-
 Rows = tuple[Part, ...]
 """How a dim is cut: see :class:`~shardwise.recipe.records.Cut`."""
 

@@ -28,8 +28,6 @@ from shardwise.model.names import canonical_modules, own_attributes
 from shardwise.model.places import LONGEST, Environment, Key, Place, Space, is_cache, is_opaque, is_place, moves_on
 from shardwise.model.tensors import same_bytes
 
-__all__ = ["Isolated"]
-
 _ABSENT = object()
 _MOST = 200_000  # values that are looked at, the nearest ones first: a script may hold all of its data
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), range, slice})

@@ -12,8 +12,6 @@ from torch import nn
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["Iteration", "is_iterator"]
-
 
 @cache
 def is_iterator(kind: type) -> bool:

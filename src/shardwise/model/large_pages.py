@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["empty_in_large_pages", "in_large_pages"]
-
 _LARGE = 2 << 20  # bytes; a shorter range has no room for a large page
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 

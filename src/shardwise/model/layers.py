@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Layer", "LayerCalls", "bound", "is_norm"]
-
 
 class Layer(NamedTuple):
     """A linear layer or an embedding.

@@ -17,8 +17,6 @@ from shardwise.model.run import Call, Run
 if TYPE_CHECKING:
     from shardwise.model.trial import Trial
 
-__all__ = ["Ended", "Leaves", "is_trial_running"]
-
 _running = 0  # runs of trials
 
 

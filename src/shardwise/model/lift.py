@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["LiftFloat32", "lifted"]
-
 _WIDER = {Tensor.float: torch.float64, getattr(Tensor, "cfloat"): torch.complex128}  # noqa: B009 - missing in torch's type stubs
 
 

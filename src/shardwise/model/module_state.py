@@ -23,23 +23,6 @@ from shardwise.model.iterators import Iteration, is_iterator
 from shardwise.model.names import own_attributes
 from shardwise.model.tensors import bytes_of, same_bytes, version_of, write_values
 
-__all__ = [
-    "REPLACES",
-    "Attributes",
-    "FunctionState",
-    "HookState",
-    "ModuleState",
-    "changed_values",
-    "content_of",
-    "is_mutable",
-    "is_of_python",
-    "is_same",
-    "keeps_attributes",
-    "plain_numbers",
-    "put",
-    "with_holders",
-]
-
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 

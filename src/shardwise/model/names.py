@@ -6,17 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "canonical_children",
-    "canonical_modules",
-    "canonical_name",
-    "canonical_tensors",
-    "inner_module",
-    "module_of_error",
-    "own_attributes",
-    "unwrap_module",
-]
-
 # The attribute under which a wrapper class of torch keeps the wrapped module: torch.compile, activation checkpointing,
 # DDP. Looked up by class, not by attribute name: a user's own module may well be called "module".
 _WRAPPERS = {

@@ -10,8 +10,6 @@ from torch import nn
 
 from shardwise.model.names import canonical_modules
 
-__all__ = ["answering_functions", "has_only_extra_states", "is_own", "own_methods"]
-
 _METHODS = ("_save_to_state_dict", "_load_from_state_dict", "state_dict", "load_state_dict")
 _EXTRA = ("get_extra_state", "set_extra_state")
 _HOOKS = ("_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")

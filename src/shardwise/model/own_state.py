@@ -28,8 +28,6 @@ from shardwise.model.plain_state import changed_attributes, plain_attributes, te
 from shardwise.model.state_trace import NeedsValuesError, StateTrace, storage_key
 from shardwise.model.tensors import follow_parameters
 
-__all__ = ["EXTRA_STATE", "HELD", "Decoded", "Encoded", "Entry", "ExtraState", "OwnState", "with_metadata"]
-
 EXTRA_STATE = "_extra_state"  # the key of a module's extra state in a state dict, after the module's name
 HELD = "a tensor of the module: "  # before the names of what a tensor is made of: the values that the module holds
 

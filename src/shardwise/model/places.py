@@ -15,8 +15,6 @@ from shardwise.errors import UnsupportedError
 from shardwise.model.iterators import is_iterator
 from shardwise.model.module_state import changed_values, content_of, is_mutable, is_of_python, put
 
-__all__ = ["LONGEST", "Environment", "Key", "Place", "Space", "is_cache", "is_opaque", "is_place", "moves_on"]
-
 LONGEST = 1000  # items of a container that are looked at one by one
 _LARGEST = 1 << 20  # bytes of an array
 _ABSENT = object()

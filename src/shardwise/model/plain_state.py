@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from shardwise.model.names import canonical_modules, own_attributes
 
-__all__ = ["changed_attributes", "plain_attributes", "tensors_in"]
-
 
 def plain_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Canonical name of a module -> its attributes that are plain values, by name."""

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from shardwise._torch.pytrees import tree_flatten, tree_unflatten
 
-__all__ = ["Replaced", "leaves_of", "map_leaves", "tensors_within"]
-
 _MOST = 2000  # objects inspected in one output, at most
 
 

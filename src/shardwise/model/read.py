@@ -17,8 +17,6 @@ from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_m
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, TensorFact
 
-__all__ = ["dtype_name", "dtype_of", "is_pretrained", "read_anatomy", "refuse_lazy", "user_class"]
-
 
 def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
     """The structure of ``module`` as an Anatomy. Does not change the module, and needs no process group.

@@ -24,8 +24,6 @@ from shardwise.model.found import Cut, Found, Region, Rows, Whole, part_of, part
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial
 
-__all__ = ["Reads", "find_regions", "gradients", "signature", "weights_for"]
-
 _DRAWS = 16  # of the random outputs, at most: of one sample ReLU hides an output in every second draw
 
 

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Call", "Place", "Run"]
-
 Place = tuple[int | str, ...]
 """Where an argument of a module is: its position or name, and the way into containers."""
 

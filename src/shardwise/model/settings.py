@@ -14,8 +14,6 @@ from shardwise.model.regions import signature
 from shardwise.model.run import Place, Run
 from shardwise.model.trial import Trial
 
-__all__ = ["settled"]
-
 _MOST_SETTINGS = 4  # kinds of settings that one region changes
 _MOST_TRIES = 300
 _CONFIGURED = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")

@@ -9,8 +9,6 @@ from torch.overrides import TorchFunctionMode
 from shardwise.model.pytrees import leaves_of
 from shardwise.model.tensors import version_of
 
-__all__ = ["NeedsValuesError", "StateTrace", "storage_key"]
-
 
 class NeedsValuesError(BaseException):
     """A method looked at values of tensors that have none. Not an Exception: the method must not catch it."""

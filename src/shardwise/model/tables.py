@@ -11,8 +11,6 @@ from shardwise.model.layers import Layer
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.trial import Trial, Uses
 
-__all__ = ["add_tables", "of_vocabulary"]
-
 
 def add_tables(
     module: nn.Module, trial: Trial, uses: Uses, degree: int, found: Found, allowed: Container[str] | None

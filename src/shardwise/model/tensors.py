@@ -18,27 +18,6 @@ from shardwise._torch.autograd import share_hooks
 from shardwise._torch.dtensor import cut_like, local_tensor
 from shardwise.model.names import canonical_modules, canonical_tensors, own_attributes
 
-__all__ = [
-    "Hidden",
-    "bytes_of",
-    "change_marks",
-    "checksum",
-    "checksums",
-    "combined",
-    "follow_parameters",
-    "give_memory",
-    "hidden_tensors",
-    "like_parameter",
-    "loose_tensors",
-    "replace_tensors",
-    "same_bytes",
-    "tensors_of",
-    "to_meta",
-    "unregistered_parameters",
-    "version_of",
-    "write_values",
-]
-
 _IS_CPU = attrgetter("is_cpu")
 _SMALL = 1 << 16  # bytes of a tensor whose checksum is computed together with others'
 

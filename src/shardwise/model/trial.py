@@ -33,8 +33,6 @@ from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.tensors import hidden_tensors, loose_tensors
 
-__all__ = ["OUTSIDE", "Change", "Trial", "Uses", "around_modules"]
-
 Change = Callable[[Place, Tensor], Tensor]
 
 _MOST_GENERATED = 1000  # that a generator gives

@@ -18,8 +18,6 @@ from shardwise.model.regions import weights_for
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial, Uses
 
-__all__ = ["holds_for_all"]
-
 _ALLOWED = 1e-10
 """The largest error of a sum, relative to the norm of what was summed."""
 

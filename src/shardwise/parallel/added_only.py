@@ -15,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise._torch.pytrees import tree_flatten
 
-__all__ = ["AddedOnly", "HostReads", "ReadWhereWritten"]
-
 _ADDS = frozenset(
     {
         "add",

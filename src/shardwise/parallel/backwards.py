@@ -15,8 +15,6 @@ from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.runtime import Runtime, runtimes_in_use
 from shardwise.techniques.data.gradients import outside_of_windows
 
-__all__ = ["is_unchecked", "unchecked", "watch_backwards"]
-
 _num_unchecked = 0
 
 

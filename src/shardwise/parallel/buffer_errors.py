@@ -10,8 +10,6 @@ from shardwise.model.tensors import checksum, checksums
 from shardwise.parallel.runtime import Runtime
 from shardwise.world.agreement import minority
 
-__all__ = ["Fact", "described", "not_only_added_to", "other_begin", "other_buffers", "other_values"]
-
 Fact = tuple[str, tuple[int, ...], str]
 """Name, shape and dtype of a buffer."""
 

@@ -31,8 +31,6 @@ from shardwise.parallel.runtime import Runtime
 from shardwise.recipe.records import STATISTICS, SUMMED_OVER
 from shardwise.world.agreement import Entry, digest_of_text
 
-__all__ = ["BufferExchange", "make_equal"]
-
 _ROUNDING = 16  # times the spacing of a dtype's numbers: ranks that compute one thing differ by no more
 _ROUNDING_OF_HALF = 2
 _CANCELLED = 1e-3  # of the largest number of a buffer: below it, differences are relative to this

@@ -54,8 +54,6 @@ from shardwise.techniques.fold import acts, adjusted, make_recipe, prepared, pro
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 
-__all__ = ["apply_recipe", "describe", "parallelize", "recipe_of", "shard", "world_of"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

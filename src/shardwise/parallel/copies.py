@@ -14,8 +14,6 @@ from shardwise.errors import UsageError
 from shardwise.model.tensors import bytes_of, checksum
 from shardwise.parallel.runtime import Runtime
 
-__all__ = ["Sums", "refuse_other_copies", "sums_of_copies", "unequal"]
-
 Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a checksum of this rank's copies
 
 _BLOCK = 1 << 24  # bytes, of which a checksum is computed at once: it takes some times as many

@@ -7,8 +7,6 @@ from shardwise.errors import UsageError
 from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.world import World
 
-__all__ = ["refuse_lost_writes"]
-
 _WHOLE = "whole = sw.full_tensor(w); whole[0].zero_(); w.copy_(torch.distributed.tensor.distribute_tensor(whole, w.device_mesh, w.placements))"
 
 

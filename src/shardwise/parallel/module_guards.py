@@ -21,8 +21,6 @@ from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.runtime import Runtime, wrapped_around
 from shardwise.parallel.stale import other_dtype, refuse_copy, refuse_pickling
 
-__all__ = ["watch_modules"]
-
 _LAYOUTS = {"fully_shard": "dp_shard=-1", "replicate": "dp_replicate=-1", "distribute_module": "tp=-1"}
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 # Each module of a sharded model: the model, the module's name, and whether it holds a parameter that is cut.

@@ -13,8 +13,6 @@ from shardwise.parallel.backwards import is_unchecked
 from shardwise.parallel.runtime import Runtime, runtimes_in_use
 from shardwise.techniques.data.gradients import outside_of_windows
 
-__all__ = ["watch_named_gradients"]
-
 
 def watch_named_gradients() -> None:
     """Installs, once, what looks at the inputs of each backward that has some."""

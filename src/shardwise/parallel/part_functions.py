@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Kind", "kind_of", "whole_sizes"]
-
 
 class Kind(enum.Enum):
     """What a function does with a tensor that is a part."""

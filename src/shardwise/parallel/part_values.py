@@ -33,8 +33,6 @@ from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Param, extents, local_shape
 
-__all__ = ["cut_of_part", "full_tensor", "marked_as", "show_parts"]
-
 _MARK = "_shardwise_part"
 # Each module of a model with parts.
 _shown: "weakref.WeakKeyDictionary[nn.Module, ShownParts]" = weakref.WeakKeyDictionary()

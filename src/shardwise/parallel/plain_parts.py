@@ -16,15 +16,6 @@ from shardwise.model import canonical_tensors
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Recipe
 
-__all__ = [
-    "ELEMENTWISE",
-    "is_elementwise",
-    "plain_parts",
-    "refuse_gathering",
-    "refuse_mixing_optimizer",
-    "refuse_states_of_parts",
-]
-
 ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,

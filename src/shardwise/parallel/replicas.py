@@ -12,8 +12,6 @@ from shardwise.model import dtype_of
 from shardwise.parallel.runtime import Runtime
 from shardwise.world.axis import Axis
 
-__all__ = ["Replicas"]
-
 
 class Replicas:
     """Compares the gradients of parameters that all ranks along an axis hold whole whose ranks have the same data (``tp``): a

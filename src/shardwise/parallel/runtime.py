@@ -30,18 +30,6 @@ from shardwise.world import World, is_generator
 from shardwise.world.agreement import Scope
 from shardwise.world.axis import Axis
 
-__all__ = [
-    "Engine",
-    "Runtime",
-    "ShownClasses",
-    "attach",
-    "has_runtime",
-    "is_parallelized",
-    "runtime_of",
-    "runtimes_in_use",
-    "wrapped_around",
-]
-
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
 # By their number, so that all ranks have them in one order; not of parameters: module.to could not swap them then.
 _in_use: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()

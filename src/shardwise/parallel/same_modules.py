@@ -27,8 +27,6 @@ from shardwise.recipe import Anatomy, Recipe, TensorFact
 from shardwise.world import World
 from shardwise.world.fingerprint import Facts, agree_on, described, differences
 
-__all__ = ["refuse_other_modules", "refuse_other_recipes"]
-
 _WHAT = "the ranks' modules"
 _FIX = "build the same module with the same options on every rank"
 _OF_A_PROCESS = {

@@ -15,17 +15,6 @@ from shardwise._torch.fully_shard import gathered_parameters
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
 
-__all__ = [
-    "ModuleSnapshot",
-    "mark_stale",
-    "other_dtype",
-    "refuse_copy",
-    "refuse_no_optimizer",
-    "refuse_pickling",
-    "refuse_stale",
-    "replaced_name",
-]
-
 _MARK = "_shardwise_replaced"
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 _REQUIRES_GRAD, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")

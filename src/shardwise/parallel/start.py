@@ -11,9 +11,6 @@ from shardwise.techniques import AXES_IN_USE
 from shardwise.world import World
 from shardwise.world import init as init_world
 
-__all__ = ["init"]
-
-
 _DEGREES = {
     axis: f'degrees are one text, or a mapping: sw.init("{axis}=2"), sw.init({{"{axis}": 2}})' for axis in AXES_IN_USE
 }

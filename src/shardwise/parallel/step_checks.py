@@ -29,18 +29,6 @@ from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
 from shardwise.parallel.step_threads import HookedThreads
 
-__all__ = [
-    "check_step",
-    "end_clears",
-    "hooks_of",
-    "refuse_in_window",
-    "refuse_unreduced",
-    "stepped_by",
-    "stepping",
-    "watch_clears",
-    "watch_steps",
-]
-
 _watched: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
 # Of optimizers that are not known to be elementwise, between the first step's hooks: name -> checksum of a shard.

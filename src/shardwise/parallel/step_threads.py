@@ -12,8 +12,6 @@ import torch
 
 from shardwise.parallel.runtime import Runtime
 
-__all__ = ["HookedThreads", "threads_of_step"]
-
 
 @contextlib.contextmanager
 def threads_of_step(stepped: Iterable[Runtime]) -> Iterator[None]:

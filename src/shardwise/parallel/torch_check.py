@@ -13,8 +13,6 @@ from shardwise.config.caller import level_of_caller
 from shardwise.errors import UnsupportedError
 from shardwise.world import World
 
-__all__ = ["RUNS", "check_torch"]
-
 RUNS = "SHARDWISE_TORCH_CHECK_RUNS"
 """Environment variable of the processes that run the check: they do not start others."""
 

@@ -18,14 +18,6 @@ from shardwise.parallel.runtime import is_parallelized
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
-__all__ = [
-    "own_state_of",
-    "part_of_another",
-    "refuse_numbers_of_parts",
-    "refuse_unfit_parts",
-    "refuse_whole_values",
-]
-
 _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Box", "blocks", "common", "index_of", "row_strides", "run_length", "runs", "whole"]
-
 
 class Box(NamedTuple):
     """A rectangular region of a tensor: ``sizes`` elements per dim, starting at ``starts``."""

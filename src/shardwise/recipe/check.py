@@ -5,8 +5,6 @@ from shardwise.layout import ALL_AXES, Layout, overlap
 from shardwise.recipe.cuts import num_chunks
 from shardwise.recipe.records import Cut, Param, Part
 
-__all__ = ["check_param"]
-
 
 def check_param(name: str, param: Param, layout: Layout) -> None:
     """Raises PlanError if a cut of ``param`` is impossible on ``layout``."""

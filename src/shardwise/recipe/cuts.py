@@ -15,8 +15,6 @@ from shardwise.layout import AXES, DERIVED_AXES, Coord, Layout, mesh_axes
 from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.recipe.records import Cut, Param, Part
 
-__all__ = ["Slice", "extents", "local_shape", "num_chunks", "owners"]
-
 Intervals = tuple[tuple[int, int], ...]  # (start in the full dim, length), in local order
 
 

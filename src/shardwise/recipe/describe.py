@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from shardwise.recipe.recipe import Recipe
 from shardwise.recipe.records import DTYPE_BYTES, Edit, Param, human_bytes
 
-__all__ = ["describe_recipe", "human_bytes"]
-
 
 def describe_recipe(recipe: Recipe, heading: Sequence[str] = ()) -> str:
     """The ``heading`` of the techniques, a table of units with sizes and reasons, then every note. Stable text."""

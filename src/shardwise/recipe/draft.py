@@ -11,8 +11,6 @@ from shardwise.layout import Layout
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
 from shardwise.recipe.records import ROOT, Anatomy, Buffer, Codec, Cut, Edit, Note, Param, Record, Unit
 
-__all__ = ["Casting", "Draft", "Dtypes", "fingerprint_of"]
-
 
 class Dtypes(NamedTuple):
     """The dtypes of one parameter: stored in, computed with, and its gradient reduced in."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from shardwise.recipe.records import Param, Record
 
-__all__ = ["FLOATING", "HALVES", "DtypeGroup", "dtype_groups"]
-
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 HALVES = {"bfloat16": 8, "float16": 11}  # number of significant bits
 

@@ -2,8 +2,6 @@
 
 import fnmatch
 
-__all__ = ["matches"]
-
 
 def matches(name: str, cls: str, pattern: str) -> bool:
     """Whether ``pattern`` matches the module ``name`` of class ``cls``. Names are compared part by part, so that

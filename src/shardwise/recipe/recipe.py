@@ -28,8 +28,6 @@ from shardwise.recipe.records import (
     Unit,
 )
 
-__all__ = ["RECIPE_VERSION", "Engine", "RankView", "Recipe", "check_recipe"]
-
 RECIPE_VERSION = 2
 Engine = Literal["ddp", "fsdp2"]
 E = TypeVar("E", bound=Record)

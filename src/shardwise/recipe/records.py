@@ -11,24 +11,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "DTYPE_BYTES",
-    "STATISTICS",
-    "Anatomy",
-    "BlockList",
-    "Buffer",
-    "Codec",
-    "Cut",
-    "Edit",
-    "Note",
-    "Param",
-    "Part",
-    "Record",
-    "TensorFact",
-    "Unit",
-    "human_bytes",
-]
-
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of batch norm and instance norm
 ROOT = ""  # name of the root module, and of the unit that holds the parameters of no other unit
 

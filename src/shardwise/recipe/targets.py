@@ -7,8 +7,6 @@ from shardwise.errors import PlanError
 from shardwise.recipe.patterns import matches
 from shardwise.recipe.records import Anatomy
 
-__all__ = ["innermost", "modules_named", "refuse_nested", "with_forward"]
-
 
 def modules_named(anatomy: Anatomy, pattern: str, given: str) -> list[str]:
     """The modules that ``pattern`` matches, in the order of the module; never the root.

@@ -13,8 +13,6 @@ from shardwise.launch import is_cpu
 from shardwise.run.config import RunConfig
 from shardwise.techniques.precision.options import precision_of
 
-__all__ = ["IMPLEMENTATIONS", "check_attention_args", "without_kernels"]
-
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Arguments that are no fields of a configuration, but choose code in transformers."""
 

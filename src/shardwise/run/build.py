@@ -33,18 +33,6 @@ from shardwise.techniques.fold import prepared
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 
-__all__ = [
-    "build_model",
-    "build_plain",
-    "check_takes_tokens",
-    "functions_of",
-    "load_start",
-    "loaded_text",
-    "make_step",
-    "set_tokenizer",
-]
-
-
 _RENAME, _SAME = "--model.rename={pattern: replacement}", "with weights of the same model"
 _KEYS = {
     "names": f"{_RENAME}, or --model.strict=false to load what fits and draw the rest",

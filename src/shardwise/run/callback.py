@@ -5,8 +5,6 @@ from typing import Any
 from shardwise.config.target import load_target
 from shardwise.errors import ConfigError
 
-__all__ = ["Callback"]
-
 
 class Callback:
     """The function that ``train.callback`` names, called as ``fn(out)`` on every rank after every optimizer step.

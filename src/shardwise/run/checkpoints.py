@@ -18,8 +18,6 @@ from shardwise.step.step import TrainStep
 from shardwise.world import World
 from shardwise.world.collectively import collectively
 
-__all__ = ["RunCheckpoints"]
-
 
 class RunCheckpoints:
     """Saves and resumes the checkpoints in ``log.dir``. All ranks must make it and call it in the same way.

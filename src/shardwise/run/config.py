@@ -28,21 +28,6 @@ from shardwise.run.train_config import Train
 from shardwise.techniques import MESH_AXES, Parallel
 from shardwise.techniques.precision.options import precision_of
 
-__all__ = [
-    "Checkpoint",
-    "Data",
-    "Launch",
-    "Log",
-    "Model",
-    "Optim",
-    "RunConfig",
-    "Scaler",
-    "Schedule",
-    "Train",
-    "load_config",
-]
-
-
 LOGGERS = ("csv", "tensorboard", "wandb")
 
 

@@ -14,8 +14,6 @@ from shardwise.data.sft.records import is_records
 from shardwise.data.sft.saved import training_split
 from shardwise.errors import ConfigError
 
-__all__ = ["MICRO_BATCH", "Data"]
-
 MICRO_BATCH = 8  # of a run that says neither data.micro_batch nor data.micro_tokens
 
 

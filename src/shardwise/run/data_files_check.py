@@ -7,8 +7,6 @@ from shardwise.data.sft.saved import hub_advice, open_rows
 from shardwise.errors import ConfigError
 from shardwise.run.data_config import Data
 
-__all__ = ["check_data_files"]
-
 
 def check_data_files(data: Data, origins: Mapping[str, str]) -> None:
     """Refuses a ``data.path`` or ``data.val_path`` that is neither a file nor the directory of a saved dataset.

@@ -23,8 +23,6 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import Data, RunConfig
 from shardwise.run.vocabulary import vocabulary_of
 
-__all__ = ["RunData", "limit_to_model", "open_data", "prompt_of", "vocab_of"]
-
 _TOPICS = "Python's help topics"
 _SENTENCE = re.compile(r"(?<=[.\n] )[A-Z][a-z]+(?:\s[a-z]+){7}(?=\s)")
 

@@ -15,8 +15,6 @@ from shardwise.run.config import RunConfig
 from shardwise.techniques.precision.options import precision_of
 from shardwise.world import World
 
-__all__ = ["DeviceUse", "flops_of_sample", "peak_flops"]
-
 _COUNTED = 1  # the step of this process whose collectives are counted: the first makes buckets, buffers and graphs
 
 # Dense, from the vendors' data sheets, in FLOP/s; the first name that is a part of the device's is taken.

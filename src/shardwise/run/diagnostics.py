@@ -14,8 +14,6 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import Train
 from shardwise.world import World
 
-__all__ = ["Diagnostics", "arithmetic"]
-
 
 @contextlib.contextmanager
 def arithmetic(train: Train, world: World) -> Iterator[None]:

@@ -13,8 +13,6 @@ from shardwise.errors import ConfigError
 from shardwise.recipe import human_bytes
 from shardwise.run.config import RunConfig
 
-__all__ = ["check_space", "small_files_bytes", "spare_folders"]
-
 METRICS_LINE = 800  # bytes; the line of a step has about 750
 TEXTS = 64 << 10  # bytes: the resolved configuration, the recipe, two samples
 PICTURE = 256 << 10

@@ -9,8 +9,6 @@ from shardwise.errors import ConfigError
 from shardwise.model.names import canonical_tensors
 from shardwise.run.config import Model
 
-__all__ = ["freeze_parameters"]
-
 
 def freeze_parameters(module: nn.Module, given: Model) -> None:
     """Calls ``requires_grad_(False)`` on the parameters that the config names. One that is shared is named by each of its

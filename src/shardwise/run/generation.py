@@ -24,8 +24,6 @@ from shardwise.run.model_folder import ModelFolder
 from shardwise.run.pretrained import check_pretrained
 from shardwise.run.sample import generate
 
-__all__ = ["Generated", "generate_text"]
-
 Write = Callable[[str], None]
 
 

@@ -61,8 +61,6 @@ from shardwise.step.step import TrainStep
 from shardwise.world import World
 from shardwise.world.signals import EndOfRun
 
-__all__ = ["train"]
-
 Emit = Callable[..., None]
 
 SAMPLE_BYTES = 160

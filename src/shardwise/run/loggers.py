@@ -17,8 +17,6 @@ from shardwise.errors import ConfigError
 if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
 
-__all__ = ["CSVLogger", "Logger", "Loggers", "TensorBoardLogger", "WandbLogger", "check_loggers", "scalars"]
-
 
 class Logger(Protocol):
     """Takes the figures of a run. Only rank 0 has one.

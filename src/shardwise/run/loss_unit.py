@@ -5,8 +5,6 @@ import math
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.run.config import RunConfig
 
-__all__ = ["perplexity_of", "unit_of"]
-
 
 def unit_of(config: RunConfig) -> str:
     """The unit of the loss."""

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parallel import runtime_of
 
-__all__ = ["MemoryUse", "local_bytes", "memory_of", "rss_bytes", "state_bytes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:

@@ -14,8 +14,6 @@ from typing import Any
 from shardwise.config.caller import level_of_caller
 from shardwise.errors import CheckpointError, UsageError
 
-__all__ = ["MetricsWriter", "Pace", "cut_metrics", "read_metrics"]
-
 
 class MetricsWriter:
     """Appends metrics to a file, one JSON object per line; a killed process loses no line that it has written.

@@ -10,8 +10,6 @@ from shardwise.config.record import Options, doc
 from shardwise.config.target import looks_like_target
 from shardwise.errors import ConfigError
 
-__all__ = ["Model"]
-
 
 class Model(Options, frozen=True, kw_only=True):
     """Section ``model``: the model and its initial weights."""

@@ -9,8 +9,6 @@ from shardwise.config.tokenizer import is_tokens, template_in, tokenizer_files, 
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig, load_config
 
-__all__ = ["ModelFolder", "find_model", "has_template"]
-
 CONFIG = "config.json"
 RUN = "config.yaml"
 

@@ -13,8 +13,6 @@ from torch import nn
 
 from shardwise.model.names import canonical_modules
 
-__all__ = ["Muon", "is_hidden_matrix"]
-
 
 class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` for some parameter groups and ``torch.optim.AdamW`` for the others, which step together.

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["keep_older_weights", "place_of_older"]
-
 
 def place_of_older(weights: Path) -> Path:
     """The folder in which the older ones of ``weights`` are kept."""

@@ -22,8 +22,6 @@ from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
 from shardwise.step.step import TrainStep
 
-__all__ = ["make_optimizer", "make_scaler", "make_scheduler", "put_on_schedule"]
-
 
 def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
     """The gradient scaler with the config's settings; None where :class:`TrainStep` would not make one."""

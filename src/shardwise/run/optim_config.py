@@ -10,9 +10,6 @@ from shardwise.config.record import Options, default_of, doc
 from shardwise.config.target import looks_like_target
 from shardwise.errors import ConfigError
 
-__all__ = ["Group", "Optim", "Scaler", "Schedule"]
-
-
 _FROM_SCRATCH, _FINE_TUNING, _DECAY = 3e-3, 2e-5, 0.1
 _OF_OPTIMIZERS = {"betas": ("adamw", "muon"), "momentum": ("sgd",), "fused": ("adamw", "sgd", "muon")}
 """Settings that not every optimizer has."""

@@ -4,8 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["plot_losses"]
-
 Curve = Sequence[tuple[float, float]]
 
 

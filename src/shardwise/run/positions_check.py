@@ -15,8 +15,6 @@ from shardwise.run.config import RunConfig
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["check_positions", "check_positions_of_model", "most_positions"]
-
 _NUMBERS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _MOST_OFFSET = 8  # rows that a table has in front of the first position
 _LONGEST = 100 << 20  # bytes of a header, as the format allows

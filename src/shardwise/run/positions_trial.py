@@ -9,9 +9,6 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.model.calling import call
 
-__all__ = ["takes"]
-
-
 _OF_SIZES = (
     "must match the size of tensor",
     "broadcast",

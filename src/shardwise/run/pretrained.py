@@ -13,8 +13,6 @@ from shardwise.run.attention import IMPLEMENTATIONS
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["build_pretrained", "check_pretrained", "vocab_in"]
-
 
 def build_pretrained(
     folder: str, changes: Mapping[str, Any], *, rows: int | None = None, eos: int | None = None

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from shardwise.run.reference_config import ReferenceConfig
 
-__all__ = ["ReferenceConfig", "ReferenceModel", "build"]
-
 
 class Linear(nn.Linear):
     """A linear layer without bias, initialised from a normal distribution of standard deviation ``std``."""

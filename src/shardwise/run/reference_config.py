@@ -12,8 +12,6 @@ from shardwise.config.check import checked
 from shardwise.config.suggest import did_you_mean, missing_blank
 from shardwise.errors import ConfigError
 
-__all__ = ["ReferenceConfig", "check_reference_args"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:

@@ -31,8 +31,6 @@ from shardwise.run.config import RunConfig
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.integrity.manifest import folder_name, steps_in
 
-__all__ = ["OF_A_NODE", "changes_since", "file_sample", "files_of", "flat", "texts_of"]
-
 CONFIG, FILES = "training/config.yaml", "training/files.json"
 
 _OPTIMIZER = "the optimizer keeps the settings it had"

@@ -10,8 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.errors import ConfigError
 
-__all__ = ["complete_text", "generate", "vocabulary", "word_share"]
-
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 
 

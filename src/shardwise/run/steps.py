@@ -9,8 +9,6 @@ from shardwise.errors import ConfigError
 if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
 
-__all__ = ["DEFAULT_STEPS", "check_steps", "epochs_text", "steps_left"]
-
 DEFAULT_STEPS = 500
 """Of a run that says neither ``train.steps`` nor ``train.epochs``."""
 

@@ -10,8 +10,6 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.techniques.precision.options import precision_of
 
-__all__ = ["check_stored_dtype", "dtypes_in", "export_dtype"]
-
 _WORDS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _WIDER = {"bfloat16": {"float32", "float64"}, "float16": {"float32", "float64"}, "float32": {"float64"}}
 _DEQUANTISED = {

@@ -16,8 +16,6 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.run.vocabulary import check_vocabulary, template_in, vocab_of_folder
 
-__all__ = ["check_tokens"]
-
 _BYTES = 256
 _HEAD = 1 << 16  # bytes of a file that are checked
 _RECORDS = 20_000  # lines

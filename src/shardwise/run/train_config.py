@@ -10,8 +10,6 @@ from shardwise.config.target import looks_like_target
 from shardwise.errors import ConfigError
 from shardwise.run.optim_config import Scaler
 
-__all__ = ["MODEL_LOSS", "Train"]
-
 MODEL_LOSS = "model"  # train.loss: the loss that the model returns
 
 

@@ -19,15 +19,6 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.run.pretrained import vocab_in
 
-__all__ = [
-    "Vocabulary",
-    "check_vocabulary",
-    "saved_files",
-    "template_in",
-    "vocab_of_folder",
-    "vocabulary_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:

@@ -15,8 +15,6 @@ from shardwise.step.exchange import Exchange
 from shardwise.step.grad_stash import GradStash
 from shardwise.world.agreement import Entry
 
-__all__ = ["Accumulation"]
-
 _OTHERS, _PENALTIES = "gradients of other models", "penalties"
 _main: "weakref.WeakSet[Accumulation]" = weakref.WeakSet()  # that have not ended; not those of "another model"
 

@@ -16,16 +16,6 @@ from shardwise.parallel import Runtime
 from shardwise.parallel.stale import replaced_name
 from shardwise.step.parameter_groups import has_groups
 
-__all__ = [
-    "facts_of_schedule",
-    "refuse_other_state",
-    "refuse_parameters",
-    "refuse_torch_loss",
-    "refuse_unfit",
-    "warn_of_left_out",
-]
-
-
 _FUNCTIONS = {
     "MSELoss": "mse_loss",
     "L1Loss": "l1_loss",

@@ -14,8 +14,6 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
 from shardwise.step.norm import GradientNorm
 
-__all__ = ["Clipping", "NormType", "clip_grad_norm_", "clip_grad_value_", "p_of", "scale_gradients"]
-
 NormType = float | Literal["inf"]
 
 

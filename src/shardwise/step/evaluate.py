@@ -36,8 +36,6 @@ from shardwise.step.same_data import digest_of_dataset, other_datasets
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 
-__all__ = ["evaluate"]
-
 
 @public_call(
     {"criterion": "loss=", "loss_fn": "loss=", "dataloader": "the loader, by its place: sw.evaluate(model, loader)"}

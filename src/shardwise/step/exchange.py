@@ -12,8 +12,6 @@ from shardwise.parallel import Runtime
 from shardwise.parallel.replicas import Replicas
 from shardwise.world.agreement import Entry, digest_of_text, minority
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """The module's own entries of the exchange before an optimizer step, and what is done with their sums over the

@@ -25,8 +25,6 @@ from shardwise.step.mode import eval_mode, without_draws
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 
-__all__ = ["Forward", "TrialRuns", "drawn", "output_on", "run_alone", "sums_on", "without_a_trace"]
-
 Forward = Callable[[nn.Module, Batch, StepState], Any]
 """How the model is called: ``forward(model, batch, state)`` -> output, as :func:`~shardwise.step.loss.forward_of` makes it."""
 

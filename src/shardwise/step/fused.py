@@ -14,8 +14,6 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.step.linear_loss import Share, of_share
 from shardwise.step.loss import Batch, logits_of, next_token_loss
 
-__all__ = ["FusedForward", "fused_forward"]
-
 
 def fused_forward(
     model: nn.Module, fused: bool | str, loss: Any, forward: Callable[[nn.Module, Batch, Any], Any]

@@ -11,8 +11,6 @@ from shardwise.errors import UsageError
 from shardwise.parallel import Runtime
 from shardwise.techniques.data.gradients import SetAsideGradients
 
-__all__ = ["GradStash"]
-
 _waiting: "weakref.WeakSet[GradStash]" = weakref.WeakSet()
 
 

@@ -17,8 +17,6 @@ from shardwise.data.batch import IGNORED
 from shardwise.errors import ConfigError, UnsupportedError, UsageError
 from shardwise.world.axis import Axis
 
-__all__ = ["linear_cross_entropy"]
-
 
 def linear_cross_entropy(
     hidden: Tensor,

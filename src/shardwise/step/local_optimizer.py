@@ -25,8 +25,6 @@ from shardwise.parallel.stale import refuse_no_optimizer, refuse_stale
 from shardwise.parallel.step_checks import check_step, hooks_of, stepped_by, stepping
 from shardwise.parallel.step_threads import threads_of_step
 
-__all__ = ["has_own_step", "local_optimizer"]
-
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 

@@ -22,20 +22,6 @@ from shardwise.model.calling import call
 from shardwise.step.model_loss import ModelLoss, model_loss
 from shardwise.step.step_state import StepState, batch_of_forward, with_state
 
-__all__ = [
-    "TaskModel",
-    "as_micro_batches",
-    "as_sums",
-    "count_of",
-    "counter_of",
-    "counter_of_loop",
-    "forward_of",
-    "logits_of",
-    "next_token_loss",
-    "refuse_uncallable",
-    "with_count",
-]
-
 Loss = Callable[[Any, Batch], Tensor | Mapping[str, Tensor]]
 _TAKES = {"loss": "output, batch", "count": "batch", "forward": "model, batch"}
 

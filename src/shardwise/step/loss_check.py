@@ -27,8 +27,6 @@ from shardwise.step.model_loss import ModelLoss, loss_of_output, said_forward
 from shardwise.step.step_state import StepState
 from shardwise.step.trial_batches import COUNTS, Copies, parts_of, relabelled
 
-__all__ = ["LossCheck"]
-
 _ROUNDING = {8: 1e-9, 4: 3e-4, 2: 1e-2}
 """Bytes per number -> relative differences up to this are rounding, in sums of millions. The last one also where a forward runs on
 another number of samples, for which devices have other kernels."""

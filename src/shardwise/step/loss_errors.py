@@ -11,18 +11,6 @@ from shardwise.config.suggest import first_few
 from shardwise.errors import ConfigError, RankError, ShardwiseError, UsageError, first_line
 from shardwise.parallel import Runtime
 
-__all__ = [
-    "agreed_problem",
-    "no_sum",
-    "other_mean",
-    "shifted",
-    "too_large",
-    "warn_of_buffers",
-    "warn_of_other_terms",
-    "warn_of_square",
-    "warn_untried",
-]
-
 _MEANS = {  # what a mean may run over -> what it is, and what to do
     "samples": ("the mean of the means of samples", "count samples: count=lambda batch: len(batch['labels'])"),
     "labels": ("the mean over labels that are not -100", "leave count= out: these labels are counted by default"),

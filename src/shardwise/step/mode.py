@@ -11,8 +11,6 @@ from shardwise._torch.modules import BatchNormBase
 from shardwise.config.caller import level_of_caller
 from shardwise.model import canonical_modules
 
-__all__ = ["EvalMode", "acts_by_mode", "eval_mode", "without_draws"]
-
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module, *, on: bool = True) -> Iterator[None]:

@@ -17,8 +17,6 @@ from shardwise.data.labels import Batch, valid_labels
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model.calling import TARGETS, arguments_of
 
-__all__ = ["ModelLoss", "loss_of_output", "model_loss", "said_forward"]
-
 _FIX_OUTPUT = "return (logits, loss) or an object with .loss from the model's forward; or give a loss of your own: loss=lambda output, batch: ..."
 
 

@@ -9,15 +9,6 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.model.pytrees import leaves_of
 from shardwise.parallel import Runtime
 
-__all__ = [
-    "explain_no_gradient",
-    "no_gradient",
-    "nothing_of",
-    "refuse_autocast",
-    "refuse_gradless",
-    "refuse_unused",
-]
-
 
 def refuse_autocast(runtime: Runtime, what: str) -> None:
     """Raises UsageError inside ``torch.autocast``: it casts per operator, which differs from the dtypes of the

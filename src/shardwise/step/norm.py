@@ -14,8 +14,6 @@ from torch import Tensor
 from shardwise._torch.operators import foreach_norms
 from shardwise.parallel import Runtime
 
-__all__ = ["GradientNorm", "norm_power_sum"]
-
 _CHUNK = 1 << 16  # elements of a CPU tensor that are summed in one go
 
 

@@ -10,8 +10,6 @@ from shardwise.model.tensors import checksum
 from shardwise.parallel import Runtime
 from shardwise.world.agreement import digest_of_text
 
-__all__ = ["ParamWriteCheck"]
-
 _VERSION = attrgetter("_version")
 
 

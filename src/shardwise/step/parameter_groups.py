@@ -13,8 +13,6 @@ from shardwise.errors import UsageError
 from shardwise.model.calling import methods_called
 from shardwise.parallel import runtime_of
 
-__all__ = ["grouped", "has_groups", "parameter_groups"]
-
 _METHOD = "make_parameter_groups"
 
 

@@ -14,8 +14,6 @@ from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
 from shardwise.step.clip import NormType, p_of
 from shardwise.step.norm import norm_power_sum
 
-__all__ = ["parameter_norms"]
-
 
 @public_call()
 def parameter_norms(

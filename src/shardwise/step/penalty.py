@@ -15,8 +15,6 @@ from shardwise.parallel.backwards import unchecked
 from shardwise.parallel.stale import replaced_name
 from shardwise.techniques.data.gradients import add_to_gradient
 
-__all__ = ["parameter_penalty"]
-
 
 @public_call()
 def parameter_penalty(model: nn.Module, penalty: Tensor) -> None:

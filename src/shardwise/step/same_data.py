@@ -21,15 +21,6 @@ from shardwise.parallel import Runtime
 from shardwise.step.loss import Batch
 from shardwise.world.agreement import minority
 
-__all__ = [
-    "compare_shared",
-    "digest_of_data",
-    "digest_of_dataset",
-    "judge_data",
-    "other_datasets",
-    "refuse_others",
-]
-
 _WINDOWS = 3  # equal ones in a row; two ranks may draw the same few samples once
 
 

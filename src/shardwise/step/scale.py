@@ -23,8 +23,6 @@ from shardwise.parallel.stale import refuse_no_optimizer
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
 from shardwise.step.norm import GradientNorm
 
-__all__ = ["LossScale", "computes_half", "unscale_gradients_"]
-
 
 class LossScale:
     """The loss scaling of a :class:`~shardwise.step.step.TrainStep`; without a scaler it does nothing.

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol
 
-__all__ = ["MicroBatches", "Schedule", "sequential"]
-
 
 class MicroBatches(Protocol):
     """The micro-batches of a window, by number, as a :class:`~shardwise.step.step.TrainStep` runs them.

@@ -13,8 +13,6 @@ from shardwise.world.agreement import digest_of_text
 if TYPE_CHECKING:
     from shardwise.step.step import TrainStep
 
-__all__ = ["agree_on_settings", "digest_of_settings"]
-
 _NUMBERS = (bool, int, float, complex, str, tuple, list, type(None))
 
 

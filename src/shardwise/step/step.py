@@ -53,8 +53,6 @@ from shardwise.step.step_state import StepState
 from shardwise.step.window import Window
 from shardwise.world.agreement import Entry
 
-__all__ = ["StepOutput", "TrainStep"]
-
 
 @dataclass(frozen=True)
 class StepOutput:

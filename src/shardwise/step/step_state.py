@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["StepState", "batch_of_forward", "with_state"]
-
 
 @dataclass(frozen=True)
 class StepState:

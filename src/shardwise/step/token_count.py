@@ -25,8 +25,6 @@ from shardwise.step.same_data import (
 from shardwise.world.agreement import digest_of_text, minority
 from shardwise.world.signals import EndOfRun
 
-__all__ = ["agree_on_count", "count_again", "refuse_other_count"]
-
 _FIX_LENGTH = "give every rank the same number of micro-batches per window: sw.Loader pads with flagged copies"
 
 

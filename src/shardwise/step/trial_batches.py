@@ -12,8 +12,6 @@ from shardwise.data.batch import IGNORED, is_padding
 from shardwise.model.pytrees import leaves_of, map_leaves, tensors_within
 from shardwise.step.loss import Batch, Loss, as_sums
 
-__all__ = ["COUNTS", "Copies", "parts_of", "relabelled"]
-
 _MOST_BYTES = 256 << 20  # of three copies in float64; above it, only two samples are copied, in their own dtype
 
 

@@ -43,8 +43,6 @@ from shardwise.world.rng import continued_streams, derive_seed, forked_streams
 
 _NUM_WINDOWS_CHECKED = 3  # windows in which the labels given to a model that shifts them itself are checked
 
-__all__ = ["Window", "accumulate", "count_tokens", "window"]
-
 
 @dataclass
 class TokenCount:

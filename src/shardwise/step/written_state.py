@@ -10,8 +10,6 @@ from shardwise.model.module_state import plain_numbers
 from shardwise.model.tensors import change_marks, version_of
 from shardwise.parallel import Runtime
 
-__all__ = ["WrittenState", "written_state"]
-
 _NUM_WINDOWS = 2  # what a hook after the step writes shows in the second
 _MEANING = {
     "equal": "equal on all ranks",

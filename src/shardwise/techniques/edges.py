@@ -15,19 +15,6 @@ from shardwise._torch.stand_ins import StandIn
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.pytrees import Replaced, leaves_of, map_leaves, tensors_within
 
-__all__ = [
-    "GATHERS",
-    "Inputs",
-    "WhenLeft",
-    "calls",
-    "gather_parts",
-    "hand_out",
-    "parts_of",
-    "refuse_changed",
-    "refuse_ungathered",
-    "zero_of_padding",
-]
-
 GATHERS = "_shardwise_gathers"
 """Attribute of a module with sharded parameters: the function to call before its forward is recomputed in a backward,
 which does not run its hooks."""

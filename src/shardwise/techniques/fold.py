@@ -19,19 +19,6 @@ if TYPE_CHECKING:
 
     from shardwise.world import World
 
-__all__ = [
-    "Prepared",
-    "acts",
-    "adjusted",
-    "check_early",
-    "check_entries",
-    "describe",
-    "make_recipe",
-    "options_of_proof",
-    "prepared",
-    "probe",
-]
-
 Facts = Callable[[Technique, Draft, Mapping[str, Any]], Mapping[str, Any]]
 
 

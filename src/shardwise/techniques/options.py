@@ -11,8 +11,6 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["ParallelOptions", "make_parallel"]
-
 
 class ParallelOptions(Options, frozen=True, kw_only=True):
     """The layout and the options of every technique: the arguments of ``init`` and ``parallelize``, as one record."""

@@ -14,8 +14,6 @@ from shardwise.errors import ConfigError, PlanError
 from shardwise.recipe import Anatomy
 from shardwise.recipe.targets import modules_named, refuse_nested, with_forward
 
-__all__ = ["TARGETS", "Targets", "resolve", "settle_targets", "word_or_record"]
-
 Targets = str | tuple[str, ...]
 TARGETS = doc(
     "blocks: every block of the outermost lists; else patterns of module names or classes, as a list or with commas; in "

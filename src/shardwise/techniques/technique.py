@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from shardwise.errors import ShardwiseError
     from shardwise.world import World
 
-__all__ = ["Act", "Example", "MeshAxis", "Option", "Technique"]
-
 Found = TypeVar("Found")
 
 

@@ -18,8 +18,6 @@ from types import ModuleType
 
 from shardwise.errors import UsageError
 
-__all__ = ["Call", "call_of", "resolve"]
-
 _FIX = "define it at the top level of a module and pass what it needs as arguments"
 
 

@@ -18,8 +18,6 @@ import pytest
 if TYPE_CHECKING:
     from shardwise.testing.pool import RankPool
 
-__all__ = ["ranks"]
-
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator["RankPool"]:

@@ -25,8 +25,6 @@ from shardwise.launch.results import dumps
 from shardwise.testing.calls import Call, call_of
 from shardwise.testing.processes import Helper, Worker
 
-__all__ = ["RankPool"]
-
 _SETTLE_S = 0.5
 _HEAD_START_S = 0.004
 

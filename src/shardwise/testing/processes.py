@@ -16,8 +16,6 @@ from shardwise.launch.starting import ForkServer
 from shardwise.testing.worker import DUMP_SIGNAL
 from shardwise.testing.worker import main as serve_pool
 
-__all__ = ["Helper", "Worker"]
-
 _START_S = 180.0
 _CLEAN_S = 10.0
 _DUMP_S = 0.3

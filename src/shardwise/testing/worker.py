@@ -25,8 +25,6 @@ from shardwise.launch.process import die_with_parent
 from shardwise.launch.results import dumps
 from shardwise.testing.calls import Call, resolve
 
-__all__ = ["DUMP_SIGNAL", "main"]
-
 DUMP_SIGNAL = signal.SIGUSR2
 """The signal that the parent sends to a rank that hangs; the rank then writes the stack of every thread to its
 output."""

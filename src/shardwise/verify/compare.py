@@ -18,8 +18,6 @@ from shardwise.recipe.records import STATISTICS
 from shardwise.verify.oracle import StepRecord, Task
 from shardwise.verify.sharded import RankRecord, RankStep
 
-__all__ = ["Difference", "Report", "assemble", "compare", "counted"]
-
 _FLOOR = 1e-6  # share of the largest tensor; below it a relative error means nothing
 
 

@@ -9,8 +9,6 @@ import torch
 from shardwise.step.step_state import StepState
 from shardwise.verify.oracle import Task
 
-__all__ = ["drawing_modules", "places_of"]
-
 
 def drawing_modules(task: Task) -> list[str]:
     """Names of the innermost modules of ``task`` that draw random numbers in forward and loss of its first micro-batch;

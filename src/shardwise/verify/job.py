@@ -27,8 +27,6 @@ from shardwise.verify.oracle import Task, cast_batches
 from shardwise.verify.run import Reference, in_fresh_processes
 from shardwise.verify.sharded import run_sharded, run_with_both_units
 
-__all__ = ["main"]
-
 _LENGTHS, _BATCH = (16, 12, 8, 4), 2
 _FIX_BATCH = "pass --batch pkg.mod:fn, a function of an index that returns a mapping of tensors with labels"
 _KINDS = {"grad": "gradients", "param": "parameters", "loss": "loss", "grad_norm": "gradient norm", "buffer": "buffers"}

@@ -20,8 +20,6 @@ from shardwise.errors import ConfigError, ShardwiseError, UsageError, first_line
 from shardwise.model.calling import line_of
 from shardwise.run.pretrained import check_pretrained
 
-__all__ = ["CountOfLoss", "Directory", "Function", "Model", "named_model", "user_errors"]
-
 
 @contextlib.contextmanager
 def user_errors(given: str, doing: str, fix: str) -> Iterator[None]:

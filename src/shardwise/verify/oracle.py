@@ -21,8 +21,6 @@ from shardwise.step.loss import counter_of, forward_of
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams, seed_torch
 
-__all__ = ["StepRecord", "Task", "cast_batches", "make_optimizer", "run_oracle"]
-
 Batch = Mapping[str, Tensor]
 
 

@@ -6,7 +6,5 @@ import torch
 import shardwise.run.job
 import shardwise.verify  # noqa: F401
 
-__all__: list[str] = []
-
 # Imports torch's compiler too (some seconds), which every optimizer's constructor imports.
 torch.compiler.disable(lambda: None)

@@ -25,8 +25,6 @@ from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.oracle import Task, cast_batches, run_oracle
 from shardwise.verify.sharded import RankRecord, run_sharded
 
-__all__ = ["GATES", "Reference", "in_fresh_processes", "verify"]
-
 GATES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 

@@ -22,8 +22,6 @@ from shardwise.techniques.technique import Example
 from shardwise.verify.oracle import Task, make_optimizer
 from shardwise.world import World, init
 
-__all__ = ["CountCollectives", "RankRecord", "RankStep", "run_sharded", "run_with_both_units", "share_of"]
-
 
 @dataclass
 class RankStep:

@@ -25,8 +25,6 @@ from shardwise.techniques.data.options import Sharding
 from shardwise.techniques.precision.options import Precision
 from shardwise.world import World, init
 
-__all__ = ["CHECKS", "main", "on_rank"]
-
 _EXACT, _HALF = 1e-12, 2e-2
 
 

@@ -5,7 +5,7 @@ from shardwise.world.axis import Axis
 from shardwise.world.env import Env, is_distributed, read_env
 from shardwise.world.fingerprint import agree_on, described, package_versions
 from shardwise.world.init import World, init
-from shardwise.world.liveness import EXIT_PEER_LOST, Watch
+from shardwise.world.liveness import Watch
 from shardwise.world.rng import (
     GlobalNumbers,
     derive_seed,
@@ -16,6 +16,7 @@ from shardwise.world.rng import (
     seed_all,
     snapshot,
 )
+from shardwise.world.watchdog import EXIT_PEER_LOST
 
 __all__ = [
     "EXIT_PEER_LOST",

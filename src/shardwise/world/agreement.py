@@ -27,8 +27,6 @@ from shardwise.errors import RankError, UsageError, first_line
 from shardwise.layout import Coord
 from shardwise.world.liveness import Watch
 
-__all__ = ["SAME_CALLS", "Agreement", "Entry", "Scope", "digest_of_text", "minority"]
-
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
 _MASK = (1 << _HASH_BITS) - 1
 _SMALLEST = 64  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from shardwise.errors import UsageError
 
-__all__ = ["Axis"]
-
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,

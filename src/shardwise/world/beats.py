@@ -8,8 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["HAS_LEFT", "Beat", "Beats", "Word", "leave_beat", "leave_word", "read_word", "within"]
-
 HAS_LEFT = -1  # the count of a rank that has left on purpose
 
 

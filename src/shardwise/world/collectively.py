@@ -7,8 +7,6 @@ from typing import Protocol, TypeVar
 from shardwise.errors import CheckpointError, RankError, ShardwiseError
 from shardwise.world.agreement import SAME_CALLS, Agreement, digest_of_text
 
-__all__ = ["Peers", "collectively"]
-
 T = TypeVar("T")
 _ON_MAIN = "rank 0 alone does {place}, and the others wait for it: look at what it does; if it is only slow, use a larger timeout_s"
 

@@ -23,8 +23,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["CLOSED", "LEFT", "RESET", "TERMINATED", "PeerConnections"]
-
 LEFT, TERMINATED = b"L", b"T"
 """The byte sent before a connection is closed: this rank leaves on purpose; it was ended by SIGTERM."""
 CLOSED, RESET = b"", b"R"

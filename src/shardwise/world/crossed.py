@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from shardwise.world.beats import Beat
 from shardwise.world.waiting import Wait
 
-__all__ = ["Crossed", "elsewhere"]
-
 _KINDS = ("all_gather", "reduce_scatter")  # the collectives of units
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from shardwise.errors import ConfigError, LayoutError
 from shardwise.launch.environment import given_in, has_slurm_step, number
 
-__all__ = ["Env", "imagined_env", "is_distributed", "ranks_per_node", "read_env"]
-
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

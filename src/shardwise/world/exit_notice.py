@@ -13,8 +13,6 @@ from shardwise.world.uncaught import leave_to_world, note_first_rank, show
 if TYPE_CHECKING:
     from shardwise.world.init import World
 
-__all__ = ["owe_exit_notice", "owe_no_notice"]
-
 _open: set["World"] = set()  # kept alive: one that was made in a function must still notify its peers
 _is_installed = False
 

@@ -14,8 +14,6 @@ import msgspec
 from shardwise.errors import RankError
 from shardwise.world.agreement import Agreement, digest_of_text
 
-__all__ = ["Difference", "Facts", "agree_on", "described", "differences", "package_versions"]
-
 _PACKAGES = ("shardwise", "torch", "numpy", "transformers")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

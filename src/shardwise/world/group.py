@@ -18,19 +18,6 @@ from shardwise.launch.environment import given_in, number
 from shardwise.world.env import Env
 from shardwise.world.liveness import Watch
 
-__all__ = [
-    "check_group",
-    "choose_device",
-    "chosen_backend",
-    "env_of_group",
-    "host_group_of",
-    "is_fake_group",
-    "message_device",
-    "new_group",
-    "start_group",
-    "start_watch",
-]
-
 _FIX_BACKEND = 'use "gloo", "nccl" or "cuda:nccl,cpu:gloo"'
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _store: tuple[tuple[str, int], dist.Store] | None = None  # of the last rendezvous: see _join

@@ -39,8 +39,6 @@ from shardwise.world.termination import listen, stop_listening
 from shardwise.world.threads import set_threads, threads_of_offloaded_step
 from shardwise.world.uncaught import note_first_rank, show_before_world
 
-__all__ = ["World", "init"]
-
 
 def init(
     layout: str | Layout | Mapping[str, int | str] = "dp_shard=-1",

@@ -31,9 +31,7 @@ from shardwise.world.connections import LEFT
 from shardwise.world.crossed import Crossed, elsewhere
 from shardwise.world.neighbours import connect
 from shardwise.world.waiting import Wait, WaitReport, missing
-from shardwise.world.watchdog import EXIT_PEER_LOST, Watchdog
-
-__all__ = ["EXIT_PEER_LOST", "Watch"]
+from shardwise.world.watchdog import Watchdog
 
 _FIX_LOST = "look at that rank's output for the cause; start the run again"
 _FIX_CROSSED = (

@@ -15,8 +15,6 @@ from shardwise.world.watchdog import ended_word
 if TYPE_CHECKING:
     from shardwise.world.liveness import Watch
 
-__all__ = ["connect"]
-
 _ALL_ASKED_S = 1.0  # time until a SIGTERM that was sent to all ranks of a job has reached this one, too
 _UNSURE_S = 2.0  # a beat within this time shows that only the connection was lost, and not its rank
 

@@ -20,24 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "GlobalNumbers",
-    "derive_seed",
-    "forked_generators",
-    "forked_rng",
-    "forked_streams",
-    "generators_among",
-    "is_generator",
-    "seed_all",
-    "seed_torch",
-    "set_state",
-    "set_streams",
-    "snapshot",
-    "state_of",
-    "streams",
-    "warn_of_lost_seed",
-]
-
 _SCRATCH = np.random.MT19937()  # numpy's global functions draw from it inside forked_streams
 _seeded: int | None = None  # torch's seed, as the last world of this process has set it
 _NUM_WORDS = 624  # of 32 bits, in the state of a Mersenne twister

@@ -9,8 +9,6 @@ from shardwise.world.agreement import Agreement
 from shardwise.world.group import new_group
 from shardwise.world.init import World
 
-__all__ = ["SideGroup"]
-
 
 class SideGroup:
     """The ranks of a world in a second process group, for one thread that works next to the training. All ranks must

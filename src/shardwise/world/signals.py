@@ -26,8 +26,6 @@ from shardwise.launch.stop_signals import (
     silence_closed_terminal,
 )
 
-__all__ = ["EndOfRun", "StopRequest"]
-
 Reason = Literal["SIGTERM", "SIGUSR1", "SIGHUP", "the time limit", "a call of stop()"]
 REASONS: tuple[Reason, ...] = ("SIGTERM", "SIGUSR1", "SIGHUP", "the time limit", "a call of stop()")
 

@@ -20,8 +20,6 @@ from shardwise.world.connections import TERMINATED
 if TYPE_CHECKING:
     from shardwise.world.liveness import Watch
 
-__all__ = ["listen", "stop_listening"]
-
 _PATIENCE_S = 1.0  # for a main thread that ends by itself: it raises the error, or reports what is kept
 
 _listener: "_Listener | None" = None

@@ -6,8 +6,6 @@ import torch
 
 from shardwise.launch.local import CHOSE_THREADS
 
-__all__ = ["set_threads", "threads_of_offloaded_step"]
-
 
 def set_threads(local_world_size: int) -> None:
     """Divides the cores among the ranks of a node, unless the user has set the number of threads of a rank."""

@@ -22,8 +22,6 @@ from shardwise.world.env import Env
 if TYPE_CHECKING:
     from shardwise.world.liveness import Watch
 
-__all__ = ["leave_to_world", "note_first_rank", "show", "show_before_world"]
-
 _WAIT_S = 2.0  # for the store; if it does not answer, every rank shows its own error
 _NOT_THE_SCRIPTS = ("shardwise", "torch")
 _is_installed = _has_world = False

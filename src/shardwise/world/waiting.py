@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from shardwise.world.beats import Beat
 
-__all__ = ["MainThread", "Wait", "WaitReport", "missing"]
-
 _COLLECTIVES = str(Path(dist.__file__).parent)
 _NO_COLLECTIVES = tuple(str(Path(_COLLECTIVES) / name) for name in ("checkpoint", "elastic"))  # slow files, launchers
 _NOT_THE_USERS = (

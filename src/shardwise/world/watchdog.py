@@ -22,8 +22,6 @@ from shardwise.world.waiting import MainThread, Wait
 if TYPE_CHECKING:
     from shardwise.world.liveness import Watch
 
-__all__ = ["EXIT_PEER_LOST", "Watchdog", "ended_word"]
-
 EXIT_PEER_LOST = 71  # os.EX_OSERR: this process ended itself because a peer was lost
 _GRACE_S = 3.0  # time for the main thread to see an alarm by itself
 _TICK_S = 0.1

@@ -26,8 +26,6 @@ from shardwise.data.token_store import in_memory
 from shardwise.errors import ConfigError
 from shardwise.model.calling import call
 
-__all__ = ["SFTDataset", "SFTReport"]
-
 _FIRST = 8  # tokens of a text from which it is continued, to try a model
 
 

@@ -14,8 +14,6 @@ import numpy as np
 from shardwise.data.batch import IGNORED
 from shardwise.data.token_store import StoredTokens
 
-__all__ = ["Documents", "row_of"]
-
 
 def row_of(ids: np.ndarray, trained: np.ndarray) -> np.ndarray:
     """The tokens of a record, int32 [n]; ``trained``: whether each is trained on, bool [n]."""

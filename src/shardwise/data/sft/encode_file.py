@@ -21,8 +21,6 @@ from shardwise.data.sft.records import Record, Text, read_records
 from shardwise.data.sft.refusals import empty_answer, too_long, unusable
 from shardwise.errors import ConfigError
 
-__all__ = ["Encoding", "SFTReport", "Unusable"]
-
 _VERSION = 2  # of what a record becomes: a change of it makes kept tokens anew
 _PLACES = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file")
 _NEEDED = ("tokenizers", "transformers", "jinja2")

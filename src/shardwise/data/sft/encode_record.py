@@ -20,8 +20,6 @@ from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import no_template, template_raised
 from shardwise.errors import ConfigError
 
-__all__ = ["Encoded", "Encoder", "load_tokenizer"]
-
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Encoded = tuple[list[int], list[bool]]

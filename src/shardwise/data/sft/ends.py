@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-__all__ = ["Ends", "ending_note", "runs_of"]
-
 _SHOWN = 30  # characters of the text around an end
 
 

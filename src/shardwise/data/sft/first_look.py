@@ -23,8 +23,6 @@ from shardwise.data.sft.refusals import (
     unusable,
 )
 
-__all__ = ["look_at"]
-
 _TRIED = 200  # records that are rendered and tokenized; empty answers are looked for in all of them
 _MARGIN = 8  # tokens of a prompt that may join those of its answer, or be added to them
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

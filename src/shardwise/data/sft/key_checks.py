@@ -7,8 +7,6 @@ from typing import Any
 from shardwise.data.sft.keys import KEYS_OF, Key
 from shardwise.errors import ConfigError
 
-__all__ = ["TRAINING_KEYS", "ReadKeys", "check_message", "check_record", "is_trained"]
-
 Messages = Sequence[Mapping[str, Any]]
 
 _SAYS = {name: key.says for name, key in KEYS_OF["message"].items() if key.says}

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["KEYS", "KEYS_OF", "RECORD_KEYS", "Key", "table"]
-
 
 @dataclass(frozen=True)
 class Key:

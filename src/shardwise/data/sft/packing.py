@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 
-__all__ = ["Packs", "check_attention", "packs"]
-
 _FEW = 4  # tokens of a document that is tried
 
 

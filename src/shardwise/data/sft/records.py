@@ -22,8 +22,6 @@ from shardwise.data.sft.keys import KEYS_OF
 from shardwise.data.sft.saved import hub_advice, is_rows, open_rows
 from shardwise.errors import ConfigError
 
-__all__ = ["Chat", "Completion", "Record", "Text", "calls_of", "is_records", "read_records", "where"]
-
 _FIELDS = "the fields are text, or prompt and completion, or messages"
 _OF_OTHERS = {name: key.fix for name, key in KEYS_OF["record"].items() if key.why and not key.is_common}
 """Keys of the formats of others -> what they are here."""

@@ -6,8 +6,6 @@ from pathlib import Path
 from shardwise.data.sft.records import Chat, Completion, Record, Text, calls_of, where
 from shardwise.errors import ConfigError
 
-__all__ = ["beyond_vocabulary", "empty_answer", "no_template", "template_raised", "too_long", "unusable"]
-
 
 def empty_answer(record: Record) -> str:
     """Whether a record has an answer that says nothing, as words; "" if not."""

@@ -19,18 +19,6 @@ from shardwise.config.tokenizer import read_json
 from shardwise.data.sft.keys import RECORD_KEYS
 from shardwise.errors import ConfigError, first_line
 
-__all__ = [
-    "COLUMNS",
-    "VALIDATION",
-    "Rows",
-    "hub_advice",
-    "is_rows",
-    "is_table",
-    "open_rows",
-    "splits_of",
-    "training_split",
-]
-
 COLUMNS = ("text", "messages", "prompt", "completion", "tools")
 VALIDATION = ("validation", "valid", "val", "dev")
 """Names of a split that is validation data; those that ``datasets`` itself gives to files of these names."""

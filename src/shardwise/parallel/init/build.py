@@ -19,8 +19,6 @@ from shardwise.model import is_pretrained
 from shardwise.parallel.init.tape import Tape, is_draw
 from shardwise.world.rng import derive_seed, forked_rng
 
-__all__ = ["build_on_meta"]
-
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape):

@@ -4,8 +4,6 @@ name instead of garbage in the model."""
 import torch
 from torch import Tensor
 
-__all__ = ["fill_with_sentinel", "num_marks"]
-
 
 def fill_with_sentinel(tensor: Tensor, mark: int = 0) -> Tensor:
     """Fills ``tensor`` in place with a value that initialisations rarely write. Mark 0 is NaN, the smallest integer or

@@ -28,8 +28,6 @@ from shardwise.recipe import Note, Recipe
 from shardwise.world import World
 from shardwise.world.agreement import digest_of_text
 
-__all__ = ["ForLoading", "FromRank0", "FromTape", "all_tensors", "build_with_source"]
-
 
 class FromTape:
     """Values that every rank replays from the record of the constructor."""

@@ -31,8 +31,6 @@ from shardwise.parallel.init.sentinel import fill_with_sentinel, num_marks
 from shardwise.world.fingerprint import described
 from shardwise.world.rng import derive_seed, forked_rng
 
-__all__ = ["Tape", "is_draw"]
-
 
 @dataclass(frozen=True)
 class _Ref:

@@ -18,8 +18,6 @@ from shardwise.parallel.init.tape import Tape
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe import Slice
 
-__all__ = ["scatter_values", "write_from_tape"]
-
 _MESSAGE_BYTES = 64 << 20  # sent at a time, and held in addition to the model
 
 

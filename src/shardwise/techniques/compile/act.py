@@ -26,8 +26,6 @@ from shardwise.techniques.compile.write_check import watch_cast_inputs, watch_co
 from shardwise.techniques.technique import Act
 from shardwise.world import World
 
-__all__ = ["CompileAct"]
-
 _MARK = "_shardwise_compiled"
 _GRAPHS = 8  # torch's own limit of graphs per function, here per block
 

@@ -10,8 +10,6 @@ from shardwise.config.torch_options import Replacement
 from shardwise.errors import ConfigError
 from shardwise.techniques.targets import TARGETS, Targets, settle_targets, word_or_record
 
-__all__ = ["Compile", "compile_of"]
-
 
 class Compile(Options, frozen=True, kw_only=True):
     """Options for compiling blocks: which blocks, and keywords of ``torch.compile``."""

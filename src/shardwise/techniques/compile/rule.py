@@ -7,8 +7,6 @@ from shardwise.recipe import Draft, Edit
 from shardwise.techniques.compile.options import Compile
 from shardwise.techniques.targets import resolve
 
-__all__ = ["edit"]
-
 
 def edit(draft: Draft, *, compile: Compile | None) -> None:
     """Adds an edit for each module that is compiled.

@@ -21,8 +21,6 @@ from shardwise.errors import UnsupportedError
 from shardwise.model import canonical_modules
 from shardwise.model.tensors import version_of
 
-__all__ = ["watch_cast_inputs", "watch_compiled"]
-
 
 def watch_compiled(module: nn.Module, run_again: Sequence[str], compiled: Sequence[str]) -> None:
     """Registers hooks on the ``compiled`` modules that have buffers which a forward might write and read; the modules

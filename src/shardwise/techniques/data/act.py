@@ -9,8 +9,6 @@ from shardwise.techniques.data.replicas import DDPEngine, apply_ddp
 from shardwise.techniques.technique import Act
 from shardwise.world import World
 
-__all__ = ["DataAct"]
-
 
 class DataAct(Act):
     """The engine of a recipe."""

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from shardwise._torch.operators import foreach_copy
 from shardwise.model.large_pages import in_large_pages
 
-__all__ = ["Bucket", "make_buckets"]
-
 _SETTLE_S = 5.0
 
 

@@ -14,8 +14,6 @@ from shardwise.recipe import Anatomy
 from shardwise.recipe.records import STATISTICS, TensorFact
 from shardwise.techniques.data.options import Sharding
 
-__all__ = ["buffer_policies", "statistics_of"]
-
 _STORAGE_ONLY = re.compile(r"u?int[1-7]|qu?int\w+|bits\w+|float4\w+")  # dtypes
 _ITERATED = ("_u", "_v")  # how names of a spectral norm's vectors end
 

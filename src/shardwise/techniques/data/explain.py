@@ -10,8 +10,6 @@ from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import module_of_error
 from shardwise.techniques.edges import WhenLeft
 
-__all__ = ["translated", "ungathered"]
-
 _PENALTY = (
     "a penalty on weights: sw.parameter_penalty(model, penalty) in `with sw.window(...)`, before or after its loop; in a TrainStep: "
     "weight_decay= of the optimizer. A tensor that is combined with a parameter must be cut alike: start = p.detach().clone(), or the parameter "

@@ -34,8 +34,6 @@ from shardwise.techniques.data.unit_order import Order
 from shardwise.techniques.edges import GATHERS, calls, refuse_ungathered
 from shardwise.world import World
 
-__all__ = ["FSDP2Engine", "apply_fsdp2"]
-
 
 def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine":
     """Shards ``module`` in place. Parameters may be on meta; their values are written later."""

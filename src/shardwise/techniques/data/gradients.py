@@ -19,8 +19,6 @@ from shardwise._torch.autograd import at_end_of_backward
 from shardwise.errors import UsageError
 from shardwise.techniques.edges import zero_of_padding
 
-__all__ = ["EndOfBackward", "Padding", "SetAsideGradients", "State", "add_to_gradient", "outside_of_windows"]
-
 K = TypeVar("K")
 
 

@@ -9,8 +9,6 @@ from shardwise.config.record import Options, default_of, doc
 from shardwise.config.torch_options import Replacement
 from shardwise.errors import ConfigError
 
-__all__ = ["DDP", "FSDP2_ONLY", "NO_PREFETCH", "Prefetch", "Sharding"]
-
 _BUFFERS = Replacement(
     "leave it out: running statistics are made equal after each window, to rank 0's values, which a DDP run saves with it and "
     "without; {} takes the mean of all ranks",

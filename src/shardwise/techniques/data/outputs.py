@@ -15,8 +15,6 @@ from shardwise._torch.autograd import mark_output
 from shardwise._torch.modules import PausableHooks
 from shardwise.model.pytrees import map_leaves, tensors_within
 
-__all__ = ["OutputMarks"]
-
 _NUMBERS = itertools.count()
 _compiled_whole: set[int] = set()  # numbers of models
 

@@ -11,8 +11,6 @@ from shardwise.errors import UnsupportedError, UsageError
 from shardwise.techniques.data.walk import Walk
 from shardwise.techniques.edges import Views
 
-__all__ = ["Backward", "Forward", "Units", "refuse_written"]
-
 _LOOKS = 4  # forwards after which a unit's gathered parameters are checked: modules move them in the first ones
 
 

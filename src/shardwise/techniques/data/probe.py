@@ -25,8 +25,6 @@ from shardwise.recipe.draft import Casting
 from shardwise.techniques.data.options import DDP, Sharding
 from shardwise.world import World
 
-__all__ = ["probe"]
-
 
 def probe(
     module: nn.Module, example: Any, draft: Draft, world: World, *, sharding: Sharding, ddp: DDP

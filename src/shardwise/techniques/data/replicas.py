@@ -35,8 +35,6 @@ from shardwise.techniques.data.outputs import OutputMarks
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World
 
-__all__ = ["DDPEngine", "apply_ddp"]
-
 
 def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
     """Makes ``module`` a replica, in place. Its tensors must have their values already."""

@@ -16,8 +16,6 @@ from shardwise.techniques.data.buffer_policies import buffer_policies
 from shardwise.techniques.data.options import DDP, FSDP2_ONLY, Sharding
 from shardwise.techniques.data.units import check_names, make_units, unit_of_params
 
-__all__ = ["DataEntry", "heading", "layout_text", "rule"]
-
 
 class DataEntry(Record, frozen=True):
     """The recipe's data about data parallelism, other than units and cuts."""

@@ -7,8 +7,6 @@ from shardwise.recipe.patterns import matches
 from shardwise.recipe.records import ROOT, Anatomy, Unit
 from shardwise.techniques.data.options import NO_PREFETCH, Prefetch, Sharding
 
-__all__ = ["with_timing"]
-
 
 def with_timing(anatomy: Anatomy, units: tuple[Unit, ...], sharding: Sharding) -> tuple[Unit, ...]:
     """``units``, the root last, with ``reshard`` and prefetch set as the options say.

@@ -35,8 +35,6 @@ from shardwise.techniques.data.walk import Orders, Walk
 from shardwise.techniques.edges import Inputs, hand_out, refuse_changed
 from shardwise.world import World
 
-__all__ = ["Listener", "Order"]
-
 
 class Listener(Protocol):
     """Callbacks of the engine, called by :class:`Order` on this rank."""

@@ -14,8 +14,6 @@ from shardwise.recipe.targets import innermost, modules_named, refuse_nested
 from shardwise.techniques.data.options import Sharding
 from shardwise.techniques.data.timing import with_timing
 
-__all__ = ["make_units", "unit_of_params"]
-
 _LARGE = 1 << 30  # bytes of a model above which one unit should not hold most of it
 _UNIT_BYTES, _SMALL_MODEL_BYTES = 8 << 20, 64 << 20  # where min_unit_bytes is not given
 

@@ -17,8 +17,6 @@ from shardwise.errors import RankError
 from shardwise.world import World
 from shardwise.world.agreement import Agreement
 
-__all__ = ["Orders", "Walk", "completed", "nearest"]
-
 END = -1
 """Sent in place of a unit: this rank enters no more units."""
 

@@ -28,8 +28,6 @@ from shardwise.techniques.precision.rule import PrecisionEntry
 from shardwise.techniques.technique import Act
 from shardwise.world import World
 
-__all__ = ["PrecisionAct"]
-
 
 def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with every floating tensor in it cast to ``dtype``."""

@@ -9,8 +9,6 @@ from shardwise.recipe import Anatomy
 from shardwise.techniques.precision.options import Precision
 from shardwise.techniques.precision.regions import stored_as
 
-__all__ = ["adjust"]
-
 
 def adjust(module: nn.Module, anatomy: Anatomy, *, precision: Precision) -> Anatomy:
     """Casts parameters of ``module`` to the storage dtypes of ``precision``, and returns the new anatomy."""

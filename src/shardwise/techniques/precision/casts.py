@@ -31,8 +31,6 @@ from shardwise.techniques.precision.dtype_errors import is_of_dtypes, unfit_dtyp
 from shardwise.techniques.precision.functions import FUNCTIONS, cast_of, floating_dtypes
 from shardwise.techniques.precision.rule import PrecisionEntry
 
-__all__ = ["ForwardCasts"]
-
 
 class _Casts(TorchFunctionMode):
     """Within: arguments of layers and products whose dtypes differ are cast.

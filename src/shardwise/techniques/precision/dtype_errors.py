@@ -8,8 +8,6 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.names import module_of_error
 
-__all__ = ["explain_dtypes", "is_of_dtypes", "unfit_dtypes"]
-
 
 def explain_dtypes(root: "weakref.ref[nn.Module]", error: BaseException) -> ShardwiseError | None:
     """The ShardwiseError for torch's errors about dtypes that differ; None of any other error."""

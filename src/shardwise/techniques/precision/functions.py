@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["FUNCTIONS", "Cast", "Function", "cast_of", "floating_dtypes"]
-
 Key = int | str
 """An argument: its position, or its keyword."""
 

@@ -14,8 +14,6 @@ from shardwise.config.record import Options, doc
 from shardwise.config.suggest import listing
 from shardwise.errors import ConfigError
 
-__all__ = ["Precision", "from_torch", "precision_of"]
-
 
 class _FromPolicy(type(Options)):  # type: ignore[misc]
     """Metaclass for ``Precision(policy, parts=...)``: the options of a policy of torch, and those given next to it."""

@@ -12,8 +12,6 @@ from shardwise.recipe.records import ROOT, STATISTICS, Anatomy, Edit, TensorFact
 from shardwise.recipe.targets import innermost, modules_named, with_forward
 from shardwise.techniques.precision.options import Precision, precision_of
 
-__all__ = ["Regions", "stored_as"]
-
 
 class Regions:
     """The precision of every parameter and module of ``anatomy`` under ``base``.

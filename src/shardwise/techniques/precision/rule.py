@@ -9,8 +9,6 @@ from shardwise.recipe.records import Record
 from shardwise.techniques.precision.options import Precision
 from shardwise.techniques.precision.regions import Regions
 
-__all__ = ["PrecisionEntry", "edit", "rule"]
-
 
 class PrecisionEntry(Record, frozen=True):
     """The recipe's data about precision, other than the dtypes of parameters."""

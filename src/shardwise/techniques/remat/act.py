@@ -37,8 +37,6 @@ from shardwise.techniques.remat.selection import Selection
 from shardwise.techniques.technique import Act
 from shardwise.world import GlobalNumbers, World, generators_among, snapshot
 
-__all__ = ["RematAct"]
-
 _FIRST = 16  # how many runs of a block are compared with their repetition; after them only each power of two
 _PLAIN = (Tensor, bool, int, float, str, type(None))  # leaves of arguments with nothing in them
 _NOTHING = contextlib.nullcontext()

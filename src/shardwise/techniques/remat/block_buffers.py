@@ -16,8 +16,6 @@ from shardwise._torch.autograd import unseen
 from shardwise.errors import UnsupportedError
 from shardwise.model.module_state import Attributes, keeps_attributes
 
-__all__ = ["BlockBuffers", "WrittenBuffers"]
-
 
 class _Before(NamedTuple):
     """A buffer before a run: its version then, and a copy if the run may write it."""

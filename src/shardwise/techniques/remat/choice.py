@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from shardwise.recipe import human_bytes
 
-__all__ = ["GROUPS", "Call", "Choice", "Measured", "among_ranks", "in_words", "selective", "within_budget"]
-
 GROUPS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
     "attention": (

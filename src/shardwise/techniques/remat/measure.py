@@ -17,8 +17,6 @@ from shardwise._torch.pytrees import tree_flatten
 from shardwise.techniques.remat.choice import Call, Measured
 from shardwise.techniques.remat.operators import always_kept, draws, is_attention, is_unsafe
 
-__all__ = ["Measurement", "cost_of"]
-
 _FLOPS_PER_BYTE = 100
 """What moving a byte costs, in floating-point operations: between the ratios of CPUs (some 20) and of GPUs (A100 in bf16:
 312 TFLOP/s to 2.0 TB/s)."""

@@ -14,8 +14,6 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.techniques.remat.choice import GROUPS
 
-__all__ = ["KeepChosen", "always_kept", "draws", "is_attention", "is_unsafe", "keep_policy", "named_operators"]
-
 # Routing, where almost equal scores could be ordered differently, and reads that wait for the device. Cheap to keep.
 _ALWAYS = ("topk", "sort", "argmax", "argsort", "max.dim", "nonzero", "_local_scalar_dense")
 

@@ -17,8 +17,6 @@ from shardwise.config.torch_options import Replacement
 from shardwise.errors import ConfigError
 from shardwise.techniques.targets import TARGETS, Targets, settle_targets, word_or_record
 
-__all__ = ["Remat", "remat_of"]
-
 _SAVED = ("matmul", "attention")
 
 

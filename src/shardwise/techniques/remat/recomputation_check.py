@@ -9,8 +9,6 @@ from torch import Tensor
 from shardwise._torch.autograd import unseen
 from shardwise.model.pytrees import leaves_of, tensors_within
 
-__all__ = ["digest_of_result", "same_output"]
-
 
 def digest_of_result(output: Any) -> list[Tensor]:
     """Of each floating tensor in a block's result, also in an object's attributes: its sum, a sum that depends on the

@@ -6,8 +6,6 @@ from shardwise.recipe import Draft, Edit, human_bytes
 from shardwise.techniques.remat.options import Remat
 from shardwise.techniques.targets import resolve
 
-__all__ = ["edit"]
-
 
 def edit(draft: Draft, *, remat: Remat | None) -> None:
     """Adds an edit for each module that runs again in backward.

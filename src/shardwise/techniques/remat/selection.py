@@ -12,8 +12,6 @@ from shardwise.techniques.remat.choice import Choice, Measured, among_ranks, in_
 from shardwise.techniques.remat.measure import Measurement
 from shardwise.techniques.remat.operators import named_operators
 
-__all__ = ["Selection"]
-
 
 class Selection:
     """Of one model. Until it is decided each block runs again whole, which keeps least; its first run is measured.

@@ -34,8 +34,6 @@ from shardwise.techniques.tp.streams import PartStream
 from shardwise.world import World
 from shardwise.world.axis import Axis
 
-__all__ = ["TensorParallelAct"]
-
 _LAYERS = ("column", "row", "whole", "reader")
 _TABLES = ("embedding", "head")
 

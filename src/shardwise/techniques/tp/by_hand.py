@@ -13,16 +13,6 @@ from shardwise.model.leaves import is_trial_running
 from shardwise.techniques.tp.exchanges import Gather, Scatter, SumGradient, SumParts
 from shardwise.world.axis import Axis
 
-__all__ = [
-    "column_parallel_linear",
-    "parallel_embedding",
-    "row_parallel_linear",
-    "tp_copy",
-    "tp_gather",
-    "tp_reduce",
-    "tp_scatter",
-]
-
 
 def tp_copy(x: Tensor, axis: Axis) -> Tensor:
     """``x``, which every rank has whole and uses for its part: the gradient is summed over the ranks.

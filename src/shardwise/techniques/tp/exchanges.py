@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shardwise._torch.collectives import gather_over, sum_over
 
-__all__ = ["Gather", "Scatter", "SumGradient", "SumParts"]
-
 
 class SumGradient(torch.autograd.Function):
     """Identity, whose gradient is summed over the ranks of a group."""

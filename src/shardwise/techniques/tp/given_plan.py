@@ -26,8 +26,6 @@ from shardwise.techniques.tp.options import (
     check_plan,
 )
 
-__all__ = ["Plan", "differences", "is_met", "own_kinds", "plan_for", "refuse_uncut"]
-
 _PARAMETRIZED = re.compile(r"\.parametrizations(\.\w+)\..+$")
 """The end of a name of what torch.nn.utils.parametrize computes a tensor from; its group: the name of that tensor."""
 

@@ -19,8 +19,6 @@ from shardwise.model.layers import Layer, LayerCalls
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
 
-__all__ = ["CutEmbedding", "CutHead", "CutLayer", "LayerOfRank", "Shared", "WholeReader", "within_layers"]
-
 
 class Shared:
     """What the cut layers of one model share on a rank.

@@ -13,10 +13,6 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import check_target, looks_like_target
 from shardwise.errors import ConfigError, UnsupportedError
 
-__all__ = [
-    "COLUMN", "LLAMA", "OTHERS", "REGISTERED", "ROW", "TABLE", "WHOLE", "WORDS", "TensorParallel", "check_plan", "register_tp_plan", "tensor_parallel_of",
-]  # fmt: skip
-
 WORDS = ("auto", "all", "hf", "llama")
 
 REGISTERED: dict[str, dict[str, str]] = {}

@@ -16,8 +16,6 @@ from shardwise.recipe import Cut, Param, Part, extents
 from shardwise.techniques.tp.layers import LayerOfRank, Shared
 from shardwise.world.axis import Axis
 
-__all__ = ["call_computed", "norm_whole", "work_on_parts"]
-
 
 def call_computed(module: nn.Linear, layer: LayerOfRank, given: Any, coord: Coord) -> None:
     """Makes ``module``, whose weight is computed, call ``layer`` with this rank's part of the weight.

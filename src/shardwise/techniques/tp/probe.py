@@ -20,8 +20,6 @@ from shardwise.techniques.tp.options import TensorParallel
 from shardwise.world import World, forked_streams
 from shardwise.world.collectively import collectively
 
-__all__ = ["facts_of", "probe"]
-
 Facts = dict[str, Any]
 
 

@@ -10,8 +10,6 @@ from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
 from shardwise.recipe.records import Record
 from shardwise.techniques.tp.options import TensorParallel
 
-__all__ = ["TensorParallelEntry", "layout_text", "lines", "rule"]
-
 _LITTLE = 0.2  # of the elements of all parameters: so small a part may not be what was expected
 _WHY = {
     "column": "column-parallel: each rank computes a part of its outputs",

@@ -12,8 +12,6 @@ from shardwise.errors import RankError
 from shardwise.model.digest import digest_of_values
 from shardwise.world.axis import Axis
 
-__all__ = ["refuse_other_inputs"]
-
 
 def refuse_other_inputs(runtime: Any) -> None:
     """Makes the module raise RankError, on all ranks along ``tp``, where a forward outside of a window is given tensors that

@@ -12,8 +12,6 @@ import torch
 
 from shardwise.world.rng import derive_seed
 
-__all__ = ["PartStream"]
-
 
 class PartStream:
     """Switches torch's generator of a device to a stream of this rank, and back.

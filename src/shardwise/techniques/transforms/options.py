@@ -29,8 +29,6 @@ from shardwise.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Chosen", "Given", "choose", "transform"]
-
 Function = Callable[..., "nn.Module | None"]
 Entry = str | Mapping[str, Any] | Options | Function
 Given = Entry | Sequence[Entry]

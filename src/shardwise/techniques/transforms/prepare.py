@@ -10,8 +10,6 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.techniques.transforms.options import Chosen, Function
 from shardwise.world import World
 
-__all__ = ["prepare"]
-
 
 def prepare(
     module: nn.Module, world: World | None, device: torch.device | None, *, transforms: Sequence[Chosen]
