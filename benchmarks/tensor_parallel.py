@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.launch import launch_local
 from shardwise.model.calling import run_on
-from shardwise.model.cut_search import search
 from shardwise.recipe import extents
+from shardwise.techniques.tp.search.cut_search import search
 
 __all__ = ["CONTENDERS", "measure", "measure_search", "table"]
 

@@ -2456,7 +2456,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "tp-kept-functions-not-copied",
         "            kept[key] = rebound(function, memo)",
         "            pass",
-        "tests/model/test_cut_search.py -k keep",
+        "tests/techniques/tp/search/test_cut_search.py -k keep",
         "a function that a module keeps runs the modules of the original",
     ),
     Mutant(

@@ -721,7 +721,7 @@ def everything():
 
 def trained_without_proof(layout):
     """As :func:`trained`, where what is found in the first blocks is believed of the others."""
-    with mock.patch("shardwise.model.cut_search.holds_for_all", lambda *_: True):
+    with mock.patch("shardwise.techniques.tp.search.cut_search.holds_for_all", lambda *_: True):
         return trained(layout, "inside", "cut", True)
 
 

@@ -6,8 +6,8 @@ from techniques.tp.dropping import HEADS, HIDDEN, WIDTH, train
 from torch import nn
 from torch.nn import functional
 
-from shardwise.model.cut_search import search
 from shardwise.techniques.tp.probe import facts_of
+from shardwise.techniques.tp.search.cut_search import search
 
 DEGREE = 2
 PART = {(2, HEADS // DEGREE, 8, 8), (2, 8, HIDDEN // DEGREE)}  # of scores, of hidden values

@@ -7,7 +7,7 @@ from techniques.tp import states
 
 import shardwise as sw
 from shardwise.model.calling import run_on
-from shardwise.model.cut_search import search
+from shardwise.techniques.tp.search.cut_search import search
 
 LEFT = {
     "RunningMean": ("blocks.1.mlp.down.weight", "blocks.1.mlp.mean in it is written when it runs"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from techniques.tp import places
 
-import shardwise.model.cut_search
+import shardwise.techniques.tp.search.cut_search
 from shardwise.model.calling import run_on
 
 REFUSED = {
@@ -75,9 +75,9 @@ def test_a_search_leaves_nothing_behind(kind):
     attributes = {name: {*vars(module)} for name, module in model.named_modules()}
     if kind in REFUSED and kind == "counter":
         with pytest.raises(Exception, match="COUNTER"):
-            shardwise.model.cut_search.search(model, run_on(None), 2)
+            shardwise.techniques.tp.search.cut_search.search(model, run_on(None), 2)
         return
-    shardwise.model.cut_search.search(model, run_on(None), 2)
+    shardwise.techniques.tp.search.cut_search.search(model, run_on(None), 2)
     assert places.everything() == before
     assert {name: {*vars(module)} for name, module in model.named_modules()} == attributes
 
@@ -114,7 +114,7 @@ class Normed(torch.nn.Module):
 
 def test_a_search_with_norms_over_all_heads_looks_at_two_forwards_and_keeps_a_users_registry():
     registry("of the user")["x"] = 1
-    found = shardwise.model.cut_search.search(
+    found = shardwise.techniques.tp.search.cut_search.search(
         torch.nn.Sequential(Normed(), Normed()), lambda model: model(torch.randn(2, 3, 16, dtype=torch.float64)), 2
     )
     assert len(found.regions) == 6

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.model.calling import run_on
-from shardwise.model.cut_search import search
+from shardwise.techniques.tp.search.cut_search import search
 
 
 def trains(ranks, model, cut, layout="tp=2", **options):

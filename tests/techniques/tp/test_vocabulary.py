@@ -7,7 +7,7 @@ from models.batches import VOCAB
 
 import shardwise as sw
 from shardwise.model.calling import run_on
-from shardwise.model.cut_search import search
+from shardwise.techniques.tp.search.cut_search import search
 
 NAMES = models.select("vocabularies")
 WHOLE = {

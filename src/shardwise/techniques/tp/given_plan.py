@@ -12,7 +12,6 @@ from torch import nn
 
 from shardwise.config.target import load_target
 from shardwise.errors import PlanError, UnsupportedError, UsageError
-from shardwise.model.found import Found
 from shardwise.recipe import Anatomy
 from shardwise.recipe.patterns import matches
 from shardwise.recipe.targets import modules_named
@@ -25,6 +24,7 @@ from shardwise.techniques.tp.options import (
     TensorParallel,
     check_plan,
 )
+from shardwise.techniques.tp.search.region_records import Found
 
 _PARAMETRIZED = re.compile(r"\.parametrizations(\.\w+)\..+$")
 """The end of a name of what torch.nn.utils.parametrize computes a tensor from; its group: the name of that tensor."""

@@ -10,13 +10,13 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attention import attentions
 from shardwise.model.calling import line_of, tensors_given
-from shardwise.model.cut_search import search
-from shardwise.model.found import Cut, Found, Region, Rows, Whole
 from shardwise.model.layers import is_norm
 from shardwise.recipe import Draft
 from shardwise.techniques.technique import Example
 from shardwise.techniques.tp.given_plan import differences, is_met, own_kinds, plan_for, refuse_uncut
 from shardwise.techniques.tp.options import TensorParallel
+from shardwise.techniques.tp.search.cut_search import search
+from shardwise.techniques.tp.search.region_records import Cut, Found, Region, Rows, Whole
 from shardwise.world import World, forked_streams
 from shardwise.world.collectively import collectively
 

@@ -11,18 +11,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
-from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
-from shardwise.model.certificate import Settings, certify, dropouts
 from shardwise.model.computed import computed_weights
-from shardwise.model.found import Found, Region
 from shardwise.model.isolated import Isolated
 from shardwise.model.layers import is_norm
 from shardwise.model.names import canonical_modules
-from shardwise.model.regions import find_regions, gradients, signature
-from shardwise.model.settings import settled
-from shardwise.model.tables import add_tables, of_vocabulary
 from shardwise.model.trial import OUTSIDE, Trial, Uses, around_modules
-from shardwise.model.whole_model import holds_for_all
+from shardwise.techniques.tp.search.block_kinds import block_kinds, in_block, is_in_block
+from shardwise.techniques.tp.search.certificate import Settings, certify, dropouts
+from shardwise.techniques.tp.search.region_records import Found, Region
+from shardwise.techniques.tp.search.regions import find_regions, gradients, signature
+from shardwise.techniques.tp.search.settings import settled
+from shardwise.techniques.tp.search.tables import add_tables, of_vocabulary
+from shardwise.techniques.tp.search.whole_model import holds_for_all
 
 _MOST_TOGETHER = 20  # regions among which every choice is compared
 _HEADS = re.compile(r"heads?$")  # num_heads, n_head, num_key_value_heads

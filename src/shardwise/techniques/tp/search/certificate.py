@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import first_line
-from shardwise.model.found import Cut, Region, Setting, Whole, part_of, rows_of
-from shardwise.model.regions import weights_for
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Change, Trial
+from shardwise.techniques.tp.search.region_records import Cut, Region, Setting, Whole, part_of, rows_of
+from shardwise.techniques.tp.search.regions import weights_for
 
 GATE = 1e-12
 """The largest error allowed, relative to the largest element of the tensor compared."""

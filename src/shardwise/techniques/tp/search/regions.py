@@ -7,7 +7,7 @@ the attention of a block, its MLP.
 
 A row-parallel layer's input is cut into equal parts, one for each rank. A column-parallel layer's outputs that a part
 depends on are those which that rank must compute. Fused q|k|v in any order, grouped key/value heads, gate and up in one
-layer, need no rule of their own. That a cut found so is right is shown by :mod:`shardwise.model.certificate`, which
+layer, need no rule of their own. That a cut found so is right is shown by :mod:`shardwise.techniques.tp.search.certificate`, which
 runs the model's code with it.
 """
 
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.blocks import has_no_forward
-from shardwise.model.found import Cut, Found, Region, Rows, Whole, part_of, parts_of
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial
+from shardwise.techniques.tp.search.region_records import Cut, Found, Region, Rows, Whole, part_of, parts_of
 
 _DRAWS = 16  # of the random outputs, at most: of one sample ReLU hides an output in every second draw
 
@@ -309,7 +309,7 @@ class _Search:
 
 
 def find_regions(trial: Trial, degree: int) -> Found:
-    """The regions of a model for ``degree`` ranks, without settings: :func:`~shardwise.model.certificate.certify` finds
+    """The regions of a model for ``degree`` ranks, without settings: :func:`~shardwise.techniques.tp.search.certificate.certify` finds
     those, and shows whether a region is right."""
     return _Search(trial, degree).found()
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.certificate import Settings, calls_of, parts_wrong, whole_run, whole_wrong
-from shardwise.model.found import Region, Setting
-from shardwise.model.regions import signature
 from shardwise.model.run import Place, Run
 from shardwise.model.trial import Trial
+from shardwise.techniques.tp.search.certificate import Settings, calls_of, parts_wrong, whole_run, whole_wrong
+from shardwise.techniques.tp.search.region_records import Region, Setting
+from shardwise.techniques.tp.search.regions import signature
 
 _MOST_SETTINGS = 4  # kinds of settings that one region changes
 _MOST_TRIES = 300

@@ -2,7 +2,7 @@
 
 import models
 import pytest
-from model.cut_by_hand import errors, regions_of
+from techniques.tp.search.cut_by_hand import errors, regions_of
 
 OWN = list(models.select("linears"))
 ON_4 = [f"linears: {name}" for name in ("kv-2", "qkv-kv-2", "qkv-kv-1", "lora", "from-the-width", "latent", "table")]

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.model.certificate import cut_of, part_of_run
-from shardwise.model.found import Found, Region, part_of, rows_of
-from shardwise.model.regions import weights_for
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial, Uses
+from shardwise.techniques.tp.search.certificate import cut_of, part_of_run
+from shardwise.techniques.tp.search.region_records import Found, Region, part_of, rows_of
+from shardwise.techniques.tp.search.regions import weights_for
 
 _ALLOWED = 1e-10
 """The largest error of a sum, relative to the norm of what was summed."""

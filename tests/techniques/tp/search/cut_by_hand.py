@@ -15,11 +15,11 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.closures import rebind_functions
-from shardwise.model.cut_search import search
-from shardwise.model.found import Found, Region, rows_of
 from shardwise.model.layers import Layer, LayerCalls, is_norm
 from shardwise.model.lift import LiftFloat32
 from shardwise.model.names import canonical_tensors
+from shardwise.techniques.tp.search.cut_search import search
+from shardwise.techniques.tp.search.region_records import Found, Region, rows_of
 from shardwise.world import init
 
 

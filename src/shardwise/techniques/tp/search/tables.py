@@ -6,10 +6,10 @@ from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
 
-from shardwise.model.found import Found, Table
 from shardwise.model.layers import Layer
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.trial import Trial, Uses
+from shardwise.techniques.tp.search.region_records import Found, Table
 
 
 def add_tables(

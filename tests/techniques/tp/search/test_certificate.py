@@ -8,11 +8,11 @@ import models
 import pytest
 import torch
 
-from shardwise.model.certificate import certify
-from shardwise.model.cut_search import find_certified
-from shardwise.model.found import Region, Whole
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Part
+from shardwise.techniques.tp.search.certificate import certify
+from shardwise.techniques.tp.search.cut_search import find_certified
+from shardwise.techniques.tp.search.region_records import Region, Whole
 
 MODELS = [
     *("apart", "kv-1", "qkv", "qkv-kv-2", "qkv-kv-1", "per-head", "grouped", "turned-weights", "lora", "norm-of-heads"),
