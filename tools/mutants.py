@@ -358,8 +358,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "late-gradients-of-one-part",
-        "        self.engine.add_late(used, place)\n        self.sum_partial(place)",
-        "        self.engine.add_late(used, place)",
+        "    runtime.engine.add_late(used, place)\n    sum_partial(runtime, place)",
+        "    runtime.engine.add_late(used, place)",
         "tests/step/test_late_gradients.py",
         "late gradients of parameters that the ranks along tp share stay parts",
     ),
@@ -485,8 +485,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "paddings-in-another-order",
-        "in_order = runtime.paddings.pop(0)",
-        "in_order = runtime.paddings.pop()",
+        "in_order = paddings.pop(0)",
+        "in_order = paddings.pop()",
         "tests/techniques/data/test_own_loops.py -k a_padding_counts_as_0",
         "in a loop of the user's own the first micro-batch counts as 0 in place of the padding",
     ),
@@ -904,7 +904,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "partial-gradients-stay-partial",
-        "        self.runtime.sum_partial(place)\n",
+        "        sum_partial(self.runtime, place)\n",
         "",
         "tests/techniques/test_toys.py -k run_on_a_new_axis",
         "each rank steps with its own part of a gradient",
@@ -1696,8 +1696,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sums-watched-in-the-first-windows-only",
-        "self._runtime.num_watchable.bit_count() == 1",
-        "self._runtime.num_watchable <= 2",
+        "self.num.bit_count() == 1",
+        "self.num <= 2",
         "tests/step/test_buffers.py -k later_is_seen",
         "a forward that zeroes its counts from the fifth call on is never refused",
     ),

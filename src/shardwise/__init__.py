@@ -65,13 +65,14 @@ if TYPE_CHECKING:
     from shardwise.step.local_optimizer import local_optimizer
     from shardwise.step.loss import TaskModel, next_token_loss
     from shardwise.step.model_loss import model_loss
+    from shardwise.step.own_loop import accumulate, count_tokens
     from shardwise.step.parameter_groups import parameter_groups
     from shardwise.step.parameter_norms import parameter_norms
     from shardwise.step.penalty import parameter_penalty
     from shardwise.step.scale import unscale_gradients_
     from shardwise.step.step import StepOutput, TrainStep
     from shardwise.step.step_state import StepState
-    from shardwise.step.window import accumulate, count_tokens, window
+    from shardwise.step.window import window
     from shardwise.techniques import Parallel
     from shardwise.techniques.compile.options import Compile
     from shardwise.techniques.data.options import DDP, Prefetch, Sharding
@@ -137,7 +138,8 @@ _HOME = {
     "shardwise.step.scale": ("unscale_gradients_",),
     "shardwise.step.step_state": ("StepState",),
     "shardwise.step.step": ("StepOutput", "TrainStep"),
-    "shardwise.step.window": ("accumulate", "count_tokens", "window"),
+    "shardwise.step.own_loop": ("accumulate", "count_tokens"),
+    "shardwise.step.window": ("window",),
     "shardwise.verify": ("verify",),
     "shardwise.world": ("Axis", "World"),
 }  # fmt: skip

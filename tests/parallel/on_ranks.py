@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise import Sharding
 from shardwise.parallel import parallelize, recipe_of, runtime_of
-from shardwise.step.window import accumulate
+from shardwise.step.own_loop import accumulate
 from shardwise.world import init
 
 

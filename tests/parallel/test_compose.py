@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.model import read_anatomy
 from shardwise.parallel import apply_recipe, describe, parallelize, recipe_of, runtime_of, world_of
 from shardwise.recipe import Cut
-from shardwise.step.window import accumulate
+from shardwise.step.own_loop import accumulate
 from shardwise.techniques.fold import make_recipe
 from shardwise.world import init
 

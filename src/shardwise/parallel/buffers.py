@@ -40,6 +40,17 @@ _RANGES = frozenset({"mean", "min", "max"})
 _UNKNOWN = "unknown"  # of a persistent buffer that the recipe does not have
 
 
+class _Watchable:
+    """The windows of a model so far whose operators may be watched."""
+
+    num = 0
+
+    def is_due(self) -> bool:
+        """Called once in each: whether this one is, the first, second, fourth, ..."""
+        self.num += 1
+        return self.num.bit_count() == 1
+
+
 class BufferExchange:
     """The entries about buffers in the exchange before an optimizer step, and what follows from their sums over the ranks.
 
@@ -64,8 +75,7 @@ class BufferExchange:
         """Context manager around a micro-batch. In windows 1, 2, 4, 8, ... of a process its operators are watched: :meth:`apply` then refuses
         buffers of the policy "sum" that a forward does not only add to, and names ranges that its results depend on."""
         if self._is_watched is None:
-            self._runtime.num_watchable += 1
-            self._is_watched = self._runtime.num_watchable.bit_count() == 1  # a power of two
+            self._is_watched = self._runtime.memory(_Watchable).is_due()
         if not self._is_watched or not (self._has_sums or self._has_ranges):
             yield
             return

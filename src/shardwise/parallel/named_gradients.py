@@ -14,6 +14,12 @@ from shardwise.parallel.runtime import Runtime, runtimes_in_use
 from shardwise.techniques.data.gradients import outside_of_windows
 
 
+class OwnGradients:
+    """Whether torch.autograd.grad has given gradients of this rank alone since gradients of the model were summed."""
+
+    are_there = False
+
+
 def watch_named_gradients() -> None:
     """Installs, once, what looks at the inputs of each backward that has some."""
     on_inputs(_replaced)
@@ -52,7 +58,8 @@ def _refuse_parts(runtime: Runtime, own: dict[int, str], makes_graph: bool) -> N
                 runtime.world.axis("loss").size, name=name, what="torch.autograd.grad of the parameters"
             )
         # Of this rank's data. Without a graph it may be meant for a step by hand, which is warned of.
-        runtime.has_own = runtime.has_own or (not makes_graph and runtime.world.axis("loss").size > 1)
+        if not makes_graph and runtime.world.axis("loss").size > 1:
+            runtime.memory(OwnGradients).are_there = True
         return
     axes = dict.fromkeys(
         [*(cut.axis for each in own.values() for cut in runtime.recipe.params[each].cuts), *runtime.partial]

@@ -7,12 +7,10 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,141 +20,20 @@ from shardwise.layout import Coord
 from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
 from shardwise.model.own_state import OwnState
-from shardwise.model.tensors import like_parameter, loose_tensors, tensors_of
+from shardwise.model.tensors import loose_tensors, tensors_of
+from shardwise.parallel.protocols import Engine, OpenGradients, Pending, ShownClasses
 from shardwise.parallel.stale import ModuleSnapshot
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.rule import DataEntry
 from shardwise.world import World, is_generator
 from shardwise.world.agreement import Scope
-from shardwise.world.axis import Axis
 
+T = TypeVar("T")
 _KEY = "_shardwise_runtime"  # in the module's __dict__: neither a child, a parameter nor a buffer
 # By their number, so that all ranks have them in one order; not of parameters: module.to could not swap them then.
 _in_use: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _num_models: "weakref.WeakKeyDictionary[World, int]" = weakref.WeakKeyDictionary()
-
-
-class Engine(Protocol):
-    """What a data-parallel engine (DDP, FSDP2) does during training."""
-
-    @property
-    def hides_outputs(self) -> bool:
-        """Whether the model was compiled as a whole, so that its graph has no marks of outputs."""
-
-    def begin(self, *, reuses: bool, gathers_once: bool, marks_parts: bool) -> None:
-        """Called when a window starts; backwards may come to parameters until :meth:`end`. ``reuses``: nothing writes parameters between
-        its micro-batches, so that where they are whole they are cast once (a ``TrainStep``). ``gathers_once``: and those of the root are
-        gathered once. ``marks_parts``: outputs of the model's parts show in the graph too, not only the model's own."""
-
-    def set_last(self, is_last: bool) -> None:
-        """Sets whether the next backward is of the window's last micro-batch: gradients may be summed over the ranks from then on."""
-
-    def set_micro_batch(self, micro_batch: int | None) -> None:
-        """Sets which micro-batch the next forward or backward is of, where others run between the two; None: the last one that began,
-        or none."""
-
-    def set_padding(self, padding: bool) -> None:
-        """Sets whether gradients of the next backwards count as 0: of a micro-batch that exists only as padding."""
-
-    def note_added(self, params: Sequence[nn.Parameter]) -> None:
-        """Called after something was added to the gradients of ``params`` in a window, by no backward."""
-
-    def complete(self, place: str) -> None:
-        """Called after the last backward of a window: sums its gradients over the ranks. Those that :meth:`late` has flags of, and what
-        :meth:`used` says, follow in the next exchange. ``place`` is for messages."""
-
-    def used(self) -> Tensor | None:
-        """uint8 flag per trainable parameter, in the order of ``Runtime.trainable``: it got a gradient on this rank
-        since :meth:`begin`. None: gradients are not summed over ranks, and unused ones are None already."""
-
-    def late(self) -> Tensor | None:
-        """A uint8 flag: this rank has gradients that came after the others of a window were sent, and :meth:`complete` did not sum.
-        None: there never are any."""
-
-    def flat_gradients(self) -> Sequence[Tensor]:
-        """Between :meth:`complete` and :meth:`end`: flat tensors of which all gradients are views, and which have zeros where a
-        parameter is unused. Empty: there are none."""
-
-    def add_late(self, used: Sequence[float], place: str) -> None:
-        """Adds the sums over the ranks of such gradients to ``.grad``. ``used``: how many ranks set each flag of :meth:`used`."""
-
-    def entered(self) -> list[str]:
-        """Units entered since :meth:`begin`, in order: they must be the same on every rank, or collectives mismatch."""
-
-    def has_gradients(self) -> bool:
-        """Whether a backward has come to parameters on this rank since :meth:`begin`."""
-
-    def holds(self) -> bool:
-        """Whether there are gradients of this window that are not in ``.grad``."""
-
-    def end(self) -> None:
-        """Called when a window has ended: ranks have exchanged the results of :meth:`used` and :meth:`entered`."""
-
-    def explain(self, error: BaseException) -> ShardwiseError | None:
-        """The ShardwiseError for an error of torch, if its cause is known; else None."""
-
-    def abandon(self) -> None:
-        """Called when a window ended in an exception: forgets its unfinished work."""
-
-    def drop_gathered(self) -> None:
-        """Called before shards are written: gathered parameters left by a forward must not be used again."""
-
-    def gathered(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """``(what forward computes with, parameter)`` of each parameter that it computes with a gathered copy of, as far
-        as there is one."""
-
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: the modules hold full parameters, and forwards gather nothing. All ranks enter and leave it
-        together."""
-
-
-class OpenGradients(Protocol):
-    """Gradients of a model that are not final yet: :class:`shardwise.step.accumulation.Accumulation`.
-
-    Attributes:
-        of: what they are of: a window, of a loop or of a ``TrainStep``, micro-batches of ``accumulate``, or either of another model.
-        is_open: whether a backward may come to the parameters now.
-        in_micro_batch: whether a micro-batch of a window runs.
-        is_padding: whether gradients of the next backwards count as 0.
-        num_penalties: how often a penalty was added.
-        has_begun: whether a backward has run since they were opened.
-        has_others: whether a backward has come to this model, or another open one, that was not a ``TrainStep``'s own.
-    """
-
-    of: Literal["window", "step", "accumulate", "another model"]
-    is_open: bool
-    in_micro_batch: bool
-    is_padding: bool
-    num_penalties: int
-    has_others: bool
-
-    @property
-    def has_begun(self) -> bool: ...
-
-    def zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
-        """Called before ``zero_grad()``, with the parameters (by id), and whether gradients become None."""
-
-
-class Pending(Protocol):
-    """The source of values of a model that waits to be loaded, for the tensors that loading does not bring."""
-
-    def write_rest(self, runtime: "Runtime", local: Mapping[str, Tensor]) -> None:
-        """Writes these tensors: canonical name -> this rank's part of it."""
-
-
-class ShownClasses(Protocol):
-    """The parameters of which a rank has plain parts: while the user's code runs their classes refuse to give numbers of
-    a part."""
-
-    def torchs(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: parameters have torch's own classes, of which attributes are read in less time."""
-
-    def stepping(self, optim: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Context manager: an optimizer steps. Its state refuses too afterwards."""
-
-    def mark_state(self, optim: torch.optim.Optimizer) -> None:
-        """Makes the state of an optimizer refuse, where it is of parts. Called when it was loaded."""
 
 
 class Runtime:
@@ -182,18 +59,7 @@ class Runtime:
         self.accumulation: OpenGradients | None = None  # gradients that are not final yet; None: there are none
         self._busy: tuple[threading.Thread, str] | None = None  # the thread that runs something on the model, and what
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
-        self.num_watchable = 0  # windows so far whose operators may be watched, for what they do with buffers
-        self.paddings: list[bool] = []  # of the counted micro-batches that ``accumulate`` runs
-        self.has_own = False  # torch.autograd.grad has given gradients of this rank alone, and none were summed since
-        self.labels_seen: Tensor | None = torch.zeros(3)  # how labels compare with inputs so far; None: enough was seen
-        # Digests of windows that were equal on all ranks; None: one was not, or the warning was given.
-        self.same_data: list[int] | None = []
-        # Of the last window of a user's own loop: a ``step.window.TokenCount``; None: none; False: warning given.
-        self.last_count: object = None
-        # Of the last optimizer step: a gradient that it was taken with, and its version.
-        self._stepped_gradient: tuple[weakref.ref[Tensor], int] | None = None
         self.reads_loader = False  # the last window came from a Loader
-        self.loop_warnings: set[str] = set()  # warnings about the user's own loop that were given
         self.num_gathered = 0  # number of open ``sw.gathered`` contexts
         self.schedule: Callable[[Any], None] | None = None  # see :meth:`hand_schedule`
         # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
@@ -215,10 +81,22 @@ class Runtime:
         # The tokenizer that it is trained with: its file, or the files to save, by name; False: trained without one; None: that of
         # the directory of its weights.
         self.tokenizer: Path | Mapping[str, bytes] | Literal[False] | None = None
+        self._memory: dict[type, Any] = {}
         self._structure = ModuleSnapshot(module, num_ranks=world.size)
         self.modules = [*canonical_modules(module)]  # which the snapshot holds to be all there are
         self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write
         self._withheld: ShardwiseError | None = None
+
+    def memory(self, kind: type[T]) -> T:
+        """What a file keeps of this model between its calls: the one object of this class, which is made when it is first asked for."""
+        if kind not in self._memory:
+            self._memory[kind] = kind()
+        return self._memory[kind]
+
+    def forget(self, *kinds: type) -> None:
+        """Lets :meth:`memory` of these classes begin anew."""
+        for kind in kinds:
+            self._memory.pop(kind, None)
 
     def enter(self, what: str) -> None:
         """Notes that this thread runs ``what`` on the model, until :meth:`leave`.
@@ -276,16 +154,6 @@ class Runtime:
         return f"under {self.recipe.grid} a forward gets a part of its batch" if is_split else self.cannot_run_alone
 
     # ----------------------------------------------------------------------------------------------------------
-
-    def note_stepped_gradient(self) -> None:
-        """Called when an optimizer steps."""
-        grad = next((param.grad for name in self.trainable if (param := self.parameters[name]).grad is not None), None)
-        self._stepped_gradient = None if grad is None else (weakref.ref(grad), local_tensor(grad)._version)
-
-    def was_stepped_with(self, grad: Tensor) -> bool:
-        """Whether it is the noted gradient of the last step, with the version that it had."""
-        noted, version = self._stepped_gradient or (None, 0)
-        return noted is not None and noted() is grad and local_tensor(grad)._version == version
 
     @property
     def in_window(self) -> bool:
@@ -395,41 +263,6 @@ class Runtime:
         """Context manager: parameters have torch's own classes, also those of which this rank has a plain part."""
         return contextlib.nullcontext() if self.shown is None else self.shown.torchs()
 
-    def sum_partial(self, place: str) -> None:
-        """Sums the gradients of :attr:`partial` over their axes, once; ``.grad`` must hold only this window's
-        gradients. ``place`` is for messages."""
-        for name, names in self.partial.items():
-            axis = self.world.axis(name)
-            packed = [_PartialSum(self.parameters[each], slots) for each in names if (slots := self._slots(each, axis))]
-            for dtype in dict.fromkeys(each.dtype for each in packed) if axis.size > 1 else ():
-                of_dtype = [each for each in packed if each.dtype == dtype]
-                flat = torch.cat([part for each in of_dtype for part in each.parts()])
-                self.world.agreement.carry_out(
-                    functools.partial(_sum_all, [flat], axis.group), f"{place}, summing gradients over {name}"
-                )
-                for each, summed in zip(of_dtype, flat.split([each.numel for each in of_dtype]), strict=True):
-                    each.put(summed)
-
-    def add_late(self, used: Sequence[float], place: str) -> None:
-        """Sums the gradients that came after the others of a window were sent; see :meth:`Engine.late`."""
-        before = {name: param.grad for name, param in self.parameters.items()}
-        for param in self.parameters.values():
-            param.grad = None
-        self.engine.add_late(used, place)
-        self.sum_partial(place)
-        for name, grad in before.items():
-            param = self.parameters[name]
-            if grad is not None:
-                param.grad = grad if param.grad is None else grad + param.grad
-
-    def _slots(self, name: str, axis: Axis) -> list[tuple[int, Slice | None]]:
-        """What of parameter ``name`` is summed over ``axis``: numbers of elements, equal on every rank of it, each with the
-        piece that is this rank's; None: it is not. Pieces that one rank of the axis holds alone are not summed."""
-        coords = [self.recipe.grid.coord(rank) for rank in axis.ranks]
-        held = [{piece.box: piece for piece in extents(self.recipe.params[name], coord)} for coord in coords]
-        boxes = sorted({box for pieces in held for box in pieces if sum(box in other for other in held) > 1})
-        return [(math.prod(box.sizes), held[axis.rank].get(box)) for box in boxes]
-
     @functools.cached_property
     def dtensors(self) -> list[nn.Parameter]:
         """The parameters of which ranks store parts."""
@@ -485,46 +318,6 @@ class Runtime:
     def _partly_held(self) -> set[str]:
         cut = (n for n, param in self.recipe.params.items() if any(each.axis != "fsdp" for each in param.cuts))
         return {*cut, *itertools.chain.from_iterable(self.partial.values())}
-
-
-class _PartialSum:
-    """The gradient of one parameter, of which each rank along an axis has a part.
-
-    Args:
-        param: the parameter; its gradient may be None.
-        slots: see :meth:`Runtime._slots`.
-    """
-
-    def __init__(self, param: nn.Parameter, slots: list[tuple[int, Slice | None]]):
-        self._param, self._slots = param, slots
-        local = local_tensor(param)
-        self.dtype, self._shape, self._device = local.dtype, local.shape, local.device
-        self.numel = sum(numel for numel, _ in slots)
-
-    def parts(self) -> list[Tensor]:
-        """One flat tensor for each slot: zeros where this rank has nothing."""
-        grad = None if self._param.grad is None else local_tensor(self._param.grad)
-        empty = functools.partial(torch.zeros, dtype=self.dtype, device=self._device)
-        return [
-            empty(numel) if piece is None or grad is None else grad[piece.local_index].reshape(-1)
-            for numel, piece in self._slots
-        ]
-
-    def put(self, summed: Tensor) -> None:
-        """Writes the sums into the gradient. One that this rank has not got stays None if it is 0 on all ranks."""
-        if self._param.grad is None:
-            if not bool(summed.any()):
-                return
-            zeros = torch.zeros(self._shape, dtype=self.dtype, device=self._device)
-            self._param.grad = like_parameter(zeros, self._param)
-        grad = local_tensor(self._param.grad)
-        for (_, piece), part in zip(self._slots, summed.split([numel for numel, _ in self._slots]), strict=True):
-            if piece is not None:
-                grad[piece.local_index] = part.view(piece.sizes)
-
-
-def _sum_all(tensors: list[Tensor], group: Any) -> list[Any]:
-    return [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
 
 
 def _whole(batch: Any) -> Any:

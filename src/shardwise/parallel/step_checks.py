@@ -24,6 +24,7 @@ from shardwise._torch.optimizers import step_hooks, step_within
 from shardwise.config.caller import level_of_caller
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
+from shardwise.parallel.named_gradients import OwnGradients
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
@@ -35,6 +36,24 @@ _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = w
 _before_first: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 _threads = HookedThreads()
 _is_installed = False
+
+
+class LastStep:
+    """A gradient of a model that its optimizer last stepped with."""
+
+    def __init__(self) -> None:
+        self._gradient: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
+
+    def note(self, runtime: Runtime) -> None:
+        """Called when an optimizer steps."""
+        params = (runtime.parameters[name] for name in runtime.trainable)
+        grad = next((grad for param in params if (grad := param.grad) is not None), None)
+        self._gradient = None if grad is None else (weakref.ref(grad), local_tensor(grad)._version)
+
+    def was_with(self, grad: torch.Tensor) -> bool:
+        """Whether it is that gradient, and nothing has written it since."""
+        noted, version = self._gradient or (None, 0)
+        return noted is not None and noted() is grad and local_tensor(grad)._version == version
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
@@ -73,7 +92,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not runtime.is_checked:
             runtime.check_unchanged()
         runtime.is_checked = False
-        runtime.note_stepped_gradient()
+        runtime.memory(LastStep).note(runtime)
         _warn_of_own(runtime, f"{type(optimizer).__name__}.step()")
         _count_write(runtime, held)
         while runtime.before_first_step:
@@ -225,9 +244,9 @@ def _count_write(runtime: Runtime, held: Mapping[int, torch.Tensor]) -> None:
 
 
 def _warn_of_own(runtime: Runtime, what: str) -> None:
-    if not runtime.has_own:
+    if not runtime.memory(OwnGradients).are_there:
         return
-    runtime.has_own = False
+    runtime.forget(OwnGradients)
     warnings.warn(
         f"{what} after torch.autograd.grad of the model's parameters, and no backward since: what it gives is of this rank's data alone, and "
         "a step by it lets the ranks drift apart. Put it into param.grad inside `with sw.window(model, batches) as w:`, which sums it over the "

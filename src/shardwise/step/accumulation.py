@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwise.errors import RankError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.parallel.buffers import BufferExchange
+from shardwise.parallel.partial_sums import sum_partial
 from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.parallel.step_checks import end_clears, watch_clears
 from shardwise.step.exchange import Exchange
@@ -27,7 +28,7 @@ class Accumulation:
 
     Args:
         runtime: of the model.
-        of: see :class:`~shardwise.parallel.runtime.OpenGradients`.
+        of: see :class:`~shardwise.parallel.protocols.OpenGradients`.
         buffers: the buffers as they were before the first forward.
         gathers_once: no code of the user's runs between micro-batches that could write parameters.
         marks_parts: see ``Engine.begin``.
@@ -126,7 +127,7 @@ class Accumulation:
         """Sums the gradients over the ranks, but for what :meth:`agree` adds."""
         self._stash.take()
         self.runtime.engine.complete(place)
-        self.runtime.sum_partial(place)
+        sum_partial(self.runtime, place)
 
     def entries(self, *, is_idle: bool = False) -> dict[str, Entry]:
         """Entries of the exchange that follows. ``is_idle``: this rank ran paddings only."""

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
+from shardwise.parallel.named_gradients import OwnGradients
+from shardwise.parallel.partial_sums import add_late
 from shardwise.parallel.replicas import Replicas
 from shardwise.world.agreement import Entry, digest_of_text, minority
 
@@ -40,14 +42,15 @@ class Exchange:
         if not runtime.world.agreement.all_same_among(summed["units"], runtime.same_units):
             raise self._units_differ()
         if "used" in summed:
-            runtime.has_own = runtime.has_own and not summed["used"].any()
+            if summed["used"].any():
+                runtime.forget(OwnGradients)
             for name, count in zip(runtime.trainable, summed["used"].tolist(), strict=True):
                 if not count:  # no rank used it: None, as in one process, so that weight decay skips it
                     runtime.parameters[name].grad = None
         for (name, param), pair in zip(self._whole.items(), summed.get("whole", ()), strict=True):
             param.grad = _of_pair(pair, param) if summed["used"][runtime.trainable.index(name)] else None
         if is_late := "late" in summed and bool(summed["late"].any()):
-            runtime.add_late(summed["used"].tolist(), place)
+            add_late(runtime, summed["used"].tolist(), place)
         else:
             self._replicas.apply(summed)
         return is_late

@@ -9,6 +9,7 @@ from shardwise._torch.autograd import Backward, before_backward
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime
+from shardwise.parallel.step_checks import LastStep
 from shardwise.techniques.data.gradients import SetAsideGradients
 
 _waiting: "weakref.WeakSet[GradStash]" = weakref.WeakSet()
@@ -54,7 +55,7 @@ class GradStash:
         _waiting.discard(self)
         self.is_taken, before = True, self._before
         gradients = self._gradients()
-        self._stepped = next(filter(self.runtime.was_stepped_with, gradients.values()), None)
+        self._stepped = next(filter(self.runtime.memory(LastStep).was_with, gradients.values()), None)
         for name, grad in gradients.items():
             old, version = (grad, None) if before is None else before.get(name, (None, None))
             if old is None:

@@ -24,9 +24,16 @@ from shardwise.world.agreement import minority
 _WINDOWS = 3  # equal ones in a row; two ranks may draw the same few samples once
 
 
+class SeenData:
+    """Digests of a model's windows that were equal on all ranks; None: one was not, or the warning was given."""
+
+    def __init__(self) -> None:
+        self.digests: list[int] | None = []
+
+
 def digest_of_data(runtime: Runtime, batches: list[Batch]) -> int:
     """A digest of this rank's first and last micro-batch; 0 where there is nothing to compare."""
-    if runtime.same_data is None or runtime.world.axis("dp").size == 1 or not batches:
+    if runtime.memory(SeenData).digests is None or runtime.world.axis("dp").size == 1 or not batches:
         return 0
     # Of a Loader: each rank has others, or a copy that counts as nothing.
     if any(getattr(batch, "window", None) is not None or is_padding(batch) for batch in batches):
@@ -78,16 +85,16 @@ def _digest(batches: Iterable[Batch], unread: str) -> int:
 def judge_data(runtime: Runtime, digest: int, is_same: bool) -> None:
     """Warns on rank 0 if the windows so far were equal on all ranks, and not all the same. All ranks decide the
     same."""
-    seen = runtime.same_data
-    if seen is None:
+    memory = runtime.memory(SeenData)
+    if (seen := memory.digests) is None:
         return
     if not is_same or runtime.world.axis("dp").size == 1 or len(seen) > 2 * _WINDOWS:
-        runtime.same_data = None
+        memory.digests = None
         return
     seen.append(digest)
     if len(set(seen)) < _WINDOWS:
         return
-    runtime.same_data = None
+    memory.digests = None
     if runtime.world.is_main:
         size = runtime.world.axis("dp").size
         warnings.warn(

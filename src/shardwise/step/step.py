@@ -46,10 +46,12 @@ from shardwise.step.loss_errors import agreed_problem
 from shardwise.step.mode import EvalMode
 from shardwise.step.no_gradient import no_gradient, nothing_of
 from shardwise.step.norm import GradientNorm
+from shardwise.step.same_data import SeenData
 from shardwise.step.scale import LossScale
 from shardwise.step.schedule import sequential
 from shardwise.step.settings import agree_on_settings, digest_of_settings
 from shardwise.step.step_state import StepState
+from shardwise.step.token_count import SeenLabels
 from shardwise.step.window import Window
 from shardwise.world.agreement import Entry
 
@@ -167,7 +169,7 @@ class TrainStep:
         self._has_warned_of_schedule = False
         self._runtime: Runtime = runtime
         self.eval_mode = EvalMode(is_main=runtime.world.is_main)
-        runtime.labels_seen, runtime.same_data = torch.zeros(3), []  # another step may be given other data
+        runtime.forget(SeenLabels, SeenData)  # another step may be given other data
         self._marks_parts = True  # the loss may run backwards of its own, of parts of the model
         self._scale = LossScale(runtime, optim, scaler)
         self._check = LossCheck(runtime, self.loss, self.count, self.forward, given=forward)

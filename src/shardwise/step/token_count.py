@@ -28,6 +28,13 @@ from shardwise.world.signals import EndOfRun
 _FIX_LENGTH = "give every rank the same number of micro-batches per window: sw.Loader pads with flagged copies"
 
 
+class SeenLabels:
+    """How labels of a model's windows compare with its inputs so far; None: enough was seen."""
+
+    def __init__(self) -> None:
+        self.counts: Tensor | None = torch.zeros(3)
+
+
 class Counted(NamedTuple):
     """What the first exchange of a window tells.
 
@@ -60,7 +67,7 @@ def agree_on_count(
         ConfigError: nothing says how many tokens a batch has, or the count is not a number; labels that are the inputs
             at their own places.
     """
-    tokens, problem, labels = 0, None, torch.zeros(3)
+    tokens, problem, labels, seen = 0, None, torch.zeros(3), runtime.memory(SeenLabels)
     counted: list[Batch] = []
     on_host = [_on_host(batch, counter) for batch in batches]
     try:
@@ -72,7 +79,7 @@ def agree_on_count(
         # of weights, which must not depend on the layout.
         counted = [h for b, h in zip(batches, on_host, strict=True) if not is_padding(b)]
         tokens = sum(torch.as_tensor(counter(batch)).double() for batch in counted)
-        labels = compare_labels(runtime.labels_seen, counted, counter)
+        labels = compare_labels(seen.counts, counted, counter)
     except ShardwiseError as error:
         problem = error
     place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
@@ -108,7 +115,7 @@ def agree_on_count(
         raise _lengths_differ(runtime, len(batches), place)
     if not agreement.all_same(sums["data"]):
         raise _data_differ(runtime, data, place)
-    runtime.labels_seen = judge_labels(runtime.labels_seen, sums["labels"], f"window {runtime.step + 1}")
+    seen.counts = judge_labels(seen.counts, sums["labels"], f"window {runtime.step + 1}")
     if shared:
         refuse_others(runtime, batches, sums["shared data"], place)
     judge_data(runtime, samples, agreement.all_same(sums["samples"]))

@@ -13,16 +13,12 @@ end, as in one process. An exception inside restores the module: gradients are w
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import unseen_writes
 from shardwise._torch.spans import span
-from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.data.batch import MicroBatch, is_padding
 from shardwise.data.labels import refuse_second_shift, shifts_labels
@@ -35,6 +31,7 @@ from shardwise.parallel.step_checks import refuse_unreduced
 from shardwise.step.accumulation import Accumulation
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
 from shardwise.step.no_gradient import explain_no_gradient, refuse_unused
+from shardwise.step.own_loop import OwnLoop, TokenCount, not_counted, refuse_within
 from shardwise.step.param_write_check import ParamWriteCheck
 from shardwise.step.token_count import agree_on_count, count_again, refuse_other_count
 from shardwise.step.written_state import written_state
@@ -42,19 +39,6 @@ from shardwise.world.agreement import Entry
 from shardwise.world.rng import continued_streams, derive_seed, forked_streams
 
 _NUM_WINDOWS_CHECKED = 3  # windows in which the labels given to a model that shifts them itself are checked
-
-
-@dataclass
-class TokenCount:
-    """Whether your own training loop has read the token count of its window (not used by :class:`TrainStep`).
-
-    Attributes:
-        num_summed: number of micro-batches of all ranks, whose gradients are summed.
-        is_read: whether the count was read.
-    """
-
-    num_summed: int
-    is_read: bool = False
 
 
 class Window:
@@ -87,6 +71,7 @@ class Window:
         self._tokens: int | float = 0
         self.waited_s = 0.0
         self.num_ignored: int | None = None
+        self._loop = self.runtime.memory(OwnLoop)
         self._count_of_tokens = TokenCount(0)
         self.agreed: dict[str, Tensor] | None = None  # sums over the ranks of the second exchange
         self.has_late = False  # gradients were added after the second exchange
@@ -149,15 +134,13 @@ class Window:
             )
         runtime.check_unchanged()
         refuse_unreduced(runtime, "a window")
-        _refuse_within(runtime)
-        _warn_of_unread(runtime)
+        refuse_within(runtime)
+        self._loop.warn_of_unread(runtime)
         counted = agree_on_count(runtime, self.batches, self._count, trains=self._trains, meanwhile=self._mark_tensors)
         self._tokens, self.waited_s, self.num_ignored = counted
         self._counted_again = count_again(runtime, self.batches, self._count)
         if not self._trains:
-            self._count_of_tokens = TokenCount(len(self.batches) * runtime.world.axis("dp").size)
-            if runtime.last_count is not False:
-                runtime.last_count = self._count_of_tokens
+            self._count_of_tokens = self._loop.begin(len(self.batches) * runtime.world.axis("dp").size)
         self._gradients = Accumulation(
             runtime,
             "step" if self._trains else "window",
@@ -224,7 +207,7 @@ class Window:
             runtime.engine.set_last(self._num_backwards == len(self.batches))
         self._padding = batch.padding
         self._undo.enter_context(span("micro-batch", f"{batch.index}, a padding" if batch.padding else batch.index))
-        self._undo.enter_context(_not_counted(self._gradients, batch.padding, has_backward=backward))
+        self._undo.enter_context(not_counted(self._gradients, batch.padding, has_backward=backward))
         seed = derive_seed(world.seed, "forward", runtime.step, batch.index)
         if forward and backward:
             self._undo.enter_context(forked_streams(seed, world.device, runtime.generators))
@@ -284,7 +267,7 @@ class Window:
         if self._trains and self._tokens and not float(self.agreed.get("problem", 0)):
             refuse_unused(runtime, self.agreed.get("used"))
         if not self._trains:
-            self._warn_of_own_loop()
+            self._loop.warn_of_window(self._gradients, self._tokens, self.place)
         gradients.end()
         runtime.step += 1
         mark_used(self.batches)
@@ -301,24 +284,6 @@ class Window:
         self._buffers.apply(self.agreed, place)
         if self._first is not None:
             self._first.end()
-
-    def _warn_of_own_loop(self) -> None:
-        """Warns of a missing backward or ``zero_grad()`` in the user's own training loop; once each."""
-        runtime, told = self.runtime, None
-        if self._tokens and not any(param.grad is not None for param in runtime.parameters.values()):
-            told = (
-                "a window without a backward: no parameter has a gradient, and a step would train nothing. Call "
-                "(loss / w.num_tokens).backward() for each micro-batch"
-            )
-        elif self._gradients.were_stepped:
-            told = (
-                f"gradients of an earlier window are added to those of {self.place}, and an optimizer has stepped with them: call "
-                "optim.zero_grad() after optim.step()"
-            )
-        if told is not None and told[:20] not in runtime.loop_warnings:
-            runtime.loop_warnings.add(told[:20])
-            if runtime.world.is_main:
-                warnings.warn(told, stacklevel=level_of_caller())
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -351,8 +316,7 @@ class Window:
 
     def _abandon(self) -> None:
         self._unhook()
-        if self.runtime.last_count is self._count_of_tokens:
-            self.runtime.last_count = None
+        self._loop.forget(self._count_of_tokens)
         self.runtime.leave()
         self._end_part(backward=False)
         self._gradients.abandon()
@@ -376,128 +340,3 @@ def window(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, coun
         ConfigError: nothing says how many tokens a batch has.
     """
     return Window(model, batches, loss=loss, count=count)
-
-
-def _warn_of_unread(runtime: Runtime) -> None:
-    """Warns once if the loop never read ``num_tokens`` of the previous window. Not earlier, since a loop may divide the
-    gradients after the window."""
-    last = runtime.last_count
-    if not isinstance(last, TokenCount) or last.is_read or last.num_summed == 1:
-        return
-    runtime.last_count = False
-    if runtime.world.is_main:
-        warnings.warn(
-            f"nothing has read num_tokens of the window before: its gradients are sums over {last.num_summed} micro-batches of all ranks, and those "
-            f'of a mean {last.num_summed} times too large. Divide a sum by it: (loss / w.num_tokens).backward(), with reduction="sum"; a loop '
-            "that divides by another number may read it once",
-            stacklevel=level_of_caller(),
-        )
-
-
-@public_call()
-def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None, count: Any = None) -> int | float:
-    """Counts the valid tokens of a window's micro-batches over all ranks; paddings count 0. All ranks must call it (one
-    exchange).
-
-    Args:
-        model, batches, loss, count: as for :func:`window`.
-
-    Raises:
-        RankError, UsageError, ConfigError: as for :func:`window`.
-    """
-    runtime, given = runtime_of(model), as_micro_batches(batches)
-    runtime.paddings = [is_padding(batch) for batch in given]
-    mark_used(given)
-    return agree_on_count(runtime, given, counter_of_loop(model, loss, count), trains=False).tokens
-
-
-@contextlib.contextmanager
-def _not_counted(gradients: Accumulation, padding: bool, *, has_backward: bool = True) -> Iterator[None]:
-    """Within: gradients of a ``padding`` count as 0, whatever the loss is divided by; the buffers that it writes, and the Python state
-    beside them, are restored afterwards. Without its backward that may still need them: it is not to see that they were written."""
-    if not padding:
-        yield
-        return
-    runtime = gradients.runtime
-    state = runtime.module_state()
-    gradients.set_padding(True)
-    try:
-        yield
-    finally:
-        gradients.set_padding(False)
-        with contextlib.nullcontext() if has_backward else unseen_writes(runtime.buffers().values()):
-            state.restore()
-
-
-@public_call({"last": "is_last", "is_last": "is_last: whether this micro-batch is the last of its step"})
-@contextlib.contextmanager
-def accumulate(model: nn.Module, *, is_last: bool, batch: Batch | None = None) -> Iterator[None]:
-    """Gradient accumulation by hand: gradients of the backwards within are kept, and summed over the ranks on leaving the one with
-    ``is_last=True``.
-
-    Between them, and afterwards, a backward is refused on several ranks. Until gradients are summed, clipping and optimizer steps are
-    refused. An exception drops the gradients of the micro-batches since the last sum. All ranks must use it in the same way.
-
-    Args:
-        model: from ``parallelize``.
-        is_last: whether this micro-batch is the window's last one.
-        batch: the micro-batch that runs: a padding counts as 0. None: the next of those given to :func:`count_tokens`,
-            in their order; pass it if the loop leaves some of them out or runs them in another order.
-    """
-    runtime = runtime_of(model)
-    runtime.refuse_own_loop()
-    in_order = runtime.paddings.pop(0) if runtime.paddings else False
-    padding = in_order if batch is None else is_padding(batch)
-    gradients = _begun(runtime)
-    first = written_state(runtime)
-    gradients.open(True)
-    runtime.engine.set_last(is_last)
-    try:
-        with gradients.buffers.watched(), _not_counted(gradients, padding):
-            yield
-        gradients.open(False)
-        if is_last:
-            _finish(gradients)
-    except BaseException:
-        gradients.abandon()
-        runtime.paddings = []
-        raise
-    if is_last:
-        runtime.paddings = []
-        if first is not None:
-            first.end()
-
-
-def _begun(runtime: Runtime) -> Accumulation:
-    """The gradients of the micro-batches of ``accumulate`` before, or new ones."""
-    if runtime.in_window:
-        raise UsageError(
-            "sw.accumulate inside a window of the same model",
-            why="the window says itself which micro-batch is the last one",
-            fix="use one of them: within `for batch in w:` call backward() alone",
-        )
-    _refuse_within(runtime)
-    if isinstance(runtime.accumulation, Accumulation) and runtime.accumulation.of == "accumulate":
-        return runtime.accumulation
-    runtime.check_unchanged()
-    return Accumulation(runtime, "accumulate", BufferExchange(runtime))
-
-
-def _refuse_within(runtime: Runtime) -> None:
-    gradients = runtime.accumulation
-    if gradients is not None and gradients.of == "accumulate" and gradients.is_open:
-        raise UsageError(
-            "a window, or sw.accumulate, inside sw.accumulate of the same model",
-            why="both would sum the same gradients over the ranks",
-            fix="leave `with sw.accumulate(...)` first, or use the window alone",
-        )
-
-
-def _finish(gradients: Accumulation) -> None:
-    runtime, place = gradients.runtime, "the last micro-batch"
-    gradients.complete(place)
-    summed = runtime.world.agreement.sum(gradients.entries(), place)
-    gradients.agree(summed, place)
-    gradients.end()
-    gradients.buffers.apply(summed, place)
-    gradients.close()

@@ -136,7 +136,7 @@ class Act:
 
     def shard(self, module: "nn.Module", recipe: Recipe, world: "World") -> Any:
         """Makes the module compute with what the recipe gives each rank, in place, and returns what sums its gradients: a
-        :class:`~shardwise.parallel.runtime.Engine`. None: that is for a technique after this one; ``data`` does it for all
+        :class:`~shardwise.parallel.protocols.Engine`. None: that is for a technique after this one; ``data`` does it for all
         recipes."""
         return None
 

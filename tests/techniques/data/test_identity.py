@@ -23,7 +23,8 @@ from shardwise.parallel import parallelize
 from shardwise.state import full_state_dict, gathered, load_full_state_dict, load_weights, save_weights
 from shardwise.step.evaluate import evaluate
 from shardwise.step.local_optimizer import local_optimizer
-from shardwise.step.window import accumulate, window
+from shardwise.step.own_loop import accumulate
+from shardwise.step.window import window
 from shardwise.world import World, init
 
 WHERE: dict[str, tuple[str, int, dict[str, Any]]] = {

@@ -17,8 +17,9 @@ from shardwise.errors import RankError, UsageError
 from shardwise.parallel import parallelize
 from shardwise.step.clip import clip_grad_norm_, clip_grad_value_
 from shardwise.step.local_optimizer import local_optimizer
+from shardwise.step.own_loop import accumulate, count_tokens
 from shardwise.step.scale import unscale_gradients_
-from shardwise.step.window import accumulate, count_tokens, window
+from shardwise.step.window import window
 from shardwise.world import init
 
 WHOLE = ("encoders_by_themselves", "gradients_by_hand", "a_gradient_penalty")  # need parameters that are not cut

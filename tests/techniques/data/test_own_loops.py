@@ -14,8 +14,9 @@ from shardwise import Sharding
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.parallel import parallelize, runtime_of
+from shardwise.step.own_loop import accumulate, count_tokens
 from shardwise.step.step import TrainStep
-from shardwise.step.window import accumulate, count_tokens, window
+from shardwise.step.window import window
 from shardwise.world import init
 
 WHERE = [("dp_shard=2", None), ("dp_shard=2", 0), ("dp_replicate=2", None)]

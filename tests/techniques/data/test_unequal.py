@@ -10,7 +10,8 @@ from shardwise import Sharding
 from shardwise.errors import RankError
 from shardwise.parallel import parallelize
 from shardwise.state import gathered
-from shardwise.step.window import accumulate, window
+from shardwise.step.own_loop import accumulate
+from shardwise.step.window import window
 from shardwise.world import init
 
 

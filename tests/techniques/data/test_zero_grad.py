@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.errors import UsageError
 from shardwise.parallel import parallelize
-from shardwise.step.window import accumulate, count_tokens, window
+from shardwise.step.own_loop import accumulate, count_tokens
+from shardwise.step.window import window
 from shardwise.world import init
 
 LAYOUTS = [*WHERE, ("dp_shard=1", None), HSDP]

@@ -17,8 +17,9 @@ from torch.func import functional_call
 from shardwise import Parallel, Precision, Sharding
 from shardwise.errors import ConfigError
 from shardwise.parallel import parallelize, runtime_of
+from shardwise.step.own_loop import accumulate
 from shardwise.step.step import TrainStep
-from shardwise.step.window import accumulate, window
+from shardwise.step.window import window
 from shardwise.techniques.precision.options import precision_of
 from shardwise.verify.sharded import share_of
 from shardwise.world import init

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise import Compile, Remat, Sharding
 from shardwise.errors import ConfigError, PlanError, UsageError
 from shardwise.parallel import describe, parallelize, runtime_of
-from shardwise.step.window import accumulate
+from shardwise.step.own_loop import accumulate
 from shardwise.world import init
 
 KIB = 1024

@@ -161,7 +161,7 @@ _taken: "weakref.WeakKeyDictionary[World, _UnitLog]" = weakref.WeakKeyDictionary
 
 
 class FSDP2Engine:
-    """Controls gradient synchronisation of a module sharded by :func:`apply_fsdp2`; see ``parallel.runtime.Engine``."""
+    """Controls gradient synchronisation of a module sharded by :func:`apply_fsdp2`; see ``parallel.protocols.Engine``."""
 
     hides_outputs = False  # hooks on what a unit returns are not compiled
 

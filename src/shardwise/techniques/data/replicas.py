@@ -47,7 +47,7 @@ def apply_ddp(module: nn.Module, recipe: Recipe, world: World) -> "DDPEngine":
 
 
 class DDPEngine:
-    """Sums the gradients of one replicated module over the ranks; see ``parallel.runtime.Engine``."""
+    """Sums the gradients of one replicated module over the ranks; see ``parallel.protocols.Engine``."""
 
     def __init__(self, params: list[nn.Parameter], world: World, bucket_cap_mb: float):
         self.params, self.world = params, world
