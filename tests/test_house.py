@@ -41,6 +41,16 @@ def test_a_circle_is_found(tmp_path):
     assert "circles of files: 1" in house.report(tmp_path / "shardwise")
 
 
+def test_a_room_that_has_grown_is_named(tmp_path):
+    build(tmp_path, "step/__init__.py", "")
+    build(tmp_path, "data/__init__.py", "")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n```text\n{house.report(tmp_path / 'shardwise')}\n```\n")
+    assert house.growth(tmp_path / "shardwise", page) == []
+    build(tmp_path, "step/a.py", "x = 1\ny = 2\n")
+    assert house.growth(tmp_path / "shardwise", page) == ["step: 0 -> 2 lines", "in all: 0 -> 2 lines"]
+
+
 def torch_free_modules():
     paths = [path for path in sorted((SRC / "shardwise").rglob("*.py")) if path.name != "__main__.py"]
     modules = [path.relative_to(SRC).with_suffix("").parts for path in paths]
