@@ -276,7 +276,7 @@ def report(package: Path) -> str:
         here = [rooms[name] for name in names if name in rooms]
         if here:
             rows.append((" ".join(names), sum(files for files, _ in here), sum(lines for _, lines in here), aim))
-    total = "in all", *(sum(row[i] for row in rows) for i in (1, 2, 3))
+    total = "in all", sum(row[1] for row in rows), sum(row[2] for row in rows), sum(row[3] for row in rows)
     return "\n".join(
         [
             f"{'room':32} {'files':>5} {'lines':>7} {'aim':>7}",

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as unseen
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
+from shardwise._torch.patches import patch
+
 __all__ = [
     "Backward",
     "RunningBackward",
@@ -151,6 +153,9 @@ def _nodes(outputs: Sequence[Any], *, past_marks: bool) -> Iterator[Any]:
             waiting += [inner for inner, _ in node.next_functions]
 
 
+_WHY = "looks at the graph of each backward: one that reaches a sharded model belongs to a window; inputs= are the tensors it computes with"
+
+
 class Backward(NamedTuple):
     """A backward that is about to run.
 
@@ -185,7 +190,7 @@ def before_backward(look: Callable[[Backward], Any]) -> None:
                 mark_output(grad, mark)
         return found
 
-    torch.autograd._engine_run_backward = run_backward
+    patch(torch.autograd, "_engine_run_backward", run_backward, _WHY, is_guard=False)
 
 
 _lookers: list[Callable[[Backward], Any]] = []
@@ -204,7 +209,7 @@ def on_inputs(replace: Callable[[Sequence[Any], bool, bool], Sequence[Any]]) -> 
         return run(outputs, grads, retain, create, inputs, *args, **kwargs)
 
     run_backward.shardwise_replaces = replace  # type: ignore[attr-defined]
-    torch.autograd._engine_run_backward = run_backward
+    patch(torch.autograd, "_engine_run_backward", run_backward, _WHY, is_guard=False)
 
 
 def unseen_writes(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise._torch.patches import patch
+
 
 def cut_like(local: Tensor, other: DTensor) -> DTensor:
     """A DTensor with the mesh and placements of ``other``, whose local piece is ``local``: same memory, same device.
@@ -88,7 +90,7 @@ def _call_before(name: str) -> None:
 
     read.is_ours = True  # type: ignore[attr-defined]
     if not getattr(method, "is_ours", False):
-        setattr(DTensor, name, read)
+        patch(DTensor, name, read, "refuses to read numbers of this rank's piece of a parameter")
 
 
 # ---- writes -------------------------------------------------------------------------------------------------------
@@ -156,8 +158,9 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
             dispatcher._propagate_op_sharding_dispatch_slow_path
         )
         for name in _NO_OPERATORS:
-            setattr(DTensor, name, _refusing(name))
-        DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined,method-assign,assignment]
+            patch(DTensor, name, _refusing(name), "refuses what ends the process by a signal")
+        data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined]
+        patch(DTensor, "data", data, "refuses an assignment that would be lost")
     _on_lost_write[mesh._get_root_mesh()] = call
 
 

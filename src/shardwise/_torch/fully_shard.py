@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import distribute_module
 
+from shardwise._torch.patches import patch
 from shardwise.errors import UnsupportedError
 
 
@@ -53,8 +54,8 @@ def before_composable(check: Callable[[str, nn.Module], None]) -> None:
         return whole()  # type: ignore[misc]
 
     if whole is not None:
-        contract.RegistryItem = checked  # type: ignore[attr-defined]
-    nn.Module._distribute_module_applied = _Asked(check)  # type: ignore[assignment]
+        patch(contract, "RegistryItem", checked, "refuses fully_shard and replicate of a sharded model")
+    patch(nn.Module, "_distribute_module_applied", _Asked(check), "refuses distribute_module of a sharded model")
 
 
 def _caller() -> Any:

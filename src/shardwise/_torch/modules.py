@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch.dtensor import cut_like, local_tensor
+from shardwise._torch.patches import patch
 
 __all__ = [
     "CALLS",
@@ -45,7 +46,7 @@ def before_fan(look: Callable[[Tensor], None]) -> None:
         return count(tensor)
 
     looked_at.shardwise_looks = look  # type: ignore[attr-defined]
-    torch.nn.init._calculate_fan_in_and_fan_out = looked_at
+    patch(nn.init, "_calculate_fan_in_and_fan_out", looked_at, "refuses to initialise a part of a parameter")
 
 
 class PausableHooks:
@@ -114,7 +115,7 @@ def replace_apply(check: Callable[[nn.Module, Callable[[Tensor], Tensor]], None]
         check(module, fn)
         return apply(module, fn, recurse)
 
-    nn.Module._apply = checked  # type: ignore[method-assign,assignment]
+    patch(nn.Module, "_apply", checked, "refuses half(), to() and share_memory() of a sharded model")
 
 
 def before_functional_call(check: Callable[[nn.Module, Any], None]) -> None:
@@ -126,7 +127,9 @@ def before_functional_call(check: Callable[[nn.Module, Any], None]) -> None:
         check(module, values)
         return call(module, values, *args, **kwargs)
 
-    stateless._functional_call = checked  # type: ignore[assignment]
+    patch(
+        stateless, "_functional_call", checked, "refuses functional_call with other values for a parameter that is cut"
+    )
 
 
 def is_spectral_norm(module: nn.Module) -> bool:

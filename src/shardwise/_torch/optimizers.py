@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torchs
 
+from shardwise._torch.patches import patch
+
 Hook = Callable[..., Any]
 Around = Callable[[torch.optim.Optimizer], AbstractContextManager[None]]
 
@@ -31,8 +33,9 @@ def step_within(cls: type[torch.optim.Optimizer], around: Around) -> None:
         return loss
 
     step.shardwise_within = True  # type: ignore[attr-defined]
-    cls.step = torch.optim.Optimizer.profile_hook_step(step) if is_hooked else step  # type: ignore[method-assign]
-    cls.step.hooked = is_hooked  # type: ignore[attr-defined]
+    made: Any = torch.optim.Optimizer.profile_hook_step(step) if is_hooked else step
+    made.hooked = is_hooked
+    patch(cls, "step", made, "parts of parameters have torch's own classes meanwhile", is_guard=False)
 
 
 def step_hooks(optim: torch.optim.Optimizer, own: Collection[Hook]) -> tuple[list[Hook], list[Hook]]:

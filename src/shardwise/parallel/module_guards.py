@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise._torch.fully_shard import before_composable
 from shardwise._torch.modules import before_functional_call, replace_apply
+from shardwise._torch.patches import patch
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.runtime import Runtime, wrapped_around
 from shardwise.parallel.stale import other_dtype, refuse_copy, refuse_pickling
@@ -47,11 +48,11 @@ def watch_modules(runtime: Runtime) -> None:
     if not _is_installed:
         _is_installed = True
         replace_apply(_checked)
-        nn.Module.__reduce_ex__ = _reduce  # type: ignore[method-assign]
+        patch(nn.Module, "__reduce_ex__", _reduce, "refuses pickles and copies of a sharded model")
         before_functional_call(_refuse_other_values)
         before_composable(_refuse_again)
         for wrapper in _WRAPPERS:
-            wrapper.__init__ = _wrapping(wrapper.__init__)  # type: ignore[method-assign,misc]
+            patch(wrapper, "__init__", _wrapping(wrapper.__init__), "refuses to wrap a sharded model")  # type: ignore[misc]
 
 
 def _reduce(module: nn.Module, protocol: Any) -> Any:

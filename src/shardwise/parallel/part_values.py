@@ -25,6 +25,7 @@ from torch.nn.modules import module as all_modules
 
 from shardwise._torch.autograd import in_backward, without_subclasses
 from shardwise._torch.modules import CALLS, before_fan
+from shardwise._torch.patches import patch
 from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
@@ -202,7 +203,12 @@ def show_parts(runtime: Runtime, axes: dict[str, str]) -> None:
         for owner in (nn.Module, all_modules):
             for name, register in [*vars(owner).items()]:
                 if name in _HOOKS and not hasattr(register, "_shardwise_shows"):
-                    setattr(owner, name, _showing(register))
+                    patch(
+                        owner,
+                        name,
+                        _showing(register),
+                        "a hook sees parts of parameters as code outside of forward does",
+                    )
 
 
 def _showing(register: Callable[..., Any]) -> Callable[..., Any]:
