@@ -248,7 +248,7 @@ def _unknown_torch(error: ImportError) -> Exception:
     return UnsupportedError(
         f"torch {modules['torch'].__version__}",
         why=f"something that Shardwise uses of it is not there: {error}",
-        fix='pip install "torch>=2.13,<2.15", the versions that its tests ran on, or a newer Shardwise',
+        fix='pip install "torch>=2.11,<2.15", the versions that its tests ran on, or a newer Shardwise',
     )
 
 

@@ -6,17 +6,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_state, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import distribute_module
 
 from shardwise._torch.patches import patch
-from shardwise.errors import UnsupportedError
 
 
 class _Chunks:
@@ -99,12 +97,6 @@ def parameter_groups(
     whole = _fully_shard._init_param_group
 
     def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        if len(groups) > 1 and not hasattr(state, "_fsdp_param_groups"):
-            raise UnsupportedError(
-                "A unit with parameters of several dtypes or meshes",
-                why=f"PyTorch {torch.__version__} has one group of parameters for a unit, which has one dtype and one mesh",
-                fix="take PyTorch 2.12 or newer, or units of modules of one dtype and mesh: Sharding(units=...)",
-            )
         modules, usual, usual_after, device, placement, _, offload = args
         for members, over, policy in groups:
             mesh = usual if over == usual.mesh else _mesh_info(over)
@@ -124,6 +116,11 @@ def parameter_groups(
 
 def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
     return FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def has_several_groups() -> bool:
+    """Whether a unit may have several groups of parameters, each of its own dtype and mesh: from torch 2.12 on."""
+    return "_fsdp_param_groups" in inspect.getsource(_fsdp_state)
 
 
 def unit_groups(module: nn.Module) -> list[Any]:

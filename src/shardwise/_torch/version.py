@@ -2,11 +2,20 @@
 
 import torch
 
-TESTED = ((2, 13), (2, 14))
+TESTED = ((2, 11), (2, 12), (2, 13), (2, 14))
 
 
 def is_newer() -> bool:
     """Whether this torch is newer than every tested one: private names that are used may exist and mean another
     thing."""
+    return _numbers() > max(TESTED)
+
+
+def is_older() -> bool:
+    """Whether this torch is older than every tested one."""
+    return _numbers() < min(TESTED)
+
+
+def _numbers() -> tuple[int, int]:
     major, minor, *_ = torch.__version__.split(".")
-    return (int(major), int(minor)) > max(TESTED)
+    return int(major), int(minor)

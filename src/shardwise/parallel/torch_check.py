@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise._torch.version import TESTED, is_newer
+from shardwise._torch.version import TESTED, is_newer, is_older
 from shardwise.config.caller import level_of_caller
 from shardwise.errors import UnsupportedError
 from shardwise.world import World
@@ -37,8 +37,14 @@ def check_torch(world: World) -> None:
     parameters, identity of parameters and mixed dtypes. All ranks must call it.
 
     Raises:
-        UnsupportedError: it does not pass.
+        UnsupportedError: it does not pass; or it is older than the tested ones.
     """
+    if is_older():
+        raise UnsupportedError(
+            f"torch {torch.__version__}",
+            why="what is used of FSDP2 and autograd is not there, or does something else: this was not tried",
+            fix=f'pip install "torch>={".".join(map(str, min(TESTED)))}"',
+        )
     if not is_newer() or RUNS in os.environ:
         return
     if not _outcome:
