@@ -14,6 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise._torch.patches import patch
+from shardwise._torch.pytrees import tree_flatten
 
 
 def cut_like(local: Tensor, other: DTensor) -> DTensor:
@@ -174,28 +175,25 @@ class _Gathered(DTensor):
     origin: int
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                _refuse_gathered(func, value)
-        for argument in func._schema.arguments:
-            if argument.is_out:
-                _refuse_gathered(func, (kwargs or {}).get(argument.name))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if args and isinstance(args[0], _Gathered):
-            for each in result if isinstance(result, list | tuple) else (result,):
-                if isinstance(each, DTensor) and _address(each) == _address(args[0]):
-                    _mark(each, args[0].origin)
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Not __torch_dispatch__: before torch 2.13 that of a subclass of DTensor is not called.
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, _Gathered)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(kwargs.get("out"), _Gathered):
+                _refuse(kwargs["out"], name, origin=kwargs["out"].origin)
+            versions = [x._version for x in given]
+            result = func(*args, **kwargs)
+            for each, version in zip(given, versions, strict=True):
+                if each._version != version or (name[:1] == "_" and name.endswith("_") and name[-2:] != "__"):  # of lists
+                    _refuse(each, name, origin=each.origin)
+            for each in tree_flatten(result)[0] if given else ():
+                if type(each) is DTensor and _address(each) == _address(given[0]):
+                    _mark(each, given[0].origin)
         return result
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return cut_like(self._local_tensor, self).__reduce_ex__(proto)
-
-
-def _refuse_gathered(func: Any, written: Any) -> None:
-    for each in written if isinstance(written, list | tuple) else (written,):
-        if isinstance(each, _Gathered):
-            _refuse(each, func.overloadpacket.__name__, origin=each.origin)
 
 
 def _address(tensor: DTensor) -> int:

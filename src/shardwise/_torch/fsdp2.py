@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage
 from torch.utils.hooks import RemovableHandle
 
-from shardwise._torch.fully_shard import groups_of, take_reductions
+from shardwise._torch.fully_shard import groups_of, init_groups, take_reductions
 from shardwise._torch.modules import PausableHooks
 from shardwise._torch.spans import span
 from shardwise._torch.stand_ins import StandIn
@@ -33,7 +33,7 @@ def take_over(root: nn.Module) -> None:
     wait for that rank in backward. The parameters must have memory already.
     """
     states = {id(state): state for module in root.modules() if (state := _state(module)) is not None}
-    _state(root)._lazy_init()
+    init_groups(_state(root), states.values())
     for state in states.values():
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()

@@ -3,18 +3,20 @@
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_state, _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.tensor import distribute_module
 
 from shardwise._torch.patches import patch
+
+_GROUPS = "_shardwise_groups"  # of an FSDPState before torch 2.12, which has room for one
 
 
 class _Chunks:
@@ -94,7 +96,7 @@ def parameter_groups(
     precision policy. FSDP2 makes several groups by itself for parameters on several meshes, but a group has one dtype
     of trained parameters. Groups reshard after forward over the last dim of ``after_forward``; None: as ``fully_shard``
     was called."""
-    whole = _fully_shard._init_param_group
+    whole, owner = _fully_shard._init_param_group, _fsdp_param.nn
 
     def each(state: Any, params: list[Tensor], *args: Any, **kwargs: Any) -> None:
         modules, usual, usual_after, device, placement, _, offload = args
@@ -106,21 +108,30 @@ def parameter_groups(
             ids = {id(param) for param in members}
             mine = [param for param in params if id(param) in ids]
             whole(state, mine, modules, mesh, after, device, placement, policy, offload, **kwargs)  # type: ignore[arg-type]
+            if not hasattr(state, "_fsdp_param_groups"):  # before torch 2.12: the last one only
+                state.__dict__.setdefault(_GROUPS, []).append(state._fsdp_param_group)
 
     _fully_shard._init_param_group = each  # type: ignore[assignment]
+    _fsdp_param.nn = _Shards  # type: ignore[assignment]
     try:
         yield
     finally:
-        _fully_shard._init_param_group = whole
+        _fully_shard._init_param_group, _fsdp_param.nn = whole, owner
+
+
+class _Shards:
+    """Stands for ``torch.nn`` while shards are made: before torch 2.12 those of whole numbers would require a gradient first."""
+
+    Module = nn.Module
+
+    @staticmethod
+    def Parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:  # noqa: N802 - torch's name
+        can_require = data.is_floating_point() or data.is_complex()
+        return nn.Parameter(data, can_require if requires_grad is None else requires_grad)
 
 
 def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
     return FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-
-def has_several_groups() -> bool:
-    """Whether a unit may have several groups of parameters, each of its own dtype and mesh: from torch 2.12 on."""
-    return "_fsdp_param_groups" in inspect.getsource(_fsdp_state)
 
 
 def unit_groups(module: nn.Module) -> list[Any]:
@@ -131,10 +142,29 @@ def unit_groups(module: nn.Module) -> list[Any]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of an ``FSDPState``. Before torch 2.12 a unit has one at most."""
+    """The parameter groups of an ``FSDPState``."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    known: list[Any] = getattr(state, _GROUPS, [])
+    return known or ([] if state._fsdp_param_group is None else [state._fsdp_param_group])
+
+
+def init_groups(root: Any, states: Iterable[Any]) -> None:
+    """Initialises a tree of units, of which ``root`` is the state of the root. Before torch 2.12 that reaches the last group of each unit."""
+    root._lazy_init()
+    for state in states:
+        for group in groups_of(state)[:-1] if hasattr(state, _GROUPS) else ():
+            last = state._fsdp_param_group
+            group.comm_ctx, group._module_fqn = last.comm_ctx, last._module_fqn
+            if last.post_forward_mesh_info is None:
+                group.post_forward_mesh_info = None
+            group.lazy_init()
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Makes a unit sum gradients over its ranks; FSDP2 would divide by their number."""
+    for group in unit_groups(module):
+        group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
 
 
 def unit_reshard(module: nn.Module) -> bool | int:

@@ -100,7 +100,7 @@ def _put_back(key: Any, old: Any, new: Any, put: Callable[[Any, Any], None], get
 
 
 def _map_leaf(call: Callable[[Any], Any], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor | type) or not dataclasses.is_dataclass(leaf):
+    if leaf is None or isinstance(leaf, Tensor | type) or not dataclasses.is_dataclass(leaf):
         return call(leaf)
     changed = {}
     for field in dataclasses.fields(leaf):

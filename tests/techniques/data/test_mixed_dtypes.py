@@ -182,13 +182,3 @@ def test_bf16_and_a_parameter_that_only_some_micro_batches_use(ranks, uses):
         for name, param in plain.named_parameters():
             assert (param.grad is None) == (found[name] is None), name
             assert param.grad is None or torch.equal(found[name], param.grad), name
-
-
-def test_before_torch_2_12_a_unit_of_several_dtypes_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr("shardwise.techniques.data.act.has_several_groups", lambda: False)
-    with sw.init("dp_shard=2", backend="fake", device="cpu") as world:
-        with pytest.raises(sw.UnsupportedError, match=r"blocks\.0: a unit of parameters of several dtypes") as told:
-            sw.parallelize(lambda: of_small_integers(Tower), world, sharding=sw.Sharding(min_unit_bytes=0))
-        assert "blocks.0.parts.wide.weight is of another than blocks.0.parts.low.weight" in told.value.why
-        model = sw.parallelize(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), world)
-        assert recipe_of(model).is_cut

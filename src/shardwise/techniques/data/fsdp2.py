@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch.autograd import RunningBackward
 from shardwise._torch.fsdp2 import Unit, take_over
-from shardwise._torch.fully_shard import lazy_chunks, parameter_groups
+from shardwise._torch.fully_shard import lazy_chunks, parameter_groups, sum_gradients
 from shardwise._torch.modules import materialise
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules, dtype_of
@@ -63,8 +63,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             )
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            child.set_gradient_divide_factor(1.0)
-            child.set_force_sum_reduction_for_comms(True)
+            sum_gradients(child)
     materialise(module, world.device, cut=torch.device("cpu") if _entry(recipe).offload else world.device)
     _leave_unflattened(module)
     return FSDP2Engine(module, recipe, world)
