@@ -100,7 +100,10 @@ Refuse = Callable[[str, int, bool], NoReturn]
 _on_lost_write = WeakIdKeyDictionary()  # root of a mesh -> the function to call
 _aten = torch.ops.aten
 # Views for which torch gathers: along a dim that is cut, or of one that the ranks do not divide.
-_VIEWS = ("select", "slice", "split", "split_with_sizes", "unsafe_split", "diagonal", "view_as_complex", "view_as_real")
+_VIEWS = (
+    *("select", "slice", "split", "split_with_sizes", "unsafe_split", "diagonal", "view_as_complex", "view_as_real"),
+    "view",  # which torch 2.11 makes of what it gathers
+)
 # Writes by place, and of plain tensors: torch refuses most of them, in words about strategies and meshes.
 _PLACED = (
     *("copy_", "index_put_", "_index_put_impl_", "index_fill_", "index_copy_", "index_add_", "index_reduce_", "put_"),
@@ -153,7 +156,7 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
         for names, run in ((_VIEWS, _viewed), (_PLACED, _placed)):
             packets = [getattr(_aten, name) for name in names]
             handlers |= {getattr(packet, kind): run for packet in packets for kind in packet.overloads()}
-        handlers |= {_aten.fill_.Tensor: _filled, **dict.fromkeys(_NEVER, _never)}
+        handlers |= {_aten.fill_.Tensor: _filled, _aten.fill_.Scalar: _filled, **dict.fromkeys(_NEVER, _never)}
         dispatcher.redistribute_local_args = _before_redistribution
         dispatcher._propagate_op_sharding_dispatch_slow_path = _with_reasons(
             dispatcher._propagate_op_sharding_dispatch_slow_path
@@ -185,7 +188,9 @@ class _Gathered(DTensor):
             versions = [x._version for x in given]
             result = func(*args, **kwargs)
             for each, version in zip(given, versions, strict=True):
-                if each._version != version or (name[:1] == "_" and name.endswith("_") and name[-2:] != "__"):  # of lists
+                if each._version != version or (
+                    name[:1] == "_" and name.endswith("_") and name[-2:] != "__"
+                ):  # of lists
                     _refuse(each, name, origin=each.origin)
             for each in tree_flatten(result)[0] if given else ():
                 if type(each) is DTensor and _address(each) == _address(given[0]):
@@ -247,6 +252,8 @@ def _has_no_rule(error: RuntimeError) -> bool:
 
 
 def _placed(op: Any, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], _Gathered):  # that w[0] = x has made, in C++
+        _refuse(args[0], op.overloadpacket.__name__, origin=args[0].origin)
     try:
         with _without_handler(op):
             return op(*args, **kwargs)
@@ -259,6 +266,8 @@ def _placed(op: Any, args: Any, kwargs: Any) -> Any:
 def _filled(op: Any, args: Any, _kwargs: Any) -> Any:
     """``w[:, 0] = 1``, for which torch has no rule: a fill of a view that is this rank's own."""
     tensor, value = args
+    if isinstance(tensor, _Gathered):
+        _refuse(tensor, "fill_", origin=tensor.origin)
     is_ours = isinstance(tensor, DTensor) and tensor.device_mesh._get_root_mesh() in _on_lost_write
     if not is_ours or any(placement.is_partial() for placement in tensor.placements):
         with _without_handler(op):
