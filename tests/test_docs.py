@@ -96,10 +96,10 @@ INLINE = re.compile(r"`((?:make|shardwise|torchrun|python) [^`]+)`")
 
 def examples() -> list[tuple[Block, str | None]]:
     """Python blocks with the output that is shown after each."""
-    after = [*ALL[1:], None]
+    shown = [*ALL, *(block for block in blocks("docs/finetuning.md") if block.marker.startswith(("run", "output")))]
     return [
         (block, following.text if following and following.marker == "output" else None)
-        for block, following in zip(ALL, after, strict=True)
+        for block, following in zip(shown, [*shown[1:], None], strict=True)
         if block.language == "python" and not block.marker.startswith("file: ")
     ]
 
