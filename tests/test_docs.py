@@ -29,6 +29,7 @@ PAGES = (
         f"docs/{name}.md"
         for name in (
             "index",
+            "first-hour",
             "layout",
             "tensor-parallel",
             "units",
