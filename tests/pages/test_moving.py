@@ -83,7 +83,8 @@ def test_a_script_like_nanogpts_gets_twelve_new_lines():
 
 def test_scripts_are_short():
     for path in (ROOT / "examples" / "from").glob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) < 60, path
+        most = 80 if path.name.startswith("nanogpt") else 60  # it evaluates, too
+        assert len(path.read_text(encoding="utf-8").splitlines()) < most, path
 
 
 def keys(config, prefix=""):
