@@ -1,7 +1,7 @@
 """Measures the cross entropy that holds no logits beside the plain one and torch's ``linear_cross_entropy``, on the CPU.
 
     python benchmarks/linear_loss.py                              # prints a table; some minutes
-    python benchmarks/linear_loss.py --write docs/training.md     # and puts it into the page
+    python benchmarks/linear_loss.py --write docs/loss.md     # and puts it into the page
 
 2048 positions of width 1024 and a vocabulary of 32000 in float32: forward and backward, turn by turn in one process. Before
 anything is timed, loss and gradients of each side in float64 equal those of the plain one to 1e-12, on fewer positions.

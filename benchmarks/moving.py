@@ -1,7 +1,7 @@
 """Runs the scripts of examples/from, written for another library and for Shardwise, and compares their numbers.
 
-Each script runs on two ranks (the plain one also on one), in float64, and leaves ``losses`` (one for each step) and
-``weights``. On samples with equally many labels the two must agree. Samples with 1 to 12 labels show which average a script
+Each script runs on two ranks (the plain one also on one), in float64, and leaves ``losses`` (one for each step), ``weights`` and
+perhaps ``val_losses``. On samples with equally many labels the two must agree. Samples with 1 to 12 labels show which average a script
 takes: they are also trained by a loop over whole batches of 16 in one process, which has no average to take::
 
     python benchmarks/moving.py                           # the tables of docs/moving.md
@@ -67,7 +67,8 @@ def run_script(name: str, uneven: bool = False) -> Result:
         if "world" in left:
             left["world"].close()
         _reset_accelerate()
-        return left["losses"], {key: _full(value) for key, value in left["weights"].items()}
+        losses = [*left["losses"], *left.get("val_losses", ())]
+        return losses, {key: _full(value) for key, value in left["weights"].items()}
 
 
 def run_whole(name: str) -> Result:

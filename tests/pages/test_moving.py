@@ -34,7 +34,7 @@ def run(pool):
 def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
     before = run(ranks)(moving.run_script, 1 if name in ("plain", "nanogpt") else 2, f"{name}_before")[0]
     after = run(ranks)(moving.run_script, 2, f"{name}_after")[0]
-    assert len(before[0]) == 6 and before[0][0] > 3
+    assert len(before[0]) == (8 if name == "nanogpt" else 6) and before[0][0] > 3  # steps, and validations
     tolerance = 1e-5 if name == "trainer" else 1e-9  # the loss of transformers is float32 in a float64 model too
     assert after[0] == pytest.approx(before[0], rel=0, abs=tolerance)
     assert moving.distance(before, after) < tolerance
@@ -73,17 +73,18 @@ def test_a_block_that_is_not_the_file_is_found():
     assert shown_files.filled(shown_files.filled(page)) == shown_files.filled(page)
 
 
-def test_a_script_like_nanogpts_gets_eight_new_lines():
+def test_a_script_like_nanogpts_gets_twelve_new_lines():
     before, after = (
         (ROOT / "examples" / "from" / f"nanogpt_{end}.py").read_text().splitlines() for end in ("before", "after")
     )
     added = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ") and line[2:].strip()]
-    assert len(added) <= 8, added
+    assert len(added) <= 12, added
 
 
 def test_scripts_are_short():
     for path in (ROOT / "examples" / "from").glob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) < 60, path
+        most = 80 if path.name.startswith("nanogpt") else 60  # it evaluates, too
+        assert len(path.read_text(encoding="utf-8").splitlines()) < most, path
 
 
 def keys(config, prefix=""):
