@@ -16,6 +16,11 @@ def is_older() -> bool:
     return _numbers() < min(TESTED)
 
 
+def fake_groups_compute() -> bool:
+    """Whether collectives of torch's backend "fake" write their results, as if the other ranks had sent what this one sends."""
+    return _numbers() >= (2, 13)
+
+
 def _numbers() -> tuple[int, int]:
     major, minor, *_ = torch.__version__.split(".")
     return int(major), int(minor)

@@ -132,6 +132,7 @@ class Window:
                 why="it has counted and summed its micro-batches",
                 fix="make another: sw.window(...)",
             )
+        runtime.world.refuse_unwritten("a training step")
         runtime.check_unchanged()
         refuse_unreduced(runtime, "a window")
         refuse_within(runtime)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.dtensor import forget_meshes
-from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UsageError
+from shardwise._torch.version import fake_groups_compute
+from shardwise.errors import ConfigError, RankError, ShardwiseError, Stopped, UnsupportedError, UsageError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.layout import ALL_AXES, AXES, DERIVED_AXES, GIVEN_AXES, Layout, layout_of, num_ranks_of
 from shardwise.world.agreement import Agreement
@@ -191,6 +192,15 @@ class World:
     def is_imagined(self) -> bool:
         """Whether this process stands for a rank of many, and there are no others (backend ``"fake"``)."""
         return self.size > 1 and self.agreement.is_alone
+
+    def refuse_unwritten(self, what: str) -> None:
+        """Raises UnsupportedError for ``what``, which would compute with memory that no rank has written."""
+        if self.is_imagined and not fake_groups_compute():
+            raise UnsupportedError(
+                f'{what} with backend="fake" on torch {torch.__version__}',
+                why="before torch 2.13 its collectives write nothing: what is gathered would be whatever the memory held",
+                fix="take torch 2.13 or newer; what a rank holds, and sw.describe(model), can be looked at here too",
+            )
 
     def refuse_imagined(self, what: str) -> None:
         """Raises UsageError for ``what``, which would write a model of which the other ranks' parts do not exist."""

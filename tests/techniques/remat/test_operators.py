@@ -79,6 +79,7 @@ def test_offload_takes_what_a_block_keeps_and_gives_it_back(monkeypatch):
     block.__dict__[remat._STATE] = remat._State(block, "block", {"offload": True}, None, torch.device("cpu"), buffers)
     block.forward = types.MethodType(remat._forward, block)
     block(x * 2).sum().backward()
+    moved = [shape for shape in moved if shape != (0,)]  # torch 2.11 keeps an empty one beside it
     assert moved == [(3, 4)]  # the input alone: what is computed in the block is not kept at all
     assert torch.equal(block[0].weight.grad, want[0]) and torch.equal(x.grad, want[1])
 

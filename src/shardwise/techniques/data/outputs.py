@@ -16,7 +16,7 @@ from shardwise._torch.modules import PausableHooks
 from shardwise.model.pytrees import map_leaves, tensors_within
 
 _NUMBERS = itertools.count()
-_compiled_whole: set[int] = set()  # numbers of models
+_compiled_whole: set[str] = set()  # of models
 
 
 class OutputMarks:
@@ -29,11 +29,11 @@ class OutputMarks:
     """
 
     def __init__(self, module: nn.Module):
-        self._number = next(_NUMBERS)
+        self._name = str(next(_NUMBERS))  # a text: torch.compile may take a number for one that changes
         self._running: list[nn.Module] = []
         self._large = set(map(id, _parts(module)))  # those from which losses are taken
         self._are_off = False
-        module.register_forward_pre_hook(_Hook(self._before_model, number=self._number))
+        module.register_forward_pre_hook(_Hook(self._before_model, name=self._name))
         parts = {
             part: part.register_forward_hook(_Hook(self._after_part)) for part in module.modules() if part is not module
         }
@@ -44,7 +44,7 @@ class OutputMarks:
     @property
     def are_hidden(self) -> bool:
         """Whether ``torch.compile`` has compiled the model as a whole, or what calls it: its graph has no marks."""
-        return self._number in _compiled_whole
+        return self._name in _compiled_whole
 
     def begin(self, *, of_parts: bool) -> None:
         """Called when a window begins. ``of_parts``: whether parts are marked in it too."""
@@ -87,13 +87,13 @@ class _Hook:
     """A hook that calls a method, as long as its object is there, outside of what is compiled. A copy of it, as in a part of the model that
     is pickled, does nothing."""
 
-    def __init__(self, method: Any = None, *, number: int = -1):
+    def __init__(self, method: Any = None, *, name: str = ""):
         self._method = None if method is None else weakref.WeakMethod(method)
-        self._number = number
+        self._name = name
 
     def __call__(self, *args: Any) -> None:
         if torch.compiler.is_compiling():
-            _note_compiled(self._number)
+            _note_compiled(self._name)
             return
         method = None if self._method is None else self._method()
         if method is not None:
@@ -104,9 +104,9 @@ class _Hook:
 
 
 @torch.compiler.assume_constant_result
-def _note_compiled(number: int) -> int:
+def _note_compiled(name: str) -> int:
     """Called while torch.compile reads the hooks, and not again when the graph runs."""
-    _compiled_whole.add(number)
+    _compiled_whole.add(name)
     return 0
 
 
