@@ -9,9 +9,8 @@ from typing import Any
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.state.formats.dcp import METADATA
-from shardwise.state.formats.pickles import Global, Made
 from shardwise.state.targets.archives import PlannedArchive
-from shardwise.state.targets.pickling import pickled
+from shardwise.state.targets.pickling import Global, Made, pickled
 from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 from shardwise.state.targets.torch_file import described, small_records
 

@@ -1,15 +1,39 @@
-"""Writes pickles from records, the reverse of :func:`shardwise.state.formats.pickles.read_pickle`.
+"""Writes pickles from records, the reverse of what reads them.
 
 So files for torch are written without the objects themselves: the description of a tensor without a tensor, private
 classes of torch without importing them.
 """
 
 import struct
+from dataclasses import dataclass
 from typing import Any
 
-from shardwise.state.formats.pickles import Global, Made, Persistent
+__all__ = ["ORDERED_DICT", "Global", "Made", "Persistent", "pickled"]
 
-__all__ = ["ORDERED_DICT", "pickled"]
+
+@dataclass(frozen=True)
+class Global:
+    """A function or class that a pickle names."""
+
+    module: str
+    name: str
+
+
+@dataclass(eq=False)
+class Made:
+    """Stands for the result of calling ``function`` with ``args``; ``state``: what ``__setstate__`` gets."""
+
+    function: Global
+    args: tuple[Any, ...]
+    state: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Persistent:
+    """An object outside the pickle, by its persistent id."""
+
+    id: Any
+
 
 ORDERED_DICT = Global("collections", "OrderedDict")
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import row_strides, whole
-from shardwise.state.formats.pickles import Global, Made, Persistent
 from shardwise.state.formats.torch_file import STORAGES
 from shardwise.state.targets.archives import PlannedArchive
-from shardwise.state.targets.pickling import ORDERED_DICT, pickled
+from shardwise.state.targets.pickling import ORDERED_DICT, Global, Made, Persistent, pickled
 from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 
 __all__ = ["described", "plan_torch_file", "small_records"]
