@@ -16,7 +16,7 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, common, whole
 from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
-from shardwise.state.formats.pickles import Named, name_of, read_pickle, shown
+from shardwise.state.formats.pickles import Named, name_of, named, read_pickle, shown
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensor_in
 from shardwise.state.formats.trees import Path as Keys
@@ -33,8 +33,8 @@ _PROPERTIES = {f"{room}TensorProperties" for room in (_ROOM, _OLD)}
 _KNOWN = {
     *(f"{_ROOM}{kind}" for kind in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex", "StorageMeta",
       "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    _INFO, *_PROPERTIES, f"{_OLD}MEM_FORMAT_ENCODING", "torch.serialization._get_layout", "torch.Size", "torch.device",
-    "collections.OrderedDict", *(f"torch.{dtype}" for dtype in DTYPE_BYTES),
+    _INFO, *_PROPERTIES, f"{_OLD}MEM_FORMAT_ENCODING", "torch.serialization._get_layout", "torch.device",
+    *(f"torch.{dtype}" for dtype in DTYPE_BYTES),
     *(f"{room}.{kind}" for room in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath", "PurePosixPath")),
 }  # fmt: skip
 _ZIP = b"PK\x03\x04"
@@ -72,7 +72,13 @@ def _read(metadata: Path) -> Any:
         raise
     except OSError as error:
         raise unreadable(metadata, error) from error
-    return read_pickle(data, str(metadata), _KNOWN.__contains__)
+    return read_pickle(data, str(metadata), _stand_in)
+
+
+def _stand_in(name: str) -> Any:
+    if name == "torch.Size":
+        return lambda sizes=(): sizes
+    return named(name) if name in _KNOWN else None
 
 
 def _is_tensor(leaf: tuple[str, Any]) -> bool:
@@ -234,8 +240,6 @@ class _Blobs:
 
 
 def _counts(value: Any, metadata: Path, name: str) -> tuple[int, ...]:
-    if isinstance(value, Named) and value.name == "torch.Size" and len(value.args) == 1:
-        value = value.args[0]
     if (
         isinstance(value, tuple | list)
         and all(type(part) is int and 0 <= part < 1 << 63 for part in value)

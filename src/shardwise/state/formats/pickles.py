@@ -1,8 +1,8 @@
 """Reads pickles with Python's own unpickler, restricted: torch files and the metadata of a DCP directory are pickles.
 
-A pickle is a program that names functions to call. Here a name leads to a :class:`Named`, which does nothing but keep
-what it was called with; the reader of a format then looks for the few that it knows. A name that the format does not
-allow ends the reading at once. ``torch.load(weights_only=True)`` runs no code either, but a file of 300 bytes stops it
+A pickle is a program that names functions to call. Here a name leads to a stand-in of the format's reader, most often a
+:class:`Named`, which does nothing but keep what it was called with. A name that the format does not have ends the
+reading at once. ``torch.load(weights_only=True)`` runs no code either, but a file of 300 bytes stops it
 for ever: a tuple that contains itself many times over, as the key of a mapping, is hashed. For the same reason this is
 the unpickler in Python, whose steps can be replaced, and not the one in C.
 """
@@ -12,11 +12,11 @@ import pickle
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Named", "Ordered", "Persistent", "name_of", "read_pickle", "shown"]
+__all__ = ["Named", "Ordered", "Persistent", "name_of", "named", "read_pickle", "shown"]
 
 MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of this
 # What Python's pickler writes in protocols 2 to 5 for the values that occur in weights.
@@ -24,7 +24,7 @@ _OPCODES = (
     "PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT",
     "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "MARK", "EMPTY_TUPLE",
     "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "BINPUT", "LONG_BINPUT",
-    "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID",
+    "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BINPERSID",
 )  # fmt: skip
 
 
@@ -70,20 +70,25 @@ class Persistent:
     id: Any
 
 
+def named(name: str) -> type[Named]:
+    """What stands for ``name``, which has its module in front."""
+    return type("Named", (Named,), {"name": name})
+
+
 def name_of(value: Any) -> str | None:
     """The module and name that ``value`` stands for; None: it is no name."""
     return value.name if isinstance(value, type) and issubclass(value, Named) else None
 
 
-def read_pickle(data: bytes, place: str, allowed: Callable[[str], bool]) -> Any:
-    """Reads the value of a pickle: plain values, :class:`Named`, :class:`Persistent`; mappings are a ``dict``.
+def read_pickle(data: bytes, place: str, stand_in: Callable[[str], Any]) -> Any:
+    """Reads the value of a pickle: plain values, what stand-ins return, :class:`Persistent`; mappings are a ``dict``.
 
     Values may be shared, and may contain themselves: code that walks through them must limit the number of steps.
 
     Args:
         data: the pickle.
         place: its name in messages ("model.pt: data.pkl").
-        allowed: whether a name may occur, with its module.
+        stand_in: what is called in place of a name with its module; None: it must not occur.
 
     Raises:
         CheckpointError: a name that is not allowed, an opcode that no pickle of weights needs, or one that cannot be
@@ -92,7 +97,7 @@ def read_pickle(data: bytes, place: str, allowed: Callable[[str], bool]) -> Any:
     if len(data) > MAX_BYTES:
         raise _damaged(place, f"a pickle of {len(data)} bytes", f"at most {MAX_BYTES} are read")
     file = io.BytesIO(data)
-    reader = _Reader(file, place, allowed)
+    reader = _Reader(file, place, stand_in)
     try:
         value = reader.load()
         if reader.stack or reader.metastack or file.tell() != len(data) or max(reader.memo, default=0) > len(data):
@@ -121,32 +126,35 @@ class _Reader(pickle._Unpickler):
         code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in _OPCODES)
     }
 
-    def __init__(self, file: io.BytesIO, place: str, allowed: Callable[[str], bool]):
+    def __init__(self, file: io.BytesIO, place: str, stand_in: Callable[[str], Any]):
         super().__init__(file)
-        self._place, self._allowed = place, allowed
-        self._names: dict[str, type] = dict.fromkeys(("collections.OrderedDict", "collections.defaultdict"), Ordered)
+        self._place, self._stand_in = place, stand_in
 
     def persistent_load(self, pid: Any) -> Persistent:
         return Persistent(pid)
 
-    def find_class(self, module: str, name: str) -> type:
-        found = f"{module}.{name}"
-        if not self._allowed(found):
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        found = Ordered if full in ("collections.OrderedDict", "collections.defaultdict") else self._stand_in(full)
+        if found is None:
             if module.startswith("torch.distributed"):
                 raise CheckpointError(
-                    f"{self._place}: {found[:120]}",
+                    f"{self._place}: {full[:120]}",
                     why="torch.save was given sharded tensors, of which this file has one rank's shards",
                     fix="sw.save_weights(model, folder) or torch.distributed.checkpoint on every rank, or torch.save what "
                     "sw.full_state_dict(model) gives",
                 )
             raise CheckpointError(
-                f"{self._place}: it calls {found[:120]}",
+                f"{self._place}: it calls {full[:120]}",
                 why="a file of weights has no use for that, so nothing of it was run",
                 fix="do not trust this file; if it is yours, save the model's state_dict() alone, or as safetensors",
             )
-        if found not in self._names:
-            self._names[found] = type("Named", (Named,), {"name": found})
-        return self._names[found]
+        return found
+
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], Named | Ordered):  # a stand-in itself must stay as it is
+            raise ValueError(f"it fills a {type(self.stack[-2]).__name__}")
+        cast("Any", super()).load_build()
 
     def load_setitems(self) -> None:
         self._set_items(self.pop_mark())
@@ -166,7 +174,7 @@ class _Reader(pickle._Unpickler):
                 raise ValueError(f"the key {shown(key)} twice")
             target[key] = value
 
-    dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+    dispatch |= {pickle.BUILD[0]: load_build, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
 
 
 _SHORT = reprlib.Repr()

@@ -17,7 +17,7 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import row_strides, whole
 from shardwise.state.files import unreadable
 from shardwise.state.formats.archives import Archive, open_archive, refusal
-from shardwise.state.formats.pickles import Named, Ordered, Persistent, name_of, read_pickle, shown
+from shardwise.state.formats.pickles import Named, Ordered, Persistent, name_of, named, read_pickle, shown
 from shardwise.state.formats.trees import MODELS, flatten, weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
 
@@ -30,19 +30,47 @@ STORAGES = {
 }  # fmt: skip
 """torch's storage classes and the dtype that each stands for."""
 
-_UTILS = "torch._utils."
-_REBUILD = {
-    f"{_UTILS}_rebuild_tensor{version}": width for version, width in (("", (4, 4)), ("_v2", (6, 7)), ("_v3", (7, 8)))
-}
-_WRAP = {f"{_UTILS}_rebuild_parameter", f"{_UTILS}_rebuild_parameter_with_state"}
-_SUBCLASS = "torch._tensor._rebuild_from_type_v2"  # a tensor with Python attributes
+_UTILS = "torch._utils._rebuild_"
 _PLAIN = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"}
 _BYTES = {"torch.storage.UntypedStorage", "torch.UntypedStorage"}
-_VALUES = {  # other values next to weights, which are only reported
-    "collections.OrderedDict", "collections.defaultdict", "torch.Size", "torch.device", "torch.serialization._get_layout",
-    "argparse.Namespace", "builtins.set", "__builtin__.set",
+_KNOWN = {
+    *_PLAIN, *_BYTES, *(f"torch.{name}" for name in (*DTYPE_BYTES, *STORAGES)),
+    # of other values next to weights, which are only reported
+    "torch.device", "torch.serialization._get_layout", "argparse.Namespace", "builtins.set", "__builtin__.set",
 }  # fmt: skip
-_KNOWN = {_SUBCLASS, *_PLAIN, *_BYTES, *_VALUES, *(f"torch.{name}" for name in (*DTYPE_BYTES, *STORAGES))}
+
+
+@dataclass(frozen=True, eq=False)
+class _Strided:
+    """The description of one plain tensor in a pickle: what ``_rebuild_tensor_v3`` is called with."""
+
+    storage: Any = None
+    start: Any = None
+    shape: Any = None
+    strides: Any = None
+    requires_grad: Any = None
+    hooks: Any = None
+    dtype: Any = None  # None: the storage's
+    metadata: Any = None
+
+
+def _with_attributes(function: Any, kind: Any, args: Any, attributes: Any) -> Any:
+    if name_of(kind) not in _PLAIN:
+        raise ValueError(f"a tensor of the class {shown(kind)}")
+    return function(*args)
+
+
+_STAND_INS = {
+    f"{_UTILS}tensor": lambda storage, at, shape, strides: _Strided(storage, at, shape, strides),
+    f"{_UTILS}tensor_v2": lambda storage, at, shape, strides, grad, hooks, metadata=None: _Strided(
+        storage, at, shape, strides, metadata=metadata
+    ),
+    f"{_UTILS}tensor_v3": _Strided,
+    f"{_UTILS}parameter": lambda tensor, *_: tensor,
+    f"{_UTILS}parameter_with_state": lambda tensor, *_: tensor,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    "torch.Size": lambda sizes=(): sizes,
+}
 
 _PICKLE = b"\x80"
 MAX_TENSOR = 1 << 48  # bytes: strides of 0 can claim any size for a few values
@@ -129,7 +157,7 @@ def _content(
     data = archive.small["data.pkl"]
     known = {} if read_before is None else read_before
     if data not in known:
-        known[data] = read_pickle(data, f"{path}: data.pkl", _is_known)
+        known[data] = read_pickle(data, f"{path}: data.pkl", _stand_in)
     return archive, known[data], len(data)
 
 
@@ -148,29 +176,24 @@ def _refuse_other_formats(path: Path) -> None:
         )
 
 
-def _is_known(name: str) -> bool:
-    # Also names for tensors that are not plain, so that the error can name them; nothing is called here.
-    return name in _KNOWN or (name.startswith(f"{_UTILS}_rebuild_") and "." not in name[len(_UTILS) :])
+def _stand_in(name: str) -> Any:
+    # Also for tensors that are not plain, so that the error can name them; nothing is called here.
+    is_known = name in _KNOWN or (name.startswith(_UTILS) and "." not in name[len(_UTILS) :])
+    return _STAND_INS.get(name) or (named(name) if is_known else None)
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Named) and value.name.startswith((_UTILS, _SUBCLASS))
+    return isinstance(value, _Strided) or (isinstance(value, Named) and value.name.startswith(_UTILS))
 
 
-@dataclass(frozen=True)
-class _Strided:
-    """The description of one tensor in a pickle."""
-
-    storage: Any
-    start: Any
-    shape: Any
-    strides: Any
-    dtype: str | None  # None: the storage's
-    metadata: Any
-
-
-def _tensor(archive: Archive, value: Named, name: str) -> FileTensor:
-    told = _unwrapped(archive, value, name)
+def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
+    if isinstance(told, Named):
+        raise CheckpointError(
+            f"{archive.path}: {shown(told)}",
+            why="plain tensors are read; this one is sparse, quantized, nested, sharded or of a class of its own",
+            fix="save it as plain tensors: to_dense(), dequantize(), full_tensor()",
+            name=name,
+        )
     key, dtype, num_storage_bytes = _storage(archive, told, name)
     shape, strides = _counts(told.shape), _counts(told.strides)
     if shape is None or strides is None or len(shape) != len(strides) or not _is_count(told.start):
@@ -203,28 +226,6 @@ def _tensor(archive: Archive, value: Named, name: str) -> FileTensor:
     return FileTensor(shape, dtype, (chunk,))
 
 
-def _unwrapped(archive: Archive, value: Any, name: str) -> _Strided:
-    """The description of the plain tensor inside a parameter or a tensor with attributes."""
-    for _ in range(4):
-        if not isinstance(value, Named):
-            break
-        if value.name in _WRAP and value.args:
-            value = value.args[0]
-        elif value.name == _SUBCLASS and len(value.args) == 4:
-            function, kind, args, _ = value.args
-            if name_of(kind) not in _PLAIN or name_of(function) is None or not isinstance(args, tuple):
-                raise _not_plain(archive, kind, name)
-            value = function(*args)
-    if not isinstance(value, Named) or value.name not in _REBUILD:
-        raise _not_plain(archive, value, name)
-    args, (least, most) = value.args, _REBUILD[value.name]
-    dtype = (name_of(args[6]) or "").removeprefix("torch.") if least == 7 and len(args) >= least else None
-    if not least <= len(args) <= most or (dtype is not None and dtype not in DTYPE_BYTES):
-        raise refusal(archive.path, f"{value.name} of {len(args)} arguments", "torch writes others", name)
-    storage, start, shape, strides = args[:4]
-    return _Strided(storage, start, shape, strides, dtype, args[least] if len(args) > least else None)
-
-
 def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int]:
     """Key of a tensor's storage, the tensor's dtype, and the number of bytes of the storage according to the pickle."""
     id = told.storage.id if isinstance(told.storage, Persistent) else None
@@ -239,10 +240,10 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
     _, kind, key, _, length = id
     home, _, word = (name_of(kind) or "").rpartition(".")
     own = STORAGES.get(word) if home in ("torch", "torch.storage") else None
-    dtype = told.dtype or own
+    dtype = own if told.dtype is None else (name_of(told.dtype) or "").removeprefix("torch.")
     if name_of(kind) in _BYTES:
         own = "uint8"
-    if own is None or dtype is None:
+    if own is None or dtype not in DTYPE_BYTES:
         raise refusal(archive.path, f"a storage of {shown(kind)}", "its dtype cannot be told", name)
     if f"data/{key}" not in archive.records:
         raise refusal(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
@@ -250,8 +251,6 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, Named) and value.name == "torch.Size" and len(value.args) == 1:
-        value = value.args[0]
     if not isinstance(value, tuple | list) or not all(map(_is_count, value)) or len(value) > 64:
         return None
     return tuple(value)
@@ -259,12 +258,3 @@ def _counts(value: Any) -> tuple[int, ...] | None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
-
-
-def _not_plain(archive: Archive, kind: Any, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{archive.path}: {shown(kind)}",
-        why="plain tensors are read; this one is sparse, quantized, nested, sharded or of a class of its own",
-        fix="save it as plain tensors: to_dense(), dequantize(), full_tensor()",
-        name=name,
-    )
