@@ -45,11 +45,11 @@ def load_while_replaced(folder, rank, when, shared):
         model = sw.parallelize(build, world, sharding=sw.Sharding(min_unit_bytes=0))
         kept, calls = files_module.OpenFiles.read, [0]
 
-        def read(self, path, offset, memory):
+        def read(self, path, offset, memory, record=None):
             calls[0] += 1
             if world.rank == rank and calls[0] == when:
                 write(folder, 2.0)
-            kept(self, path, offset, memory)
+            kept(self, path, offset, memory, record)
 
         try:
             with patch.object(files_module.OpenFiles, "read", read):

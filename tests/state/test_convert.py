@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from state.good_sources import Good, make_good
+from state.good_sources import Good, copied, make_good
 from state.sources import loaded, same_bytes
 
 from shardwise.config.keymap import load_map, rules_of
@@ -573,3 +573,19 @@ def test_ties_stay_ties_where_a_map_reorders_their_rows(tmp_path):
 def test_a_torch_file_is_not_called_as_a_safetensors_file(tmp_path):
     with pytest.raises(ConfigError, match="readers take a file of that name for safetensors"):
         Conversion(source=tmp_path / "a.pt", dest=tmp_path / "b.safetensors", to="torch")
+
+
+@pytest.mark.parametrize("dtype", [None, "float64"])
+@pytest.mark.parametrize("kind", ["torch_file", "dcp"])
+@pytest.mark.parametrize("name", ["a.weight", "b.weight", "c.weight", "f.turned", "g.ids"])
+def test_a_flipped_bit_in_a_value_is_refused_by_name(good, tmp_path, kind, name, dtype):
+    path = copied(getattr(good, kind), tmp_path)
+    chunk = open_source(path).tensors[name].chunks[-1]
+    data = bytearray(chunk.file.read_bytes())
+    data[chunk.offset + 5] ^= 16
+    chunk.file.write_bytes(data)
+    for blocks in (block_copy.BUFFER, 40):
+        with patch.object(block_copy, "BUFFER", blocks), pytest.raises(CheckpointError, match="checksum") as caught:
+            convert(Conversion(source=path, dest=tmp_path / "out", to="hf", dtype=dtype))
+        assert caught.value.name == name and str(chunk.file) in str(caught.value)
+    assert os.listdir(tmp_path) == [path.name]

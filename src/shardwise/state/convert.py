@@ -24,7 +24,7 @@ from shardwise.state.integrity.manifest import step_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.source import open_source
 from shardwise.state.staging import Staged, sync_folder
-from shardwise.state.stored import Source, refuse_changed
+from shardwise.state.stored import Source, compare_sums, refuse_changed
 from shardwise.state.targets import (
     ConversionPlan,
     plan_checkpoint,
@@ -83,8 +83,11 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
     result = staged.path / job.dest.name if job.is_file else staged.path
     try:
         with VerifiedFiles(todo.verified) as reader:
+            reader.sums = {}  # everything is read in order, so its checksums are compared on the way
             with BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path) as copying:
                 copying.values(reader, progress)
+                compare_sums({item.source: item.stored for item in todo.items}, reader)
+                reader.sums = None
                 copying.rest()
             refuse_changed(item.stored for item in todo.items)
             if job.verify:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.errors import CheckpointError
-from shardwise.state.files import Stamp, stamp_of, unreadable
+from shardwise.state.files import Record, Stamp, stamp_of, unreadable
 
 __all__ = ["Archive", "FileSlice", "open_archive", "refusal"]
 
@@ -25,12 +25,12 @@ _SUMS_BEHIND = 0x8  # flag: a record's checksum follows its bytes
 
 @dataclass(frozen=True)
 class Archive:
-    """The records of an archive by name, without the folder that all of its names begin with: where their bytes are in
-    the file, how many, and their checksum. ``small``: the content of those that describe the others."""
+    """The records of an archive by name, without the folder that all of its names begin with. ``small``: the content of
+    those that describe the others."""
 
     path: Path
     stamp: Stamp
-    records: Mapping[str, tuple[int, int, int]]
+    records: Mapping[str, Record]
     small: Mapping[str, bytes]
 
 
@@ -96,16 +96,16 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
 
 def _records(
     path: Path, archive: zipfile.ZipFile, file: BinaryIO, begin: int
-) -> tuple[dict[str, tuple[int, int, int]], dict[str, bytes]]:
+) -> tuple[dict[str, Record], dict[str, bytes]]:
     """The records of an archive that begins at ``begin`` of the file, and the content of the small ones."""
-    records: dict[str, tuple[int, int, int]] = {}
+    records: dict[str, Record] = {}
     small: dict[str, bytes] = {}
     home = next((entry.filename.partition("/")[0] for entry in archive.infolist()), "")
     for entry in archive.infolist():
         folder, _, name = entry.filename.partition("/")
         if folder != home or not name or name in records:
             raise refusal(path, f"the record {entry.filename}", "it is there twice, or beside torch's folder")
-        records[name] = begin + _begin_of(path, archive, file, entry), entry.file_size, entry.CRC
+        records[name] = Record(path, begin + _begin_of(path, archive, file, entry), entry.file_size, entry.CRC)
         if name in SMALL:
             if entry.file_size > MAX_SMALL:
                 raise refusal(path, f"the record {name} of {entry.file_size} bytes", f"at most {MAX_SMALL} are read")

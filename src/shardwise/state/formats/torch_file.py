@@ -206,7 +206,7 @@ def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
             fix="save tensor.resolve_conj().resolve_neg() instead",
             name=name,
         )
-    width, (offset, num_bytes, _) = DTYPE_BYTES[dtype], archive.records[f"data/{key}"]
+    width, (_, offset, num_bytes, crc) = DTYPE_BYTES[dtype], archive.records[f"data/{key}"]
     last = told.start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = (last + 1 if math.prod(shape) else told.start) * width
     if end > min(num_bytes, num_storage_bytes):
@@ -220,9 +220,9 @@ def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
         raise refusal(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
     own = row_strides(shape)
     lies_in_rows = all(a == b or size <= 1 for a, b, size in zip(strides, own, shape, strict=True))
-    chunk = Chunk(
-        whole(shape), archive.path, archive.stamp, offset + told.start * width, None if lies_in_rows else strides
-    )
+    own_order = None if lies_in_rows else strides
+    record = archive.records[f"data/{key}"] if crc else None  # 0: torch computed none
+    chunk = Chunk(whole(shape), archive.path, archive.stamp, offset + told.start * width, own_order, record)
     return FileTensor(shape, dtype, (chunk,))
 
 
