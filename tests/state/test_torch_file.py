@@ -5,6 +5,7 @@ import json
 import pickle
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,6 +167,26 @@ def test_a_wrong_length_in_the_header_of_a_record_is_refused(tmp_path, summed):
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match="a/data/0"):
             open_source(path)
+
+
+def test_records_that_overlap_are_refused(tmp_path):
+    """One in the bytes of another, with a header of its own and the right checksum."""
+    torch.save({"a": torch.zeros(64), "b": torch.zeros(2)}, tmp_path / "a.pt")
+    inner = zipfile.ZipInfo("a/data/1")
+    inner.file_size = inner.compress_size = 8
+    inner.CRC = zlib.crc32(bytes(8))
+    data = inner.FileHeader() + bytes(8)
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist() if name != "a/data/1"}
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        for name, values in records.items():
+            archive.writestr(name, data.ljust(256, b"x") if name == "a/data/0" else values)
+        outer = archive.getinfo("a/data/0")
+        inner.header_offset = outer.header_offset + len(outer.FileHeader())
+        archive.filelist.append(inner)
+    assert torch.load(tmp_path / "b.pt", weights_only=True, mmap=True)["b"].tolist() == [0, 0]
+    with pytest.raises(CheckpointError, match=r"data/1\n.*overlaps"):
+        open_source(tmp_path / "b.pt")
 
 
 def test_the_old_format_is_refused_with_the_way_out(tmp_path):

@@ -113,6 +113,11 @@ def _records(
             # 0: torch computed none (torch.serialization.set_crc32_options).
             if len(small[name]) != entry.file_size or entry.CRC not in (0, zlib.crc32(small[name])):
                 raise refusal(path, f"the record {name}", "its bytes do not have the archive's checksum for it")
+    end = 0
+    for name, record in sorted(records.items(), key=lambda item: item[1].offset):
+        if record.offset < end:
+            raise refusal(path, f"the record {name}", "it overlaps the one before it")
+        end = record.offset + record.size
     return records, small
 
 
