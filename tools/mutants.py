@@ -2113,6 +2113,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "a checkpoint with a flipped bit is loaded",
     ),
     Mutant(
+        "sums-of-torch-files-not-compared",
+        "if end == record.offset + record.size and crc != record.crc:",
+        "if end == record.offset + record.size and crc < 0:",
+        "tests/state/test_convert.py tests/state/test_load.py -k flipped_bit",
+        "a torch file or a DCP directory with a flipped bit is loaded",
+    ),
+    Mutant(
+        "records-that-overlap",
+        "if record.offset < end:",
+        "if record.offset < 0:",
+        "tests/state/test_torch_file.py -k overlap",
+        "values of one tensor are read as those of another",
+    ),
+    Mutant(
+        "half-conversions-stay",
+        "    finally:\n        staged.close()\n\n\n@dataclass(frozen=True)\nclass _ConversionJob",
+        "    finally:\n        pass\n\n\n@dataclass(frozen=True)\nclass _ConversionJob",
+        "tests/state/test_convert.py -k stopped",
+        "a stopped conversion leaves as many bytes as the model has",
+    ),
+    Mutant(
         "named-before-it-is-on-disk",
         'sync_folder(self.root)\n            at_fault_point("durable")',
         'at_fault_point("durable")',

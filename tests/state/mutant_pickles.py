@@ -17,12 +17,13 @@ __all__ = [
     "chunks_that_do_not_tile",
     "dcp_that_runs_code",
     "memo_bombs",
+    "replace_pickle",
     "storages_out_of_range",
     "torch_file_that_runs_code",
 ]
 
 
-def _rezip(path: Path, pickled: bytes) -> None:
+def replace_pickle(path: Path, pickled: bytes) -> None:
     """The archive with another pickle, its checksum right."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
@@ -88,7 +89,7 @@ def _with_payload(data: bytes, rng: random.Random, payload: bytes) -> bytes:
 def torch_file_that_runs_code(rng: random.Random, good: Good, place: Path) -> Path:
     path = copied(rng.choice([good.torch_file, good.torch_folder]), place)
     file = path if path.is_file() else rng.choice(sorted(path.glob("*.bin")))
-    _rezip(file, _with_payload(_pickle_of(file), rng, _payload(rng, good.marker)))
+    replace_pickle(file, _with_payload(_pickle_of(file), rng, _payload(rng, good.marker)))
     if rng.random() < 0.2:
         file.write_bytes(_with_payload(b"\x80\x02}.", rng, _payload(rng, good.marker)))  # a bare pickle
     return path
@@ -137,7 +138,7 @@ def memo_bombs(rng: random.Random, good: Good, place: Path) -> Path:
     if path.is_dir():
         (path / ".metadata").write_bytes(b"\x80\x04" + _bomb(rng))
     else:
-        _rezip(path, b"\x80\x02" + _bomb(rng))
+        replace_pickle(path, b"\x80\x02" + _bomb(rng))
     return path
 
 
@@ -176,7 +177,7 @@ def storages_out_of_range(rng: random.Random, good: Good, place: Path) -> Path:
     target = io.BytesIO()
     wrong = _Rebuilt(_Storage(torch.FloatStorage, key, length), start, shape, strides, False, {})
     _Pickler(target, protocol=2).dump({rng.choice(list(good.tensors)): wrong})
-    _rezip(path, target.getvalue())
+    replace_pickle(path, target.getvalue())
     return path
 
 

@@ -134,11 +134,11 @@ def fail_to_read(name, source, rank, shared):
     with world:
         kept, calls = files_module.OpenFiles.read, [0]
 
-        def broken(self, path, offset, memory):
+        def broken(self, path, offset, memory, record=None):
             calls[0] += 1
             if world.rank == rank and calls[0] == 3:
                 raise sw.CheckpointError(f"the file {path}", why="reading failed: Input/output error", fix="none")
-            kept(self, path, offset, memory)
+            kept(self, path, offset, memory, record)
 
         files_module.OpenFiles.read = broken
         told = []
@@ -170,17 +170,33 @@ def test_a_read_that_fails_half_way_is_told_on_every_rank_and_the_model_is_not_u
     equal(answers[0][1], expected)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["conv", "odd"])
+def test_a_flipped_bit_in_a_torch_file_is_refused_by_name_on_every_rank(ranks, tmp_path, name, shared):
+    """Also where no rank reads the tensor in one piece, and the model is not used with it."""
+    path, expected = tmp_path / "a.pt", plain(name, 1).state_dict()
+    torch.save(expected, path)
+    assert ranks.run(load, 2, name, "dp_shard=2", path, shared_files=shared)[0][0].num_bytes
+    tensors, data = open_source(path).tensors, path.read_bytes()
+    for victim in (next(iter(tensors)), max(tensors, key=lambda each: tensors[each].numel)):
+        changed = bytearray(data)
+        changed[tensors[victim].chunks[0].offset] ^= 1
+        path.write_bytes(changed)
+        for error, _ in ranks.run(load, 2, name, "dp_shard=2", path, shared_files=shared):
+            assert "checksum" in str(error) and victim in str(error) and str(path) in str(error)
+
+
 def load_less_after_failing(name, source, less, init):
     """The second load does not bring what the first had begun to write."""
     model, world = sharded(name, "dp_shard=2", init)
     with world:
         kept, calls = files_module.OpenFiles.read, [0]
 
-        def broken(self, path, offset, memory):
+        def broken(self, path, offset, memory, record=None):
             calls[0] += 1
             if calls[0] == 4:
                 raise sw.CheckpointError(f"the file {path}", why="reading failed: Input/output error", fix="none")
-            kept(self, path, offset, memory)
+            kept(self, path, offset, memory, record)
 
         files_module.OpenFiles.read = broken
         try:
@@ -649,11 +665,11 @@ def load_the_body_after_failing(folder):
         model = sw.parallelize(Headed(), world, sharding=EVERY)
         kept, calls = files_module.OpenFiles.read, [0]
 
-        def broken(self, path, offset, memory):
+        def broken(self, path, offset, memory, record=None):
             calls[0] += 1
             if calls[0] == 4:
                 raise OSError("gone")
-            kept(self, path, offset, memory)
+            kept(self, path, offset, memory, record)
 
         with patch.object(files_module.OpenFiles, "read", broken), pytest.raises(sw.CheckpointError, match="gone"):
             sw.load_weights(model, f"{folder}/new.safetensors")

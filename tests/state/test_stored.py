@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, runs, whole
 from shardwise.state import stored as stored_module
-from shardwise.state.files import OpenFiles
-from shardwise.state.stored import Chunk, FileTensor, InMemoryTensor
+from shardwise.state.files import OpenFiles, Record
+from shardwise.state.stored import Chunk, FileTensor, InMemoryTensor, compare_sums
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.uint8, torch.complex64])
@@ -144,3 +144,20 @@ def test_any_box_of_any_chunks_is_what_slicing_gives(tmp_path_factory, data, cas
         InMemoryTensor.of(tensor).read(box, held, files)
     assert torch.equal(out, tensor[index_of(box)].to(out_dtype))
     assert torch.equal(held, tensor[index_of(box)])
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=30), st.integers(1, 8))
+def test_ranks_share_the_records_to_compare_by_their_bytes(sizes, num_ranks):
+    ends = list(itertools.accumulate(sizes))
+    records = [Record(Path("a"), end - size, size, 1) for end, size in zip(ends, sizes, strict=True)]
+    tensors = {
+        str(number): FileTensor((1,), "uint8", (Chunk(whole((1,)), Path("a"), (0, 0, 0), 0, None, record),))
+        for number, record in enumerate([*records, records[0]])  # two tensors in one record
+    }
+    shares = []
+    for rank in range(num_ranks):
+        shares.append([])
+        with OpenFiles() as files, patch.object(files, "compare", shares[-1].append):
+            compare_sums(tensors, files, rank, num_ranks)
+    assert [record for share in shares for record in share] == records
+    assert all(sum(record.size for record in share) <= ends[-1] / num_ranks + max(sizes) for share in shares)

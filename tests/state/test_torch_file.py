@@ -4,11 +4,14 @@ import collections
 import json
 import pickle
 import warnings
+import zipfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from state.mutant_pickles import replace_pickle
 from state.sources import Runs, loaded, same_bytes
 from torch import nn
 
@@ -145,6 +148,47 @@ def test_what_is_not_plain_is_refused_by_name(tmp_path):
         assert caught.value.name == "layer.weight" or "torch." in caught.value.given
 
 
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_wrong_length_in_the_header_of_a_record_is_refused(tmp_path, summed):
+    """Values would be read from another place, and without checksums nothing else would say so."""
+    path = tmp_path / "a.pt"
+    torch.serialization.set_crc32_options(summed)
+    try:
+        torch.save({"w": torch.randn(64)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    check_against_torch(path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        at = archive.getinfo("a/data/0").header_offset
+    for bit in range(7):
+        changed = bytearray(data)
+        changed[at + 28] ^= 1 << bit
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="a/data/0"):
+            open_source(path)
+
+
+def test_records_that_overlap_are_refused(tmp_path):
+    """One in the bytes of another, with a header of its own and the right checksum."""
+    torch.save({"a": torch.zeros(64), "b": torch.zeros(2)}, tmp_path / "a.pt")
+    inner = zipfile.ZipInfo("a/data/1")
+    inner.file_size = inner.compress_size = 8
+    inner.CRC = zlib.crc32(bytes(8))
+    data = inner.FileHeader() + bytes(8)
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist() if name != "a/data/1"}
+    with zipfile.ZipFile(tmp_path / "b.pt", "w") as archive:
+        for name, values in records.items():
+            archive.writestr(name, data.ljust(256, b"x") if name == "a/data/0" else values)
+        outer = archive.getinfo("a/data/0")
+        inner.header_offset = outer.header_offset + len(outer.FileHeader())
+        archive.filelist.append(inner)
+    assert torch.load(tmp_path / "b.pt", weights_only=True, mmap=True)["b"].tolist() == [0, 0]
+    with pytest.raises(CheckpointError, match=r"data/1\n.*overlaps"):
+        open_source(tmp_path / "b.pt")
+
+
 def test_the_old_format_is_refused_with_the_way_out(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"before 1\.6") as caught:
@@ -171,6 +215,20 @@ def test_a_pickle_that_runs_code_is_refused_by_name_and_not_run(tmp_path):
     with pytest.raises(CheckpointError, match="bare pickle"):
         open_source(tmp_path / "bare.pt")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)),  # 2^60 values to hash, of which each is stored once
+        b")" + b"\x85" * 1_000_000,  # too deep for the stack of the processor
+    ],
+)
+def test_a_key_that_would_never_be_hashed_is_refused_at_once(tmp_path, key):
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    replace_pickle(tmp_path / "a.pt", b"\x80\x02}(" + key + b"Nu.")
+    with pytest.raises(CheckpointError, match="a tuple as a key"):
+        open_source(tmp_path / "a.pt")
 
 
 def test_a_class_of_the_users_own_is_refused_by_name(tmp_path):

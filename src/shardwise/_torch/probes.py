@@ -98,6 +98,7 @@ PROBES = (
     Probe("torch.distributed._composable.replicate", ("DDP",)),
     Probe("torch.distributed._functional_collectives", words=("_c10d_functional",)),
     Probe("torch.distributed.device_mesh:DeviceMesh", ("_get_root_mesh",)),
+    Probe("torch.distributed.checkpoint.filesystem", ("_StorageInfo",)),
     Probe("torch.distributed.tensor:DTensor", ("_op_dispatcher", "_local_tensor")),
     Probe("torch.distributed.tensor._dispatch", words=("_custom_op_handlers", "sharding_propagator")),
     Probe("torch._ops", words=("_schema", "is_view")),

@@ -2,7 +2,6 @@
 before torch is imported."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +40,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--map", metavar="M", help="rename tensors: a map by its name (below), or a YAML file of rules")
     parser.add_argument("--config", metavar="FILE", help="the model's config.json for --map, if it is not next to SRC")
     parser.add_argument("--verify", action="store_true", help="compare every tensor with the source before DST appears")
-    parser.add_argument(
-        "--fresh", action="store_true", help="start from the beginning; default: continue a killed conversion"
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     parser.usage = "shardwise convert SRC DST [--to KIND] [--dtype D] [--map M] [--verify] ..."
 
@@ -74,16 +70,11 @@ def run(args: argparse.Namespace) -> int:
         rules=load_map(args.map) if args.map else (),
         config=Path(args.config) if args.config else None,
         verify=args.verify,
-        fresh=args.fresh,
         overwrite=args.overwrite,
     )
     engine = import_frozen("shardwise.state.convert")
-    try:
-        with _Bar() as bar:
-            done = engine.convert(job, bar.show)
-    except KeyboardInterrupt:
-        print("stopped; the same command continues where it was", file=sys.stderr)
-        raise
+    with _Bar() as bar:
+        done = engine.convert(job, bar.show)
     print(_report(done, args))
     return 0
 
@@ -91,14 +82,13 @@ def run(args: argparse.Namespace) -> int:
 def _report(done: "Converted", args: argparse.Namespace) -> str:
     from shardwise.recipe import human_bytes
 
-    copied = done.num_bytes - done.num_resumed
-    speed = f", {human_bytes(int(copied / done.seconds))}/s" if copied > 1 << 20 and done.seconds else ""
+    speed = (
+        f", {human_bytes(int(done.num_bytes / done.seconds))}/s" if done.num_bytes > 1 << 20 and done.seconds else ""
+    )
     lines = [
         f"{done.kind} {args.source} -> {args.dest}: {done.num_tensors} tensors, {human_bytes(done.num_bytes)} in "
         f"{done.num_files} file{'s' if done.num_files > 1 else ''}, {done.seconds:.1f} s{speed}"
     ]
-    if done.num_resumed:
-        lines.append(f"  went on where it was: {human_bytes(done.num_resumed)} were there already")
     if args.verify:
         lines.append("  every tensor compared with the source: equal")
     return "\n".join([*lines, *(f"  {note}" for note in done.notes)])

@@ -38,7 +38,6 @@ class Conversion:
         rules: rules of a key map.
         config: the model's configuration, if it is not next to the source.
         verify: whether every tensor is compared with the source before the result is moved to its place.
-        fresh: whether an earlier attempt is discarded.
         overwrite: whether an existing ``dest`` is replaced.
 
     Raises:
@@ -54,7 +53,6 @@ class Conversion:
     rules: tuple[Rule, ...] = ()
     config: Path | None = None
     verify: bool = False
-    fresh: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:

@@ -5,19 +5,18 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import blocks
 from shardwise.state.converted import ConvertedTensor
-from shardwise.state.files import BUFFER, OpenFiles
+from shardwise.state.files import BUFFER
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.integrity.sums import Sums
-from shardwise.state.journal import Workplace
 from shardwise.state.targets import ConversionPlan, Fixed
 from shardwise.state.writing import reserve, write_at
 
@@ -36,15 +35,15 @@ class BlockCopy:
         plan: of the files.
         items: the tensors that the plan's pieces are parts of.
         sidecars: further files: name -> content.
-        work: the folder they are written to, and what an earlier attempt has done there.
+        folder: where they are written.
     """
 
     def __init__(
-        self, plan: ConversionPlan, items: Sequence[ConvertedTensor], sidecars: Mapping[str, bytes], work: Workplace
+        self, plan: ConversionPlan, items: Sequence[ConvertedTensor], sidecars: Mapping[str, bytes], folder: Path
     ):
-        self._plan, self._sidecars, self._work = plan, sidecars, work
+        self._plan, self._sidecars, self._folder = plan, sidecars, folder
         self._items = {item.name: item for item in items}
-        self._sums = dict(work.done)  # number of a piece -> the CRC-32 of its bytes so far
+        self._sums = [0] * len(plan.pieces)  # the CRC-32 of the bytes of each so far
         self._checksums = Sums() if plan.manifest is not None else None
         self._open: dict[str, int] = {}  # open files: name -> descriptor
 
@@ -52,11 +51,11 @@ class BlockCopy:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._work.close_files(self._open.values())
+        for descriptor in self._open.values():
+            os.close(descriptor)
 
     def values(self, reader: VerifiedFiles, progress: Progress) -> None:
-        """Writes every piece that is missing; all are on disk on return. A block is read into one buffer while the one
-        before it is written from the other.
+        """Writes every piece. A block is read into one buffer while the one before it is written from the other.
 
         Raises:
             CheckpointError: the source cannot be read, or fails its checksums.
@@ -65,15 +64,12 @@ class BlockCopy:
         plan = self._plan
         for name, size in plan.files.items():
             reserve(self._file(name), size)
-        total = sum(piece.num_bytes for piece in plan.pieces)
-        done = sum(plan.pieces[number].num_bytes for number in self._work.done)
+        done, total = 0, sum(piece.num_bytes for piece in plan.pieces)
         progress("converting", done, total)
         buffers = [torch.empty(BUFFER, dtype=torch.uint8) for _ in range(2)]
         with ThreadPoolExecutor(1) as writer:
             written: Future[None] | None = None
             for number, piece in enumerate(plan.pieces):
-                if number in self._work.done:
-                    continue
                 position = 0
                 for box in blocks(piece.box, BUFFER // DTYPE_BYTES[piece.dtype]):
                     memory = self._items[piece.name].block(box, buffers[0], reader).numpy().data
@@ -85,7 +81,6 @@ class BlockCopy:
                     progress("converting", done, total)
             if written is not None:
                 written.result()
-        self._work.sync()
 
     def _write(self, number: int, memory: memoryview, position: int) -> None:
         """Writes a block of a piece; runs in the writer thread."""
@@ -93,21 +88,18 @@ class BlockCopy:
         if self._checksums is not None:
             self._checksums.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, memory)
         if self._plan.summed:
-            self._sums[number] = zlib.crc32(memory, self._sums.get(number, 0))
+            self._sums[number] = zlib.crc32(memory, self._sums[number])
         write_at(self._file(piece.file), memory, piece.offset + position)
-        if position + len(memory) == piece.num_bytes:
-            self._work.note(number, self._sums.get(number, 0), self._file(piece.file), piece.num_bytes)
 
     def rest(self) -> None:
         """Writes headers, indices and further files, and a manifest last. All of it is on disk on return.
 
         Raises:
-            CheckpointError: what an earlier attempt wrote has changed since.
             OSError: a file cannot be written.
         """
         for name, data in self._sidecars.items():
             os.ftruncate(self._file(name), len(data))
-        fixed = self._plan.finish([self._sums.get(number, 0) for number in range(len(self._plan.pieces))])
+        fixed = self._plan.finish(self._sums)
         fixed += [Fixed(name, 0, data) for name, data in self._sidecars.items()]
         for part in fixed:
             write_at(self._file(part.file), memoryview(part.data), part.offset)
@@ -122,39 +114,18 @@ class BlockCopy:
         sizes = {**self._plan.files, **{name: len(data) for name, data in self._sidecars.items()}}
         for part in fixed:
             sums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
-        self._sum_done(sums)
         return sizes, sums
-
-    def _sum_done(self, sums: Sums) -> None:
-        """Reads again what an earlier attempt wrote, and adds its checksums, which ended with that process."""
-        memory = memoryview(bytearray(BUFFER))
-        with OpenFiles() as files:
-            for number, checksum in self._work.done.items():
-                piece, found = self._plan.pieces[number], 0
-                for position in range(0, piece.num_bytes, BUFFER):
-                    part = memory[: min(BUFFER, piece.num_bytes - position)]
-                    files.read(self._work.files / piece.file, piece.offset + position, part)
-                    sums.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, part)
-                    found = zlib.crc32(part, found)
-                if found != checksum:
-                    raise CheckpointError(
-                        f"converting to {self._work.dest}: {piece.file}",
-                        why="what an earlier attempt wrote there is no longer what it was",
-                        fix="look at the disk, and add --fresh to start from the beginning",
-                        name=piece.name,
-                    )
 
     def _file(self, name: str, flags: int = 0) -> int:
         """A descriptor of a file of the result, which is made if missing; closes the oldest if too many are open."""
         if name not in self._open:
             if len(self._open) >= _MAX_OPEN:
                 self._shut(next(iter(self._open)))
-            path = self._work.files / name
+            path = self._folder / name
             self._open[name] = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
         return self._open[name]
 
     def _shut(self, name: str) -> None:
         """Closes a file after syncing it to disk."""
-        self._work.sync()  # the journal knows files by their descriptors
         os.fsync(self._open[name])
         os.close(self._open.pop(name))

@@ -1,28 +1,30 @@
 """Converts weights between formats: plans all files, copies values block by block, then moves the result to its place.
 
-Memory use is a few buffers of 8 MiB and the list of tensors, whatever the model. A conversion that was killed continues
-where it was (:mod:`shardwise.state.journal`), and nothing appears at the destination before all of it is on disk.
+Memory use is a few buffers of 8 MiB and the list of tensors, whatever the model. Nothing appears at the destination
+before all of it is on disk; what a killed conversion leaves beside it is removed by the next one.
 """
 
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardwise.config.conversion import Conversion
 from shardwise.errors import CheckpointError
 from shardwise.state.block_copy import BlockCopy, Progress
 from shardwise.state.compare import compare, forget_pages
-from shardwise.state.converted import ConvertedTensor, config_of, converted_tensors, places_of, ties_among
+from shardwise.state.converted import ConvertedTensor, config_of, converted_tensors, ties_among
 from shardwise.state.destination import check_destination
 from shardwise.state.file_layout import SHARD_BYTES
 from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.integrity.manifest import step_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
-from shardwise.state.journal import Workplace, fingerprint_of
 from shardwise.state.source import open_source
-from shardwise.state.stored import Source, refuse_changed
+from shardwise.state.staging import Staged, sync_folder
+from shardwise.state.stored import Source, compare_sums, refuse_changed
 from shardwise.state.targets import (
     ConversionPlan,
     plan_checkpoint,
@@ -43,7 +45,6 @@ class Converted:
     num_tensors: int
     num_files: int
     num_bytes: int
-    num_resumed: int
     seconds: float
     notes: tuple[str, ...]
 
@@ -62,43 +63,45 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
     source = open_source(job.source)
     todo = _planned(job, source)
     try:
-        job.dest.parent.mkdir(parents=True, exist_ok=True)
-        resumed, notes = _put_together(job, todo, progress)
+        _put_together(job, todo, progress)
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(
             f"converting to {job.dest}",
             why=f"writing failed: {error.strerror or error}",
-            fix="free space, or name a place that can be written; the same command then continues where it was",
+            fix="free space, or name a place that can be written",
         ) from error
     seconds = time.perf_counter() - begin
     num_files, num_bytes = len(todo.plan.files), todo.plan.num_bytes
-    return Converted(source.kind, len(todo.items), num_files, num_bytes, resumed, seconds, (*todo.notes, *notes))
+    return Converted(source.kind, len(todo.items), num_files, num_bytes, seconds, tuple(todo.notes))
 
 
-def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -> tuple[int, list[str]]:
-    """Writes the result next to its place and moves it there; returns the bytes that an earlier attempt had written,
-    and notes."""
-    single = job.dest.name if job.is_file else None
-    fingerprint = todo.fingerprint(job)
-    with Workplace(job.dest, fingerprint, fresh=job.fresh) as work, VerifiedFiles(todo.verified) as reader:
-        work.trust({number: piece.file for number, piece in enumerate(todo.plan.pieces)}, todo.plan.files)
-        resumed = sum(todo.plan.pieces[piece].num_bytes for piece in work.done)
-        try:
-            with BlockCopy(todo.plan, todo.items, todo.sidecars, work) as copying:
+def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -> None:
+    """Writes the result next to its place and moves it there."""
+    staged = Staged(Path(os.path.abspath(job.dest)))  # absolute: "." has no name
+    result = staged.path / job.dest.name if job.is_file else staged.path
+    try:
+        with VerifiedFiles(todo.verified) as reader:
+            reader.sums = {}  # everything is read in order, so its checksums are compared on the way
+            with BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path) as copying:
                 copying.values(reader, progress)
+                compare_sums({item.source: item.stored for item in todo.items}, reader)
+                reader.sums = None
                 copying.rest()
-        except OSError:
-            work.discard_if_empty()
-            raise
-        refuse_changed(item.stored for item in todo.items)
-        if job.verify:
-            forget_pages(work.files / name for name in todo.plan.files)
-            compare(work.files / (single or ""), todo.items, reader, progress)
             refuse_changed(item.stored for item in todo.items)
-        work.commit(single)
-        return resumed, work.notes
+            if job.verify:
+                forget_pages(staged.path / name for name in todo.plan.files)
+                compare(result, todo.items, reader, progress)
+                refuse_changed(item.stored for item in todo.items)
+        check_destination(job.source, job.dest, is_file=job.is_file, overwrite=job.overwrite)  # as long as it took
+        if job.is_file:
+            os.replace(result, staged.dest)
+        else:
+            staged.move(keeps_others=False)
+        sync_folder(staged.dest.parent)
+    finally:
+        staged.close()
 
 
 @dataclass(frozen=True)
@@ -110,12 +113,6 @@ class _ConversionJob:
     sidecars: Mapping[str, bytes]
     notes: list[str]
     verified: VerifiedCheckpoint | None
-
-    def fingerprint(self, job: Conversion) -> str:
-        """A text that changes if anything of this changes, or a file of the source."""
-        tensors = [(item.source, item.name, places_of(item.stored)) for item in self.items]
-        files = sorted(self.plan.files.items()), sorted(self.sidecars.items())
-        return fingerprint_of((job.to, job.dest.name, files, self.plan.pieces, tensors))
 
 
 def _planned(job: Conversion, source: Source) -> _ConversionJob:

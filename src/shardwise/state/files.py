@@ -1,16 +1,19 @@
-"""Reads files at offsets: descriptors are kept open, a read is complete or an error, one buffer is shared."""
+"""Reads files at offsets: descriptors are kept open, a read is complete or an error, one buffer is shared. Records that
+come with a checksum are compared with it."""
 
 import errno
 import os
+import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["BUFFER", "OpenFiles", "Stamp", "stamp_of", "unreadable"]
+__all__ = ["BUFFER", "OpenFiles", "Record", "Stamp", "stamp_of", "unreadable"]
 
 BUFFER = 8 << 20  # bytes of the buffer for values that cannot be read or written directly
+SUMMED = 512 << 10  # bytes read, then summed: with more, the first would have left the processor's cache
 _MAX_OPEN = 64
 
 
@@ -32,15 +35,27 @@ def stamp_of(path: Path) -> Stamp:
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
+class Record(NamedTuple):
+    """Bytes of a file with a checksum, the CRC-32 of all of them."""
+
+    file: Path
+    offset: int
+    size: int
+    crc: int
+
+
 class OpenFiles:
     """Reads parts of files and keeps the files open; a context manager that closes them.
 
     Attributes:
         num_bytes: bytes read so far, to check the promise that a rank reads only its own pieces.
+        sums: of records that are read from their beginning on, in order: how far, and the checksum so far; None: those
+            that read do not do so.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self.sums: dict[Record, tuple[int, int]] | None = None
         self._open: dict[Path, int] = {}
         self._scratch = memoryview(bytearray(0))
 
@@ -56,11 +71,11 @@ class OpenFiles:
             os.close(self._open.popitem()[1])
         self._scratch = memoryview(bytearray(0))
 
-    def read(self, path: Path, offset: int, memory: memoryview) -> None:
-        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
+    def read(self, path: Path, offset: int, memory: memoryview, record: Record | None = None) -> None:
+        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on, which are in ``record``.
 
         Raises:
-            CheckpointError: the file cannot be read, or is too short.
+            CheckpointError: the file cannot be read, or is too short; or the record ends, and fails its checksum.
         """
         done = 0
         try:
@@ -77,6 +92,27 @@ class OpenFiles:
                 fix="look whether another program writes it, or copy it here again",
             ) from error
         self.num_bytes += len(memory)
+        if record is not None and self.sums is not None:
+            end, crc = self.sums.get(record, (record.offset, 0))
+            if end == offset:
+                self.sums[record] = end, crc = offset + len(memory), zlib.crc32(memory, crc)
+                if end == record.offset + record.size and crc != record.crc:
+                    raise CheckpointError(
+                        f"the file {path}: {record.size} bytes at {record.offset}",
+                        why="they do not have the checksum that the file names",
+                        fix="copy the file again, or save it again: it is damaged",
+                    )
+
+    def compare(self, record: Record) -> None:
+        """Reads a record, or what is left of it, and compares its checksum.
+
+        Raises:
+            CheckpointError: it cannot be read, or fails its checksum.
+        """
+        self.sums = {} if self.sums is None else self.sums
+        begin, end = self.sums.get(record, (record.offset, 0))[0], record.offset + record.size
+        for offset in range(begin, end, SUMMED):
+            self.read(record.file, offset, self.scratch(min(SUMMED, end - offset)), record)
 
     def scratch(self, num_bytes: int) -> memoryview:
         """A buffer of that size; the next call returns the same memory again."""

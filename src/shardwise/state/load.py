@@ -7,6 +7,7 @@ read that fails after that leaves a model that refuses to be used until it is lo
 import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from shardwise.parallel.copies import Sums, sums_of_copies, unequal
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
 from shardwise.state.extra import set_extra_states
+from shardwise.state.files import OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
 from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.own_load import give_attributes
 from shardwise.state.report import LoadReport
+from shardwise.state.stored import compare_sums
 from shardwise.world.collectively import collectively
 
 __all__ = ["load_by", "load_weights"]
@@ -110,11 +113,14 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     local = runtime.local_tensors()
 
     def read() -> Sums:
-        for name, stored in plan.tensors.items():
-            with errors_about(name):
-                for piece, part in runtime.parts(name, local[name]):
-                    stored.read(piece.box, part, files)
-        attributes.update(plan.own.attributes(files) if plan.own is not None else {})
+        with ThreadPoolExecutor(1) as aside, OpenFiles() as others:
+            compared = aside.submit(compare_sums, plan.tensors, others, world.rank, world.size)
+            for name, stored in plan.tensors.items():
+                with errors_about(name):
+                    for piece, part in runtime.parts(name, local[name]):
+                        stored.read(piece.box, part, files)
+            attributes.update(plan.own.attributes(files) if plan.own is not None else {})
+            compared.result()
         plan.refuse_changed_files()  # all ranks made their plan before this: all have read one version
         return sums_of_copies(runtime, {name: local[name] for name in plan.tensors})
 
@@ -157,6 +163,7 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
             raise problems[0]
         found = plan.own.attributes(files) if plan is not None and plan.own is not None else {}
         if plan is not None:
+            compare_sums(plan.tensors, files)
             plan.refuse_changed_files()
         return found
 

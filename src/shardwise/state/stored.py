@@ -15,16 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, errors_about
 from shardwise.model import dtype_name, dtype_of
 from shardwise.model.tensors import bytes_of
 from shardwise.recipe.boxes import Box, blocks, common, index_of, row_strides, run_length, runs, whole
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.state.files import BUFFER, OpenFiles, Stamp, stamp_of
+from shardwise.state.files import BUFFER, OpenFiles, Record, Stamp, stamp_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint
 from shardwise.state.rounding import copy_checked
 
-__all__ = ["Chunk", "FileTensor", "InMemoryTensor", "Source", "TensorSource", "is_rounded", "refuse_changed"]
+__all__ = [
+    "Chunk",
+    "FileTensor",
+    "InMemoryTensor",
+    "Source",
+    "TensorSource",
+    "compare_sums",
+    "is_rounded",
+    "refuse_changed",
+]
 
 SHORT_RUN = 4096  # bytes, a page: for shorter runs, reading what is between them costs less than another call
 
@@ -81,13 +90,15 @@ class TensorSource(ABC):
 @dataclass(frozen=True)
 class Chunk:
     """A box of a tensor and the place of its bytes: at ``offset`` of ``file``, row-major or with ``strides`` (in
-    elements). ``stamp``: of the file, from before its header was read."""
+    elements). ``stamp``: of the file, from before its header was read. ``record``: what it is in, if that has a
+    checksum."""
 
     box: Box
     file: Path
     stamp: Stamp
     offset: int
     strides: tuple[int, ...] | None = None
+    record: Record | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +179,23 @@ def refuse_changed(tensors: Iterable[TensorSource]) -> None:
             )
 
 
+def compare_sums(tensors: Mapping[str, TensorSource], files: OpenFiles, rank: int = 0, num_ranks: int = 1) -> None:
+    """Compares the records that ``tensors`` are in with their checksums, but for those that ``files`` has read. Each
+    rank takes about as many bytes of them.
+
+    Raises:
+        CheckpointError: a record fails its checksum; with the name of a tensor in it.
+    """
+    names = {chunk.record: name for name, stored in tensors.items() for chunk in stored.origins if chunk.record}
+    total, before = sum(record.size for record in names), 0
+    for record in sorted(names):
+        share = (before + record.size // 2) * num_ranks // total
+        before += record.size
+        if share == rank:
+            with errors_about(names[record]):
+                files.compare(record)
+
+
 def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFiles) -> None:
     """Reads ``box``, which is relative to the chunk's beginning."""
     kind = dtype_of(dtype)
@@ -184,7 +212,9 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
         memory, position = bytes_of(out).numpy().data, 0
         for start, count in runs(box, shape):
             num = count * kind.itemsize
-            files.read(chunk.file, chunk.offset + start * kind.itemsize, memory[position : position + num])
+            files.read(
+                chunk.file, chunk.offset + start * kind.itemsize, memory[position : position + num], chunk.record
+            )
             position += num
         return
     for part in blocks(box, BUFFER // kind.itemsize):
@@ -192,7 +222,9 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
         values, position = torch.frombuffer(scratch, dtype=kind).view(part.sizes), 0
         for start, count in runs(part, shape):
             num = count * kind.itemsize
-            files.read(chunk.file, chunk.offset + start * kind.itemsize, scratch[position : position + num])
+            files.read(
+                chunk.file, chunk.offset + start * kind.itemsize, scratch[position : position + num], chunk.record
+            )
             position += num
         copy_checked(out[index_of(part.within(box))], values, str(chunk.file))
 
@@ -204,7 +236,7 @@ def _read_strided(chunk: Chunk, box: Box, out: Tensor, kind: torch.dtype, files:
         first = sum(start * stride for start, stride in zip(part.starts, strides, strict=True))
         span = _span(part, strides)
         scratch = files.scratch(span * kind.itemsize)
-        files.read(chunk.file, chunk.offset + first * kind.itemsize, scratch)
+        files.read(chunk.file, chunk.offset + first * kind.itemsize, scratch, chunk.record)
         values = torch.frombuffer(scratch, dtype=kind).as_strided(part.sizes, strides)
         copy_checked(out[index_of(part.within(box))], values, str(chunk.file))
 

@@ -1,58 +1,37 @@
-"""Reads the zip archives of ``torch.save``: uncompressed records, each at one place of the file.
+"""Opens the zip archives of ``torch.save`` with Python's ``zipfile``: uncompressed records, each at one place of the
+file.
 
-Python's ``zipfile`` reads the list of records; what it accepts but torch never writes is refused here.
+What ``zipfile`` reads by another place than torch would, or without comparing a checksum, is refused or compared here.
 """
 
 import io
 import os
-import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.errors import CheckpointError
-from shardwise.state.files import Stamp, stamp_of, unreadable
+from shardwise.state.files import Record, Stamp, stamp_of, unreadable
 
-__all__ = ["Archive", "FileSlice", "Record", "open_archive"]
+__all__ = ["Archive", "FileSlice", "open_archive", "refusal"]
 
-MAX_SMALL = 1 << 30  # bytes of a record that is read whole
-_LOCAL = struct.Struct("<4s5H3I2H")  # the header before each record; it has the lengths of its name and extra field
-_LOCAL_MAGIC = b"PK\x03\x04"
-_SUMS_MAGIC = b"PK\x07\x08"
-_ENCRYPTED, _SUMS_BEHIND = 0x1, 0x8
-
-
-@dataclass(frozen=True)
-class Record:
-    """A record of an archive: ``size`` bytes at ``offset`` of the file, and their checksum."""
-
-    offset: int
-    size: int
-    crc: int
+SMALL = ("data.pkl", "byteorder")  # records that describe the others, and are read whole
+MAX_SMALL = 1 << 30  # bytes
+_SUMS_BEHIND = 0x8  # flag: a record's checksum follows its bytes
 
 
 @dataclass(frozen=True)
 class Archive:
-    """The records of an archive by name, without the folder that all of its names begin with."""
+    """The records of an archive by name, without the folder that all of its names begin with. ``small``: the content of
+    those that describe the others."""
 
     path: Path
     stamp: Stamp
-    records: dict[str, Record]
-
-    def read(self, name: str) -> bytes:
-        """Reads a whole record and compares its checksum: for the small ones that describe the others."""
-        record = self.records[name]
-        if record.size > MAX_SMALL:
-            raise refusal(self.path, f"the record {name} of {record.size} bytes", f"at most {MAX_SMALL} are read")
-        with self.path.open("rb") as file:
-            file.seek(record.offset)
-            data = file.read(record.size)
-        # 0: torch computed none (torch.serialization.set_crc32_options).
-        if len(data) != record.size or record.crc not in (0, zlib.crc32(data)):
-            raise refusal(self.path, f"the record {name}", "its bytes do not have the checksum that the archive names")
-        return data
+    records: Mapping[str, Record]
+    small: Mapping[str, bytes]
 
 
 class FileSlice(io.RawIOBase):
@@ -73,9 +52,6 @@ class FileSlice(io.RawIOBase):
         if base + offset < 0:
             raise OSError("a place before the beginning")
         self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
@@ -99,88 +75,67 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
     stamp = stamp_of(path)
     try:
         length = stamp[0] if length is None else length
-        with FileSlice(path, begin, length) as file:
-            buffered = io.BufferedReader(file, 1 << 14)
-            with zipfile.ZipFile(buffered) as archive:
-                entries, end = archive.infolist(), archive.start_dir
-            if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        with (
+            io.BufferedReader(FileSlice(path, begin, length), 1 << 14) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
+            if any(entry.filename.endswith("/constants.pkl") for entry in archive.infolist()):
                 raise CheckpointError(
                     f"{path}: a TorchScript archive",
                     why="it is a program with its weights, and weights are read from files by torch.save",
                     fix="torch.save(torch.jit.load(path).state_dict(), other_path), and give that one",
                 )
-            spans = {entry.filename: _span(path, buffered, entry) for entry in entries}
+            return Archive(path, stamp, *_records(path, archive, file, begin))
     except CheckpointError:
         raise
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, ValueError, struct.error) as error:
-        raise refusal(path, f"{length} bytes at {begin}", f"that is no whole archive: {error}"[:200]) from error
     except OSError as error:
         raise unreadable(path, error) from error
-    if len(spans) != len(entries):
-        names = [entry.filename for entry in entries]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise refusal(path, f"the record {twice}", "it is there twice")
-    _check_apart(path, spans, end)
-    folders = {name.partition("/")[0] for name in spans}
-    if len(folders) != 1 or not all("/" in name for name in spans):
-        raise refusal(path, "its records", "they do not lie in one folder, as those of torch do")
-    return Archive(
-        path,
-        stamp,
-        {
-            name.partition("/")[2]: Record(begin + spans[name][1], entry.file_size, entry.CRC)
-            for name, entry in zip(spans, entries, strict=True)
-        },
-    )
+    except Exception as error:  # zipfile raises many kinds
+        raise refusal(path, f"{length} bytes at {begin}", f"that is no whole archive: {error}"[:200]) from error
 
 
-def _span(path: Path, file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int, int]:
-    """A record's places in the file: where its header begins, where its bytes begin, and where all that belongs to it
-    ends."""
-    name = entry.filename
+def _records(
+    path: Path, archive: zipfile.ZipFile, file: BinaryIO, begin: int
+) -> tuple[dict[str, Record], dict[str, bytes]]:
+    """The records of an archive that begins at ``begin`` of the file, and the content of the small ones."""
+    records: dict[str, Record] = {}
+    small: dict[str, bytes] = {}
+    home = next((entry.filename.partition("/")[0] for entry in archive.infolist()), "")
+    for entry in archive.infolist():
+        folder, _, name = entry.filename.partition("/")
+        if folder != home or not name or name in records:
+            raise refusal(path, f"the record {entry.filename}", "it is there twice, or beside torch's folder")
+        records[name] = Record(path, begin + _begin_of(path, archive, file, entry), entry.file_size, entry.CRC)
+        if name in SMALL:
+            if entry.file_size > MAX_SMALL:
+                raise refusal(path, f"the record {name} of {entry.file_size} bytes", f"at most {MAX_SMALL} are read")
+            small[name] = file.read(entry.file_size)
+            # 0: torch computed none (torch.serialization.set_crc32_options).
+            if len(small[name]) != entry.file_size or entry.CRC not in (0, zlib.crc32(small[name])):
+                raise refusal(path, f"the record {name}", "its bytes do not have the archive's checksum for it")
+    end = 0
+    for name, record in sorted(records.items(), key=lambda item: item[1].offset):
+        if record.offset < end:
+            raise refusal(path, f"the record {name}", "it overlaps the one before it")
+        end = record.offset + record.size
+    return records, small
+
+
+def _begin_of(path: Path, archive: zipfile.ZipFile, file: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin; ``file`` is there on return."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-        raise refusal(path, f"the record {name}", "it is compressed, and torch stores records as they are")
-    if entry.flag_bits & _ENCRYPTED or entry.orig_filename != name or name.endswith("/"):
-        raise refusal(path, f"the record {name!r}", "torch writes none of that kind")
-    file.seek(entry.header_offset)
-    head = file.read(_LOCAL.size)
-    if len(head) < _LOCAL.size or not head.startswith(_LOCAL_MAGIC):
-        raise refusal(path, f"the record {name}", f"at {entry.header_offset} there is none")
-    _, _, flags, method, _, _, crc, _, size, name_length, extra_length = _LOCAL.unpack(head)
-    own = file.read(name_length).decode("utf-8", "replace")
-    same = flags & _SUMS_BEHIND or (crc == entry.CRC and size in (entry.file_size, 0xFFFFFFFF))
-    if own != name or method != zipfile.ZIP_STORED or not same:
-        raise refusal(path, f"the record {name}", f"its own header (of {own!r}) and the list of records contradict")
-    begin = entry.header_offset + _LOCAL.size + name_length + extra_length
-    end = begin + entry.file_size
-    if flags & _SUMS_BEHIND:
-        end += _sums_behind(path, file, entry, end)
-    return entry.header_offset, begin, end
-
-
-def _sums_behind(path: Path, file: BinaryIO, entry: zipfile.ZipInfo, end: int) -> int:
-    """Length of the checksum and sizes that torch writes after a record. They prove where the record begins: with one
-    wrong bit in the header's lengths, values would be read from a wrong offset."""
-    file.seek(end)
-    tail = file.read(24)
-    for form in ("<4sIII", "<4sIQQ"):
-        if entry.file_size < 1 << 32 or "Q" in form:
-            wanted = struct.pack(form, _SUMS_MAGIC, entry.CRC, entry.file_size, entry.file_size)
-            if tail.startswith(wanted):
-                return len(wanted)
-    raise refusal(path, f"the record {entry.filename}", "it does not end where it should: its header is damaged")
-
-
-def _check_apart(path: Path, spans: dict[str, tuple[int, int, int]], end: int) -> None:
-    """Refuses records that overlap or have bytes between them."""
-    last, position = "", 0
-    for name, (start, _, stop) in sorted(spans.items(), key=lambda item: item[1]):
-        if start != position:
-            kind = "overlaps" if start < position else "leaves a gap behind"
-            raise refusal(path, f"the record {name}", f"it {kind} {last or 'the beginning'}")
-        last, position = name, stop
-    if position != end:
-        raise refusal(path, f"the record {last}", "it does not end where the list of records begins")
+        raise refusal(path, f"the record {entry.filename}", "it is compressed, and torch stores records as they are")
+    with archive.open(entry):  # which compares the name in the record's own header
+        begin = file.tell()
+    # One wrong bit in the length of that header, and values would be read from a wrong place.
+    if entry.flag_bits & _SUMS_BEHIND:
+        file.seek(begin + entry.file_size)
+        if file.read(8) != b"PK\x07\x08" + entry.CRC.to_bytes(4, "little"):
+            raise refusal(
+                path, f"the record {entry.filename}", "it does not end where it should: its header is damaged"
+            )
+        file.seek(begin)
+    return begin
 
 
 def refusal(path: Path, given: str, why: str, name: str | None = None) -> CheckpointError:

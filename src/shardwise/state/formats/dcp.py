@@ -16,7 +16,7 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, common, whole
 from shardwise.state.files import unreadable
 from shardwise.state.formats.paths import inside
-from shardwise.state.formats.pickles import Global, Made, read_pickle, shown
+from shardwise.state.formats.pickles import Named, name_of, named, read_pickle, shown
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensor_in
 from shardwise.state.formats.trees import Path as Keys
@@ -26,18 +26,16 @@ from shardwise.state.stored import Chunk, FileTensor, Source
 __all__ = ["METADATA", "open_dcp"]
 
 METADATA = ".metadata"
-_ROOM = "torch.distributed.checkpoint.metadata"
-_TENSOR, _BYTES = Global(_ROOM, "TensorStorageMetadata"), Global(_ROOM, "BytesStorageMetadata")
-_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_INDEX, _CHUNK = Global(_ROOM, "MetadataIndex"), Global(_ROOM, "ChunkStorageMetadata")
-_METADATA = Global(_ROOM, "Metadata")
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # the module of TensorProperties up to torch 2.2
-_PROPERTIES = {Global(room, "TensorProperties") for room in (_ROOM, _OLD)}
+_ROOM = "torch.distributed.checkpoint.metadata."
+_OLD = "torch.distributed._shard.sharded_tensor.metadata."  # the module of TensorProperties up to torch 2.2
+_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_PROPERTIES = {f"{room}TensorProperties" for room in (_ROOM, _OLD)}
 _KNOWN = {
-    _METADATA, _TENSOR, _BYTES, _INFO, _INDEX, _CHUNK, *_PROPERTIES, Global(_ROOM, "StorageMeta"),
-    Global(_ROOM, "_MEM_FORMAT_ENCODING"), Global(_OLD, "MEM_FORMAT_ENCODING"), Global("torch.serialization", "_get_layout"),
-    Global("torch", "Size"), Global("torch", "device"), Global("collections", "OrderedDict"),
-    *(Global(room, kind) for room in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath", "PurePosixPath")),
+    *(f"{_ROOM}{kind}" for kind in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex", "StorageMeta",
+      "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    _INFO, *_PROPERTIES, f"{_OLD}MEM_FORMAT_ENCODING", "torch.serialization._get_layout", "torch.device",
+    *(f"torch.{dtype}" for dtype in DTYPE_BYTES),
+    *(f"{room}.{kind}" for room in ("pathlib", "pathlib._local") for kind in ("PosixPath", "WindowsPath", "PurePosixPath")),
 }  # fmt: skip
 _ZIP = b"PK\x03\x04"
 
@@ -50,7 +48,7 @@ def open_dcp(folder: Path) -> Source:
             tensor.
     """
     metadata = folder / METADATA
-    content = _fields(_read(metadata), _METADATA, metadata)
+    content = _fields(_read(metadata), f"{_ROOM}Metadata", metadata)
     entries, storage = content.get("state_dict_metadata"), content.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not all(isinstance(k, str) for k in entries):
         raise _refusal(metadata, "its fields", "there are no state_dict_metadata and storage_data", None)
@@ -74,20 +72,22 @@ def _read(metadata: Path) -> Any:
         raise
     except OSError as error:
         raise unreadable(metadata, error) from error
-    return read_pickle(data, str(metadata), _is_known)
+    return read_pickle(data, str(metadata), _stand_in)
 
 
-def _is_known(name: Global) -> bool:
-    return name in _KNOWN or (name.module == "torch" and name.name in DTYPE_BYTES)
+def _stand_in(name: str) -> Any:
+    if name == "torch.Size":
+        return lambda sizes=(): sizes
+    return named(name) if name in _KNOWN else None
 
 
 def _is_tensor(leaf: tuple[str, Any]) -> bool:
-    return isinstance(leaf[1], Made) and leaf[1].function == _TENSOR
+    return isinstance(leaf[1], Named) and leaf[1].name == f"{_ROOM}TensorStorageMetadata"
 
 
-def _fields(value: Any, kind: Global, metadata: Path, name: str | None = None) -> dict[str, Any]:
-    if not isinstance(value, Made) or value.function != kind or not isinstance(value.state, dict):
-        raise _refusal(metadata, shown(value), f"a {kind.name} should stand there", name)
+def _fields(value: Any, kind: str, metadata: Path, name: str | None = None) -> dict[str, Any]:
+    if not isinstance(value, Named) or value.name != kind or not isinstance(value.state, dict):
+        raise _refusal(metadata, shown(value), f"a {kind.rpartition('.')[2]} should stand there", name)
     return value.state
 
 
@@ -107,7 +107,7 @@ def _places(storage: dict[Any, Any], metadata: Path) -> dict[tuple[str, tuple[in
     """(name, where the chunk begins) -> the fields that say where its bytes are."""
     found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     for index, info in storage.items():
-        fields = _fields(index, _INDEX, metadata)
+        fields = _fields(index, f"{_ROOM}MetadataIndex", metadata)
         name = fields.get("fqn")
         if not isinstance(name, str):
             raise _refusal(metadata, f"an entry {shown(name)}", "an entry has a name", None)
@@ -125,31 +125,32 @@ def _places(storage: dict[Any, Any], metadata: Path) -> dict[tuple[str, tuple[in
     return found
 
 
-def _tensor(name: str, entry: Made, places: Mapping[Any, dict[str, Any]], blobs: "_Blobs") -> FileTensor:
-    fields = _fields(entry, _TENSOR, blobs.metadata, name)
+def _tensor(name: str, entry: Named, places: Mapping[Any, dict[str, Any]], blobs: "_Blobs") -> FileTensor:
+    fields = _fields(entry, f"{_ROOM}TensorStorageMetadata", blobs.metadata, name)
     properties = fields.get("properties")
-    state = properties.state if isinstance(properties, Made) and properties.function in _PROPERTIES else None
-    dtype = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Global) or dtype.name not in DTYPE_BYTES:
-        raise _refusal(blobs.metadata, f"dtype {shown(dtype)}", "no tensor of it can be read", name)
+    state = properties.state if isinstance(properties, Named) and properties.name in _PROPERTIES else None
+    kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
+    dtype = (name_of(kind) or "").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise _refusal(blobs.metadata, f"dtype {shown(kind)}", "no tensor of it can be read", name)
     shape, chunks = _counts(fields.get("size"), blobs.metadata, name), fields.get("chunks")
     if not isinstance(chunks, list):
         raise _refusal(blobs.metadata, "its chunks", "there is no list of them", name)
     boxes = [_box(chunk, shape, blobs.metadata, name) for chunk in chunks]
     if not math.prod(shape):  # an empty tensor
-        return FileTensor(shape, dtype.name, ())
+        return FileTensor(shape, dtype, ())
     boxes = [box for box in boxes if box.numel]  # a rank without a row of the tensor may have written an empty chunk
     check_tiling(boxes, shape, blobs.metadata, name)
     stored = []
     for box in boxes:
         if (name, box.starts) not in places:
             raise _refusal(blobs.metadata, f"the chunk at {list(box.starts)}", "no file is named for it", name)
-        stored.append(blobs.chunk(name, box, dtype.name, places[name, box.starts]))
-    return FileTensor(shape, dtype.name, tuple(stored))
+        stored.append(blobs.chunk(name, box, dtype, places[name, box.starts]))
+    return FileTensor(shape, dtype, tuple(stored))
 
 
 def _box(chunk: Any, shape: tuple[int, ...], metadata: Path, name: str) -> Box:
-    fields = _fields(chunk, _CHUNK, metadata, name)
+    fields = _fields(chunk, f"{_ROOM}ChunkStorageMetadata", metadata, name)
     starts, sizes = (_counts(fields.get(key), metadata, name) for key in ("offsets", "sizes"))
     if len(starts) != len(shape) or len(sizes) != len(shape):
         raise _refusal(metadata, f"a chunk of {len(sizes)} dims", f"the tensor has shape {list(shape)}", name)
@@ -239,8 +240,6 @@ class _Blobs:
 
 
 def _counts(value: Any, metadata: Path, name: str) -> tuple[int, ...]:
-    if isinstance(value, Made) and value.function == Global("torch", "Size") and len(value.args) == 1:
-        value = value.args[0]
     if (
         isinstance(value, tuple | list)
         and all(type(part) is int and 0 <= part < 1 << 63 for part in value)

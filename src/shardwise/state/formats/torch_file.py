@@ -17,7 +17,7 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import row_strides, whole
 from shardwise.state.files import unreadable
 from shardwise.state.formats.archives import Archive, open_archive, refusal
-from shardwise.state.formats.pickles import Global, Made, Ordered, Persistent, read_pickle, shown
+from shardwise.state.formats.pickles import Named, Ordered, Persistent, name_of, named, read_pickle, shown
 from shardwise.state.formats.trees import MODELS, flatten, weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
 
@@ -30,22 +30,47 @@ STORAGES = {
 }  # fmt: skip
 """torch's storage classes and the dtype that each stands for."""
 
-_UTILS = "torch._utils"
-_REBUILD = {
-    Global(_UTILS, "_rebuild_tensor"),
-    Global(_UTILS, "_rebuild_tensor_v2"),
-    Global(_UTILS, "_rebuild_tensor_v3"),
-}
-_WRAP = {Global(_UTILS, "_rebuild_parameter"), Global(_UTILS, "_rebuild_parameter_with_state")}
-_SUBCLASS = Global("torch._tensor", "_rebuild_from_type_v2")  # a tensor with Python attributes
-_PLAIN = {Global("torch", "Tensor"), Global("torch._tensor", "Tensor"), Global("torch.nn.parameter", "Parameter")}
-_BYTES = {Global("torch.storage", "UntypedStorage"), Global("torch", "UntypedStorage")}
-_VALUES = {  # other values next to weights, which are only reported
-    Global("collections", "OrderedDict"), Global("collections", "defaultdict"), Global("torch", "Size"),
-    Global("torch", "device"), Global("torch.serialization", "_get_layout"), Global("argparse", "Namespace"),
-    Global("builtins", "set"), Global("__builtin__", "set"),
+_UTILS = "torch._utils._rebuild_"
+_PLAIN = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"}
+_BYTES = {"torch.storage.UntypedStorage", "torch.UntypedStorage"}
+_KNOWN = {
+    *_PLAIN, *_BYTES, *(f"torch.{name}" for name in (*DTYPE_BYTES, *STORAGES)),
+    # of other values next to weights, which are only reported
+    "torch.device", "torch.serialization._get_layout", "argparse.Namespace", "builtins.set", "__builtin__.set",
 }  # fmt: skip
-_KNOWN = _REBUILD | _WRAP | {_SUBCLASS} | _PLAIN | _BYTES | _VALUES
+
+
+@dataclass(frozen=True, eq=False)
+class _Strided:
+    """The description of one plain tensor in a pickle: what ``_rebuild_tensor_v3`` is called with."""
+
+    storage: Any = None
+    start: Any = None
+    shape: Any = None
+    strides: Any = None
+    requires_grad: Any = None
+    hooks: Any = None
+    dtype: Any = None  # None: the storage's
+    metadata: Any = None
+
+
+def _with_attributes(function: Any, kind: Any, args: Any, attributes: Any) -> Any:
+    if name_of(kind) not in _PLAIN:
+        raise ValueError(f"a tensor of the class {shown(kind)}")
+    return function(*args)
+
+
+_STAND_INS = {
+    f"{_UTILS}tensor": lambda storage, at, shape, strides: _Strided(storage, at, shape, strides),
+    f"{_UTILS}tensor_v2": lambda storage, at, shape, strides, grad, hooks, metadata=None: _Strided(
+        storage, at, shape, strides, metadata=metadata
+    ),
+    f"{_UTILS}tensor_v3": _Strided,
+    f"{_UTILS}parameter": lambda tensor, *_: tensor,
+    f"{_UTILS}parameter_with_state": lambda tensor, *_: tensor,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    "torch.Size": lambda sizes=(): sizes,
+}
 
 _PICKLE = b"\x80"
 MAX_TENSOR = 1 << 48  # bytes: strides of 0 can claim any size for a few values
@@ -120,19 +145,19 @@ def _content(
     if length is None:
         _refuse_other_formats(path)
     archive = open_archive(path, begin, length)
-    if "data.pkl" not in archive.records:
+    if "data.pkl" not in archive.small:
         raise refusal(path, "an archive without data.pkl", "torch.save writes it")
-    order = archive.read("byteorder") if "byteorder" in archive.records else sys.byteorder.encode()
+    order = archive.small.get("byteorder", sys.byteorder.encode())
     if order != sys.byteorder.encode():
         raise CheckpointError(
             f"{path}: byte order {order[:20]!r}",
             why=f"this machine's is {sys.byteorder}, and values are read as they lie",
             fix="torch.load(path, weights_only=True) and torch.save it again on this machine",
         )
-    data = archive.read("data.pkl")
+    data = archive.small["data.pkl"]
     known = {} if read_before is None else read_before
     if data not in known:
-        known[data] = read_pickle(data, f"{path}: data.pkl", _is_known)
+        known[data] = read_pickle(data, f"{path}: data.pkl", _stand_in)
     return archive, known[data], len(data)
 
 
@@ -151,31 +176,24 @@ def _refuse_other_formats(path: Path) -> None:
         )
 
 
-def _is_known(name: Global) -> bool:
-    if name.module == "torch" and (name.name in DTYPE_BYTES or name.name in STORAGES):
-        return True
-    # Also names for tensors that are not plain, so that the error can name them; nothing is called here.
-    return name in _KNOWN or (name.module == _UTILS and name.name.startswith("_rebuild_"))
+def _stand_in(name: str) -> Any:
+    # Also for tensors that are not plain, so that the error can name them; nothing is called here.
+    is_known = name in _KNOWN or (name.startswith(_UTILS) and "." not in name[len(_UTILS) :])
+    return _STAND_INS.get(name) or (named(name) if is_known else None)
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Made) and (value.function.module == _UTILS or value.function == _SUBCLASS)
+    return isinstance(value, _Strided) or (isinstance(value, Named) and value.name.startswith(_UTILS))
 
 
-@dataclass(frozen=True)
-class _Strided:
-    """The description of one tensor in a pickle."""
-
-    storage: Any
-    start: Any
-    shape: Any
-    strides: Any
-    dtype: str | None  # None: the storage's
-    metadata: Any
-
-
-def _tensor(archive: Archive, value: Made, name: str) -> FileTensor:
-    told = _unwrapped(archive, value, name)
+def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
+    if isinstance(told, Named):
+        raise CheckpointError(
+            f"{archive.path}: {shown(told)}",
+            why="plain tensors are read; this one is sparse, quantized, nested, sharded or of a class of its own",
+            fix="save it as plain tensors: to_dense(), dequantize(), full_tensor()",
+            name=name,
+        )
     key, dtype, num_storage_bytes = _storage(archive, told, name)
     shape, strides = _counts(told.shape), _counts(told.strides)
     if shape is None or strides is None or len(shape) != len(strides) or not _is_count(told.start):
@@ -188,53 +206,24 @@ def _tensor(archive: Archive, value: Made, name: str) -> FileTensor:
             fix="save tensor.resolve_conj().resolve_neg() instead",
             name=name,
         )
-    width, record = DTYPE_BYTES[dtype], archive.records[f"data/{key}"]
+    width, (_, offset, num_bytes, crc) = DTYPE_BYTES[dtype], archive.records[f"data/{key}"]
     last = told.start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = (last + 1 if math.prod(shape) else told.start) * width
-    if end > min(record.size, num_storage_bytes):
+    if end > min(num_bytes, num_storage_bytes):
         raise refusal(
             archive.path,
             f"{dtype} of shape {list(shape)} up to byte {end} of its storage",
-            f"data/{key} has {min(record.size, num_storage_bytes)}",
+            f"data/{key} has {min(num_bytes, num_storage_bytes)}",
             name,
         )
     if math.prod(shape) * width >= MAX_TENSOR:
         raise refusal(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
     own = row_strides(shape)
     lies_in_rows = all(a == b or size <= 1 for a, b, size in zip(strides, own, shape, strict=True))
-    chunk = Chunk(
-        whole(shape), archive.path, archive.stamp, record.offset + told.start * width, None if lies_in_rows else strides
-    )
+    own_order = None if lies_in_rows else strides
+    record = archive.records[f"data/{key}"] if crc else None  # 0: torch computed none
+    chunk = Chunk(whole(shape), archive.path, archive.stamp, offset + told.start * width, own_order, record)
     return FileTensor(shape, dtype, (chunk,))
-
-
-def _unwrapped(archive: Archive, value: Any, name: str) -> _Strided:
-    """The description of the plain tensor inside a parameter or a tensor with attributes."""
-    for _ in range(4):
-        if isinstance(value, Made) and value.function in _WRAP and value.args:
-            value = value.args[0]
-        elif isinstance(value, Made) and value.function == _SUBCLASS and len(value.args) == 4:
-            function, kind, args, _ = value.args
-            if (
-                not isinstance(kind, Global)
-                or kind not in _PLAIN
-                or not isinstance(function, Global)
-                or not isinstance(args, tuple)
-            ):
-                raise _not_plain(archive, kind, name)
-            value = Made(function, args)
-    if not isinstance(value, Made) or value.function not in _REBUILD:
-        raise _not_plain(archive, value.function if isinstance(value, Made) else value, name)
-    args = value.args
-    if value.function.name == "_rebuild_tensor" and len(args) == 4:
-        return _Strided(*args, dtype=None, metadata=None)
-    if value.function.name == "_rebuild_tensor_v2" and len(args) in (6, 7):
-        return _Strided(*args[:4], dtype=None, metadata=args[6] if len(args) == 7 else None)
-    if value.function.name == "_rebuild_tensor_v3" and len(args) in (7, 8):
-        dtype = args[6]
-        if isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in DTYPE_BYTES:
-            return _Strided(*args[:4], dtype=dtype.name, metadata=args[7] if len(args) == 8 else None)
-    raise refusal(archive.path, f"{value.function} of {len(args)} arguments", "torch writes others", name)
 
 
 def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int]:
@@ -249,13 +238,12 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
     ):
         raise refusal(archive.path, shown(id), "a storage has a type, a key, a place and a length", name)
     _, kind, key, _, length = id
-    if not isinstance(kind, Global):
-        raise refusal(archive.path, f"a storage of {shown(kind)}", "its type has a name", name)
-    own = STORAGES.get(kind.name) if kind.module in ("torch", "torch.storage") else None
-    if kind in _BYTES:
+    home, _, word = (name_of(kind) or "").rpartition(".")
+    own = STORAGES.get(word) if home in ("torch", "torch.storage") else None
+    dtype = own if told.dtype is None else (name_of(told.dtype) or "").removeprefix("torch.")
+    if name_of(kind) in _BYTES:
         own = "uint8"
-    dtype = told.dtype or (own if kind not in _BYTES else None)
-    if own is None or dtype is None:
+    if own is None or dtype not in DTYPE_BYTES:
         raise refusal(archive.path, f"a storage of {shown(kind)}", "its dtype cannot be told", name)
     if f"data/{key}" not in archive.records:
         raise refusal(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
@@ -263,8 +251,6 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
 
 
 def _counts(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, Made) and value.function == Global("torch", "Size") and len(value.args) == 1:
-        value = value.args[0]
     if not isinstance(value, tuple | list) or not all(map(_is_count, value)) or len(value) > 64:
         return None
     return tuple(value)
@@ -272,12 +258,3 @@ def _counts(value: Any) -> tuple[int, ...] | None:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
-
-
-def _not_plain(archive: Archive, kind: Any, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{archive.path}: {shown(kind)}",
-        why="plain tensors are read; this one is sparse, quantized, nested, sharded or of a class of its own",
-        fix="save it as plain tensors: to_dense(), dequantize(), full_tensor()",
-        name=name,
-    )

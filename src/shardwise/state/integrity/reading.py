@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.errors import CheckpointError
-from shardwise.state.files import OpenFiles
+from shardwise.state.files import OpenFiles, Record
 from shardwise.state.integrity.manifest import DamagedError, FileFact, Manifest, damaged
 from shardwise.state.integrity.sums import BLOCK, sum_of
 
@@ -76,7 +76,7 @@ class VerifiedFiles(OpenFiles):
             else:
                 self.whole(path)
 
-    def read(self, path: Path, offset: int, memory: memoryview) -> None:
+    def read(self, path: Path, offset: int, memory: memoryview, record: Record | None = None) -> None:
         """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
 
         Raises:
@@ -84,7 +84,7 @@ class VerifiedFiles(OpenFiles):
         """
         fact = self._facts.get(path)
         if fact is None and not any(path.is_relative_to(folder) for folder in self._folders):
-            super().read(path, offset, memory)
+            super().read(path, offset, memory, record)
             return
         if fact is None or offset + len(memory) > fact.size:
             raise damaged(path, "something is looked for in it that the manifest does not name")
