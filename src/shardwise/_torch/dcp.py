@@ -4,8 +4,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-__all__ = ["place_of_chunk"]
-
 
 def place_of_chunk(file: str, offset: int, num_bytes: int) -> Any:
     """The value in ``Metadata.storage_data`` for a chunk at ``offset`` of a file."""

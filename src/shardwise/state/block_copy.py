@@ -20,8 +20,6 @@ from shardwise.state.integrity.sums import Sums
 from shardwise.state.targets import ConversionPlan, Fixed
 from shardwise.state.writing import reserve, write_at
 
-__all__ = ["BlockCopy", "Progress"]
-
 _MAX_OPEN = 32  # files: a model may have hundreds, and the limit of a process is often 1024
 
 Progress = Callable[[str, int, int], None]

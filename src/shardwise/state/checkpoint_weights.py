@@ -9,8 +9,6 @@ from shardwise.state.integrity.manifest import MANIFEST, Manifest, folder_name, 
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.stored import Source
 
-__all__ = ["home_of", "newest_in", "open_weights"]
-
 _RUN, _FURTHER = "training", "extra"  # folders of a checkpoint
 
 

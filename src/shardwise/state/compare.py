@@ -15,8 +15,6 @@ from shardwise.state.files import BUFFER
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.source import open_source
 
-__all__ = ["compare", "forget_pages"]
-
 
 def compare(
     place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFiles, progress: Callable[[str, int, int], None]

@@ -34,8 +34,6 @@ from shardwise.state.targets import (
     plan_torch_file,
 )
 
-__all__ = ["Conversion", "Converted", "convert"]
-
 
 @dataclass(frozen=True)
 class Converted:

@@ -18,8 +18,6 @@ from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, Source, TensorSource, is_rounded
 from shardwise.state.targets import Fact
 
-__all__ = ["ConvertedTensor", "Reordered", "config_of", "converted_tensors", "places_of", "ties_among"]
-
 
 @dataclass(frozen=True, eq=False)
 class Reordered(TensorSource):

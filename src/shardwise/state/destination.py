@@ -10,8 +10,6 @@ from shardwise.state.formats.folder import SIDECARS, is_of_weights
 from shardwise.state.integrity.manifest import MANIFEST, is_manifest
 from shardwise.state.staging import check_place
 
-__all__ = ["check_destination"]
-
 _OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 

@@ -10,8 +10,6 @@ from shardwise.model.own_state import EXTRA_STATE, ExtraState
 from shardwise.parallel import runtime_of
 from shardwise.state.own_values import own_of
 
-__all__ = ["EXTRA_STATE", "extra_names", "extra_states", "set_extra_states"]
-
 
 def extra_names(model: nn.Module) -> dict[str, nn.Module]:
     """Key in the state dict -> module, for the modules that define ``get_extra_state``."""

@@ -18,17 +18,6 @@ from shardwise.state.own_values import Stored, stored_tensors
 from shardwise.state.stored import is_rounded
 from shardwise.state.views import View
 
-__all__ = [
-    "SHARD_BYTES",
-    "FileLayout",
-    "Part",
-    "PlannedFile",
-    "file_layout_of",
-    "parts_of",
-    "planned_files",
-    "stored_dtypes",
-]
-
 SHARD_BYTES = 5 << 30  # default for the largest size of a file
 BLOCK = 32 << 20  # bytes that one holder of a piece writes before the next holder's turn
 

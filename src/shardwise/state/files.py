@@ -10,8 +10,6 @@ from typing import NamedTuple, Self
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["BUFFER", "OpenFiles", "Record", "Stamp", "stamp_of", "unreadable"]
-
 BUFFER = 8 << 20  # bytes of the buffer for values that cannot be read or written directly
 SUMMED = 512 << 10  # bytes read, then summed: with more, the first would have left the processor's cache
 _MAX_OPEN = 64

@@ -18,8 +18,6 @@ from shardwise.state.report import LoadReport
 from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world.collectively import collectively
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
-
 
 @public_call({"cpu_offload": "leave it out: rank 0 has the values in host memory"})
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:

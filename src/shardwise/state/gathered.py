@@ -12,8 +12,6 @@ from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.plain_parts import refuse_gathering
 
-__all__ = ["gathered"]
-
 
 @public_call({"writeback": "leave it out: values are for reading; load_full_state_dict(model, state) writes them"})
 @contextlib.contextmanager

@@ -19,8 +19,6 @@ from shardwise.errors import ConfigError
 from shardwise.parallel import Runtime
 from shardwise.state.optimizer import settings_of
 
-__all__ = ["Change", "Given", "Settled", "scheduler_changes", "scheduler_settings"]
-
 HOW = frozenset({"foreach", "capturable", "differentiable", "fused"})
 """Settings of how a step is computed, not what: the program's own are used."""
 _MOVED = ("lr", "momentum", "betas", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")

@@ -10,8 +10,6 @@ from shardwise.state.files import OpenFiles
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, TensorSource, is_rounded
 
-__all__ = ["GrownTable", "grown"]
-
 _ROWS = 256  # rows that are added up at a time: a power of two
 
 Columns = tuple[tuple[int, ...], tuple[int, ...]]  # starts and sizes of a box without its first dim

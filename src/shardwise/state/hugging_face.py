@@ -21,8 +21,6 @@ from shardwise.model import is_pretrained
 from shardwise.recipe.boxes import whole
 from shardwise.state.views import View, view_at
 
-__all__ = ["older_name", "stored_views", "turned_view"]
-
 
 def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
     """Name in files -> the part of a tensor that it is, for the tensors of ``shapes``; ``{}`` if files have the

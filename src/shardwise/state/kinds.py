@@ -19,8 +19,6 @@ from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.report import LoadReport
 from shardwise.world.collectively import collectively
 
-__all__ = ["StateDictType", "load_state_dict", "state_dict"]
-
 TOPOLOGY = "_shardwise_topology"  # entry of a LOCAL state dict: the topology it belongs to
 
 

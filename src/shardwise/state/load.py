@@ -32,8 +32,6 @@ from shardwise.state.report import LoadReport
 from shardwise.state.stored import compare_sums
 from shardwise.world.collectively import collectively
 
-__all__ = ["load_by", "load_weights"]
-
 
 @public_call({"map_location": "leave it out: each rank reads its part onto its device"})
 def load_weights(

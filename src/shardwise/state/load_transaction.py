@@ -10,8 +10,6 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.state.report import shortened
 
-__all__ = ["LoadTransaction", "refuse_left_half"]
-
 
 class LoadTransaction:
     """A context manager for writing a model's tensors; after an exception the model refuses to be used, since some of

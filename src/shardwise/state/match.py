@@ -25,8 +25,6 @@ from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
 
-__all__ = ["Cast", "LoadPlan", "Rules", "all_of", "own_boxes", "plan_of"]
-
 Cast = bool | Literal["lossless"]
 """Which values of another dtype are converted: all, none, or those of which every value exists in the model's dtype."""
 

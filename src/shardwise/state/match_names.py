@@ -18,8 +18,6 @@ from shardwise.state.naming import Naming, naming_of_source
 from shardwise.state.stored import Source, TensorSource
 from shardwise.state.views import Assembled, View
 
-__all__ = ["Matched", "Rename", "Wanted", "match_names"]
-
 Rename = Sequence[tuple[str, str | None]]  # (regex, replacement as re.sub takes it; None: the tensor is left out)
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

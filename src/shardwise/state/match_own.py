@@ -10,8 +10,6 @@ from shardwise.state.own_load import OwnLoad
 from shardwise.state.own_values import stored_tensors
 from shardwise.state.stored import Source, TensorSource
 
-__all__ = ["match_own"]
-
 
 def match_own(
     runtime: Runtime,

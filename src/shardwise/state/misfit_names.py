@@ -8,8 +8,6 @@ from shardwise.state.match_names import Matched, Wanted
 from shardwise.state.report import shortened
 from shardwise.state.stored import Source
 
-__all__ = ["refuse_misfit_names"]
-
 
 def refuse_misfit_names(
     matched: Matched, wanted: Mapping[str, Wanted], source: Source, *, strict: bool, drawn: Collection[str]

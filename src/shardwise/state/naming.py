@@ -11,8 +11,6 @@ from shardwise.parallel import Runtime
 from shardwise.state.hugging_face import stored_views
 from shardwise.state.views import View, view_of_all
 
-__all__ = ["Naming", "naming_of", "naming_of_source", "shapes_of"]
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 

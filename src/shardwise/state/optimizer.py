@@ -25,16 +25,6 @@ from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world import described
 from shardwise.world.collectively import collectively
 
-__all__ = [
-    "agreed_kinds",
-    "full_optimizer_state_dict",
-    "install_state",
-    "load_full_optimizer_state_dict",
-    "match_state",
-    "names_of",
-    "settings_of",
-]
-
 # Settings that schedulers add to groups, and that torch's optimizers have gained from version to version: they do not
 # mean that another optimizer saved the state.
 _SAVED_BY_OTHERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})

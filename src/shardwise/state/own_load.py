@@ -21,8 +21,6 @@ from shardwise.state.own_values import Facts, groups_of, own_of
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, TensorSource
 
-__all__ = ["OwnLoad", "give_attributes"]
-
 _ATTRIBUTES = ""  # stands for the plain attributes of all modules among what is made of stored tensors
 
 

@@ -19,8 +19,6 @@ from shardwise.parallel import Runtime
 from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world.collectively import collectively
 
-__all__ = ["Facts", "Stored", "computed_values", "groups_of", "not_stored", "own_of", "stored_tensors"]
-
 Facts = Mapping[str, tuple[tuple[int, ...], str]]  # name of a buffer -> shape and dtype
 _TOGETHER = 64 << 20  # bytes of tensors that are in memory in full at a time, where they do not depend on one another
 

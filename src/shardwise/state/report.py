@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 
 from shardwise.recipe import human_bytes
 
-__all__ = ["LoadReport", "shortened"]
-
 _SHOWN = 8
 
 

@@ -6,8 +6,6 @@ from torch import Tensor
 from shardwise.errors import CheckpointError
 from shardwise.model import dtype_name
 
-__all__ = ["copy_checked", "refuse_overflow"]
-
 
 def copy_checked(out: Tensor, values: Tensor, place: str) -> None:
     """Copies ``values`` to ``out``, cast to its dtype and device.

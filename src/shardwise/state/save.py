@@ -45,8 +45,6 @@ from shardwise.state.writing import (
 )
 from shardwise.world.collectively import collectively
 
-__all__ = ["check_dtypes", "save_weights", "weights_bytes"]
-
 TOKEN = ".shardwise-token"
 
 

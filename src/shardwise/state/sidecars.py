@@ -12,8 +12,6 @@ from shardwise.parallel import Runtime
 from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.naming import naming_of, shapes_of
 
-__all__ = ["sidecar_files"]
-
 _MOST = 256 << 20  # bytes of one file: a larger one is not a configuration
 
 

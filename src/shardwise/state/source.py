@@ -27,8 +27,6 @@ from shardwise.state.formats import (
 from shardwise.state.formats.trees import MODELS, flatten, root_of, weights_in
 from shardwise.state.stored import InMemoryTensor, Source
 
-__all__ = ["open_source"]
-
 
 def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     """Opens weights; only names, shapes, dtypes and places are read, no values.

@@ -20,8 +20,6 @@ from pathlib import Path
 from shardwise.errors import CheckpointError
 from shardwise.state.formats.folder import is_of_weights
 
-__all__ = ["Staged", "check_place", "exchange", "remove_left_overs", "sync_folder"]
-
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 

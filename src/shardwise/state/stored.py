@@ -24,17 +24,6 @@ from shardwise.state.files import BUFFER, OpenFiles, Record, Stamp, stamp_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint
 from shardwise.state.rounding import copy_checked
 
-__all__ = [
-    "Chunk",
-    "FileTensor",
-    "InMemoryTensor",
-    "Source",
-    "TensorSource",
-    "compare_sums",
-    "is_rounded",
-    "refuse_changed",
-]
-
 SHORT_RUN = 4096  # bytes, a page: for shorter runs, reading what is between them costs less than another call
 
 

@@ -19,8 +19,6 @@ from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
 from shardwise.recipe import Slice, extents, owners
 
-__all__ = ["gather_tensors"]
-
 
 def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor | None]:
     """Gathers sharded tensors: yields each in full on rank 0's CPU, None elsewhere. All ranks must call it, with the

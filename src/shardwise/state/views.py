@@ -9,8 +9,6 @@ from shardwise.recipe.boxes import Box, common, index_of, row_strides, whole
 from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, TensorSource
 
-__all__ = ["Assembled", "View", "view_at", "view_of_all"]
-
 
 @dataclass(frozen=True)
 class View:

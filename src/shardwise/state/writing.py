@@ -18,19 +18,6 @@ from shardwise.state.file_layout import Part
 from shardwise.state.files import BUFFER
 from shardwise.state.rounding import refuse_overflow
 
-__all__ = [
-    "by_file",
-    "opened",
-    "reserve",
-    "send_off",
-    "stored_blocks",
-    "stored_boxes",
-    "stretches",
-    "write_at",
-    "write_box",
-    "write_part",
-]
-
 LARGE = 1 << 20  # bytes: writes of at least this size are flushed to the disk
 BEHIND = 4 * BUFFER  # bytes: how far back pages that have reached the disk are dropped
 

@@ -15,8 +15,6 @@ from shardwise.world import World
 from shardwise.world.collectively import Peers
 from shardwise.world.side_group import SideGroup
 
-__all__ = ["Background"]
-
 
 class Background:
     """Writes one save at a time in a thread. All ranks must make it, and call :meth:`begin`, :meth:`wait` and

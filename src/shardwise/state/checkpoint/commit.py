@@ -34,8 +34,6 @@ from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
 from shardwise.world.collectively import Peers, collectively
 
-__all__ = ["LATEST", "SPARE", "spare_bytes", "write_checkpoint"]
-
 LATEST = "latest"
 SPARE = 64 << 20  # bytes left free on the disk for other programs; fewer on a small disk
 

@@ -56,20 +56,6 @@ from shardwise.state.writing import stretches
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
 
-__all__ = [
-    "EXACT",
-    "EXTRA",
-    "OPTIMIZER",
-    "REST",
-    "STATE",
-    "Contents",
-    "Group",
-    "check_extra",
-    "check_texts",
-    "contents_of",
-    "held_extra",
-]
-
 STATE, REST, OPTIMIZER, EXTRA = "training/state.json", "training/rest.safetensors", "training/optimizer", "extra"
 EXACT, CUT = "training/exact", "training/extra"
 RECIPE = "training/recipe.json"

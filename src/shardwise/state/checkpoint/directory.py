@@ -15,8 +15,6 @@ from shardwise.state.staging import remove_left_overs, sync_folder
 from shardwise.world import World
 from shardwise.world.collectively import collectively
 
-__all__ = ["Directory"]
-
 _ENDING_S = 2.0  # a killed run that is started again at once may find ranks that are still ending
 
 

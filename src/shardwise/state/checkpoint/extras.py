@@ -19,8 +19,6 @@ from shardwise.state.checkpoint.plain import CutTensor
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, PlannedFile, planned_files
 from shardwise.state.views import View, view_of_all
 
-__all__ = ["CutTensors", "Take", "is_sharded", "owner_of", "refit", "refuse_numbered", "wrapped"]
-
 
 def is_sharded(value: Any) -> bool:
     """Whether an ``extra`` object is a sharded model, whose weights are saved like the model's."""

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-__all__ = ["POINTS", "at_fault_point", "on_reach"]
-
 POINTS = (
     "begun", "staged", "reserved", "met", "half-written", "written", "synced", "summed", "manifest-half-written",
     "manifest-written", "manifest-synced", "renamed", "durable", "latest", "acknowledged", "pruning", "pruned",

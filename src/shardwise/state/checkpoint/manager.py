@@ -24,8 +24,6 @@ from shardwise.state.checkpoint.resume import ResumePoint, Step, check_step
 from shardwise.state.checkpoint.retention import RetentionPolicy
 from shardwise.world.collectively import Peers
 
-__all__ = ["CheckpointManager"]
-
 _SAVED = "leave it out: save() saves the model, optimizer and step that the manager was made with, in its directory"
 _SAVES = {
     **dict.fromkeys(

@@ -16,8 +16,6 @@ from shardwise.state.integrity.manifest import Manifest, damaged
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.stored import FileTensor
 
-__all__ = ["SavedRun"]
-
 
 class _Optimizer(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     kind: str

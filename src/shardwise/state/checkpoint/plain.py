@@ -19,8 +19,6 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.world import described
 
-__all__ = ["CutTensor", "from_plain", "parse", "to_plain", "to_text"]
-
 _TAG = "$"  # first character of the keys that encode types JSON does not have
 _MAPPINGS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", defaultdict: "default"}
 

@@ -11,8 +11,6 @@ from shardwise.errors import ConfigError
 from shardwise.state.checkpoint.plain import to_plain, to_text
 from shardwise.world.rng import is_generator
 
-__all__ = ["check_states", "dataset_states", "loader_in", "put_dataset", "trained_position"]
-
 
 def loader_in(given: Any) -> Any:
     """The :class:`~shardwise.Loader` that ``given`` is or wraps; None if there is none."""

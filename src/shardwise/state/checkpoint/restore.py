@@ -33,8 +33,6 @@ from shardwise.state.stored import FileTensor, InMemoryTensor, TensorSource
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
 
-__all__ = ["Restored", "restore"]
-
 
 @dataclass(frozen=True)
 class Restored:

@@ -18,9 +18,6 @@ from shardwise.state.checkpoint.restore import Restored, restore
 from shardwise.state.given import Change, Given, Settled, scheduler_changes, scheduler_settings
 from shardwise.state.integrity.manifest import DamagedError
 
-__all__ = ["ResumePoint", "Step", "check_step"]
-
-
 _NO_POSITION = (
     "no position in the data is saved: windows come from a sw.Loader that the manager does not know, and a resumed run would begin the epoch "
     "anew; iterate over ckpt.resume(loader), at the first start too"

@@ -12,8 +12,6 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.integrity.manifest import Manifest, folder_name, steps_in
 
-__all__ = ["RetentionPolicy", "remove", "remove_removed"]
-
 _REMOVING = ".removing-"
 
 

@@ -26,8 +26,6 @@ from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.integrity.sums import BLOCK, Sums
 from shardwise.state.writing import send_off
 
-__all__ = ["BlockWriter", "memory_in_line"]
-
 WINDOW = 32 * BLOCK
 QUEUED = 2  # windows being written or waiting while another is filled: the disk never waits for a window
 PAGE = 4096  # bytes: alignment of a direct write; no disk needs more

@@ -16,8 +16,6 @@ from typing import BinaryIO
 from shardwise.errors import CheckpointError
 from shardwise.state.files import Record, Stamp, stamp_of, unreadable
 
-__all__ = ["Archive", "FileSlice", "open_archive", "refusal"]
-
 SMALL = ("data.pkl", "byteorder")  # records that describe the others, and are read whole
 MAX_SMALL = 1 << 30  # bytes
 _SUMS_BEHIND = 0x8  # flag: a record's checksum follows its bytes

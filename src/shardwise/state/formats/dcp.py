@@ -23,8 +23,6 @@ from shardwise.state.formats.trees import Path as Keys
 from shardwise.state.formats.trees import weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
 
-__all__ = ["METADATA", "open_dcp"]
-
 METADATA = ".metadata"
 _ROOM = "torch.distributed.checkpoint.metadata."
 _OLD = "torch.distributed._shard.sharded_tensor.metadata."  # the module of TensorProperties up to torch 2.2

@@ -15,8 +15,6 @@ from shardwise.state.formats.safetensors import open_safetensors
 from shardwise.state.formats.torch_file import open_torch_file
 from shardwise.state.stored import Source, TensorSource
 
-__all__ = ["INDEX", "SIDECARS", "WEIGHTS", "index_of", "is_of_weights", "lay_out", "open_folder", "sidecars_of"]
-
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _OF_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")

@@ -4,8 +4,6 @@ from pathlib import Path, PurePosixPath
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["inside"]
-
 
 def inside(folder: Path, file: str, index: Path) -> Path:
     """The path of a file that ``index`` names, which must be in the directory itself. Links of the Hugging Face cache,

@@ -16,8 +16,6 @@ from typing import Any, ClassVar, cast
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["Named", "Ordered", "Persistent", "name_of", "named", "read_pickle", "shown"]
-
 MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of this
 # What Python's pickler writes in protocols 2 to 5 for the values that occur in weights.
 _OPCODES = (

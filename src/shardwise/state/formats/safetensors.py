@@ -18,8 +18,6 @@ from shardwise.recipe.boxes import whole
 from shardwise.state.files import stamp_of, unreadable
 from shardwise.state.stored import Chunk, FileTensor, Source
 
-__all__ = ["DTYPES", "Placed", "header_of", "looks_like_safetensors", "open_safetensors", "place_tensors", "tensors_in"]
-
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool",
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",

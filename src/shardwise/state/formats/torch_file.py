@@ -21,8 +21,6 @@ from shardwise.state.formats.pickles import Named, Ordered, Persistent, name_of,
 from shardwise.state.formats.trees import MODELS, flatten, weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
 
-__all__ = ["STORAGES", "looks_like_torch", "open_torch_file", "tensor_in"]
-
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",

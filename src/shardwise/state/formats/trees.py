@@ -9,8 +9,6 @@ from typing import Any
 
 from shardwise.errors import CheckpointError
 
-__all__ = ["MODELS", "Path", "flatten", "weights_in"]
-
 Path = tuple[str, ...]
 
 MODELS = ("model", "state_dict", "model_state_dict")

@@ -19,19 +19,6 @@ import numpy as np
 from shardwise.errors import CheckpointError
 from shardwise.state.integrity.sums import BLOCK
 
-__all__ = [
-    "MANIFEST",
-    "DamagedError",
-    "FileFact",
-    "Manifest",
-    "damaged",
-    "folder_name",
-    "is_inside",
-    "is_manifest",
-    "step_of",
-    "steps_in",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = "shardwise checkpoint"
 VERSION = 1

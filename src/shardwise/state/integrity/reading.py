@@ -14,8 +14,6 @@ from shardwise.state.files import OpenFiles, Record
 from shardwise.state.integrity.manifest import DamagedError, FileFact, Manifest, damaged
 from shardwise.state.integrity.sums import BLOCK, sum_of
 
-__all__ = ["VerifiedCheckpoint", "VerifiedFiles"]
-
 _AT_ONCE = 2 * BLOCK  # bytes read, then summed: with more, the first would have left the processor's cache
 _KEPT = 16  # blocks at the ends of parts that are cached: the next tensor often begins in one
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from crc32c import crc32c
 
-__all__ = ["BLOCK", "PartialSums", "Sums", "block_sizes", "put_together", "sum_of"]
-
 BLOCK = 256 << 10  # bytes: the least that is read to verify one byte
 PartialSums = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """File -> the numbers of blocks (uint32) and the partial checksum of each (uint32)."""

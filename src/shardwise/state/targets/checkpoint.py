@@ -10,8 +10,6 @@ from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed
 from shardwise.state.targets.safetensors import plan_folder
 from shardwise.world import package_versions
 
-__all__ = ["plan_checkpoint"]
-
 
 def plan_checkpoint(
     facts: Mapping[str, Fact], max_shard_bytes: int, step: int, modules: str | None = None

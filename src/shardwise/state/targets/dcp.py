@@ -14,8 +14,6 @@ from shardwise.state.formats.dcp import METADATA
 from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 from shardwise.state.targets.torch_file import Layout, without_values
 
-__all__ = ["plan_dcp"]
-
 CHUNK = 512 << 20  # bytes: torch reads a whole chunk, even if it needs only a part
 
 

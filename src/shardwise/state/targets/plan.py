@@ -9,8 +9,6 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box
 from shardwise.state.integrity.sums import Sums
 
-__all__ = ["ConversionPlan", "Fact", "Fixed", "Piece"]
-
 
 class Fact(NamedTuple):
     """The shape and dtype of a tensor in the written file."""

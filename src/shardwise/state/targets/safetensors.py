@@ -8,8 +8,6 @@ from shardwise.state.formats.folder import INDEX, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, place_tensors
 from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 
-__all__ = ["plan_folder", "plan_safetensors"]
-
 
 def plan_safetensors(facts: Mapping[str, Fact], file: str, modules: str | None = None) -> ConversionPlan:
     """Plans one safetensors file with all tensors. ``modules``: the versions of modules, as JSON.

@@ -16,8 +16,6 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import whole
 from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 
-__all__ = ["Layout", "plan_torch_file", "without_values"]
-
 _NORESERVE = 0x4000  # MAP_NORESERVE of linux/mman.h, which mmap names in newer versions of Python
 _ENTRY, _END, _END_64 = (
     b"PK\x01\x02",
