@@ -202,8 +202,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- techniques: shards ------------------------------------------------------------------------------------------
     Mutant(
         "shards-averaged",
-        "child.set_gradient_divide_factor(1.0)",
-        "pass",
+        "group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True",
+        "group.force_sum_reduction_for_comms = True",
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-fsdp-4-acc3-clip-default]'",
         "gradients of ranks are averaged, not summed",
     ),
@@ -2832,10 +2832,38 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "views-of-gathered-views-unmarked",
-        "if isinstance(each, DTensor) and _address(each) == _address(args[0]):",
+        "if type(each) is DTensor and _address(each) == _address(given[0]):",
         "if False:",
         "tests/parallel/test_lost_writes.py -k no_write_is_lost",
         "under dp_shard, what is written into a view of a row of a parameter is lost",
+    ),
+    Mutant(
+        "row-set-to-a-number",
+        '    if isinstance(tensor, _Gathered):\n        _refuse(tensor, "fill_", origin=tensor.origin)\n',
+        "",
+        "tests/parallel/test_lost_writes.py -k no_write_is_lost",
+        "under dp_shard, w[0] = 0 is lost",
+    ),
+    Mutant(
+        "host-numbers-through-the-device",
+        'return new_group(None, timeout_s, "gloo"), torch.device("cpu")',
+        "return group, device",
+        "tests/step/test_reads.py -k nccl_alone",
+        "beside a group of NCCL alone, a step reads the device three times",
+    ),
+    Mutant(
+        "steps-with-unwritten-memory",
+        "return _numbers() >= (2, 13)",
+        "return True",
+        "tests/world/test_imagined.py -k nothing_has_written",
+        "before torch 2.13 a step of imagined ranks trains with whatever memory held",
+    ),
+    Mutant(
+        "prompt-continued-by-parts",
+        "is_split = self.for_forward is not _whole",
+        "is_split = False",
+        "tests/techniques/test_toys.py -k until_a_technique",
+        "where a technique splits batches, a sample of the model is made of parts",
     ),
     Mutant(
         "gathered-for-a-write",
