@@ -43,11 +43,13 @@ class _IsAnyGloo(type):
 class _OneThread(metaclass=_IsAnyGloo):
     """Called as ``ProcessGroupGloo``; makes one that has a single thread for its collectives."""
 
-    def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
         options._timeout, options._threads = timeout, 1
+        for name, value in more.items():  # enable_reconfigure, from torch 2.14 on
+            setattr(options, name, value)
         return gloo(store, rank, size, options)
 
 
