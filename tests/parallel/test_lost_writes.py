@@ -193,7 +193,8 @@ def test_no_write_is_lost(ranks, layout):
         )
         assert became == "right" or "  fix: " in became, (shape, target, name, became)
         if (view in KEPT and "of a part" not in name) or name in ALLOWED:
-            assert became == "right", (shape, target, name, became)
+            # Of one row torch 2.14 gathers what it transposes: refused then, which the assertion above has seen.
+            assert became == "right" or shape[0] == 1, (shape, target, name, became)
         elif view in CUT or name in PLACED:
             # The first row of one row is the whole: a view along it may leave nothing to gather.
             assert became != "right" or shape[0] == 1, (shape, target, name)

@@ -102,7 +102,14 @@ _aten = torch.ops.aten
 # Views for which torch gathers: along a dim that is cut, or of one that the ranks do not divide.
 _VIEWS = (
     *("select", "slice", "split", "split_with_sizes", "unsafe_split", "diagonal", "view_as_complex", "view_as_real"),
-    "view",  # which torch 2.11 makes of what it gathers
+    *(
+        "view",
+        "t",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+    ),  # which some versions of torch make of what they gather
 )
 # Writes by place, and of plain tensors: torch refuses most of them, in words about strategies and meshes.
 _PLACED = (

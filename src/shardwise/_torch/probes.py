@@ -169,7 +169,8 @@ PROBES = (
             "to_sharded_dtensor",
         ),
     ),
-    Probe(f"{_FSDP}._fsdp_state", words=("_fsdp_param_groups",), without="a unit has one group of parameters"),
+    Probe(f"{_FSDP}._fsdp_state", words=("_fsdp_param_groups",), without="groups of a unit lie beside the last one"),
+    Probe(f"{_FSDP}._fsdp_param_group", words=("_module_fqn",)),
     # For a reset without reset_iter_state, before torch 2.13.
     Probe(f"{_FSDP}._fsdp_state", words=("_modules_to_run_forward",), without="FSDPModule.reset_iter_state"),
     Probe(
