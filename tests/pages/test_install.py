@@ -1,5 +1,6 @@
 """README, "Install": what `python -m build` makes trains in an environment of its own, far from the source."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -80,6 +82,23 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     }
     with zipfile.ZipFile(wheel) as archive:
         assert files <= set(archive.namelist())
+
+
+def test_nothing_else_changes_where_pytorch_is_installed(wheel, tmp_path):
+    """Whatever build of torch is there stays: pip would install the package alone."""
+    pip = (sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet", "--report")
+    run(*pip, tmp_path / "alone.json", "--ignore-installed", "--no-deps", wheel, folder=tmp_path)
+    (needed,) = [
+        requirement
+        for each in json.loads((tmp_path / "alone.json").read_text())["install"][0]["metadata"]["requires_dist"]
+        if (requirement := Requirement(each)).name == "torch"
+    ]
+    builds = ("2.11.0+cu128", "2.12.1+rocm7.0", "2.13.0+cpu", "2.14.1+cu130")
+    assert needed.marker is None and all(needed.specifier.contains(build) for build in builds)
+    assert not needed.specifier.contains("2.10.0")
+    run(*pip, tmp_path / "all.json", wheel, folder=tmp_path)
+    planned = json.loads((tmp_path / "all.json").read_text())["install"]
+    assert {each["metadata"]["name"] for each in planned} <= {"shardwise"}
 
 
 def test_the_five_lines_train_from_the_wheel(environment):
