@@ -1066,7 +1066,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "aside-is-lost",
-        "            add_to_gradient(self._params[key], grad)",
+        "            add_to_gradient(self.runtime.parameters[name], grad)",
         "            pass",
         "tests/step/test_window.py tests/techniques/data/test_loops.py",
         "gradients of earlier windows are dropped",
@@ -1549,8 +1549,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "backward-outside-of-windows",
-        "    if (reached := _reached(way, closed, backward.inputs)) is not None:\n",
-        "    if False and (reached := _reached(way, closed, backward.inputs)) is not None:\n",
+        "    if (reached := _reached(path, closed, backward.inputs)) is not None:\n",
+        "    if False and (reached := _reached(path, closed, backward.inputs)) is not None:\n",
         "tests/step/test_backwards.py -k outside_of_a_window",
         "a backward outside of windows runs until its first gradient, or gives parts along tp for the whole",
     ),
@@ -1577,8 +1577,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "compiled-penalty-summed",
-        "way.is_compiled and reached.runtime.engine.hides_outputs",
-        "way.is_compiled",
+        "path.is_compiled and reached.runtime.engine.hides_outputs",
+        "path.is_compiled",
         "tests/step/test_backwards.py -k odd_loops_are_refused",
         "a penalty that torch.compile has compiled counts once for each rank",
     ),

@@ -17,10 +17,10 @@ from shardwise._torch.patches import patch
 
 __all__ = [
     "Backward",
+    "BackwardPath",
     "RunningBackward",
     "StopRecomputation",
     "TorchDispatchMode",
-    "Way",
     "at_end_of_backward",
     "before_backward",
     "checkpointed",
@@ -35,10 +35,10 @@ __all__ = [
     "marks_of",
     "num_hooks",
     "on_inputs",
+    "path_of",
     "share_hooks",
     "unseen",
     "unseen_writes",
-    "way_of",
     "without_subclasses",
 ]
 
@@ -97,7 +97,7 @@ def mark_output(tensor: Tensor, by: Any) -> None:
         node.metadata[_MARK] = by
 
 
-class Way(NamedTuple):
+class BackwardPath(NamedTuple):
     """What a backward passes.
 
     Attributes:
@@ -111,7 +111,7 @@ class Way(NamedTuple):
     is_compiled: bool
 
 
-def way_of(outputs: Sequence[Any], *, past_marks: bool = False) -> Way:
+def path_of(outputs: Sequence[Any], *, past_marks: bool = False) -> BackwardPath:
     """What a backward from ``outputs`` passes. Walks until the first marked output, which is near the end of a model; without one, or
     ``past_marks``, the whole graph."""
     leaves, is_compiled, mark = list[Tensor](), False, None
@@ -122,7 +122,7 @@ def way_of(outputs: Sequence[Any], *, past_marks: bool = False) -> Way:
         if isinstance(leaf := getattr(node, "variable", None), Tensor):
             leaves.append(leaf)
         is_compiled = is_compiled or node.name().startswith("CompiledFunction")
-    return Way(mark, leaves, is_compiled)
+    return BackwardPath(mark, leaves, is_compiled)
 
 
 def freed_leaf(outputs: Sequence[Any]) -> Tensor | None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from shardwise._torch.autograd import Backward, Way, before_backward, way_of
+from shardwise._torch.autograd import Backward, BackwardPath, before_backward, path_of
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel.runtime import Runtime, runtimes_in_use
 from shardwise.techniques.data.gradients import outside_of_windows
@@ -45,30 +45,32 @@ def _look(backward: Backward) -> Any:
     if _num_unchecked or not runtimes:
         return None
     if not backward.accumulates:
-        return way_of(backward.outputs).mark if backward.makes_graph else None
+        return path_of(backward.outputs).mark if backward.makes_graph else None
     begun = [each for each in runtimes if each.accumulation is not None]
     is_open = any(each.accumulation.is_open for each in begun)  # type: ignore[union-attr]
     # With a window, those that were sharded since it began.
     closed = [each for each in runtimes if each.accumulation is None and _is_trained(each)] if is_open else runtimes
-    way = way_of(backward.outputs, past_marks=bool(closed))  # it may pass a model that is frozen, to the inputs of that
-    if (reached := _reached(way, closed, backward.inputs)) is not None:
+    path = path_of(
+        backward.outputs, past_marks=bool(closed)
+    )  # it may pass a model that is frozen, to the inputs of that
+    if (reached := _reached(path, closed, backward.inputs)) is not None:
         raise outside_of_windows(reached.runtime.world.axis("loss").size, name=reached.name)
-    reached = None if way.mark is not None else _reached(way, begun, backward.inputs)
-    if not is_open or (reached is None and way.mark is None):
+    reached = None if path.mark is not None else _reached(path, begun, backward.inputs)
+    if not is_open or (reached is None and path.mark is None):
         return None  # of something else
     for each in begun:
         each.accumulation.has_others = True  # type: ignore[union-attr]
-    gives_own = not backward.inputs or _reached(way, begun, backward.inputs) is not None
-    if backward.makes_graph and gives_own and any(each.engine.late() is not None for each in begun):
+    gives_own = not backward.inputs or _reached(path, begun, backward.inputs) is not None
+    if backward.makes_graph and gives_own and any(_sums_in_place(each) for each in begun):
         raise UnsupportedError(
             "backward(create_graph=True) of a model that each rank holds whole",
             why="gradients are summed over the ranks in place, and these would be part of a graph",
             fix="torch.autograd.grad(loss, x, create_graph=True) of what is differentiated again, and one backward() of the sum",
         )
-    is_hidden = reached is not None and way.is_compiled and reached.runtime.engine.hides_outputs
+    is_hidden = reached is not None and path.is_compiled and reached.runtime.engine.hides_outputs
     if reached is not None and not reached.is_gathered and not is_hidden:
         raise _penalty(reached)
-    return way.mark
+    return path.mark
 
 
 def _is_trained(runtime: Runtime) -> bool:
@@ -87,10 +89,14 @@ class _Reached(NamedTuple):
     is_gathered: bool
 
 
-def _reached(way: Way, runtimes: Sequence[Runtime], inputs: Sequence[Any]) -> _Reached | None:
+def _sums_in_place(runtime: Runtime) -> bool:
+    return not runtime.recipe.is_cut and runtime.world.axis("loss").size > 1
+
+
+def _reached(path: BackwardPath, runtimes: Sequence[Runtime], inputs: Sequence[Any]) -> _Reached | None:
     """One of the leaves that is a parameter, or of ``inputs`` where there are some."""
     # An edge of the graph may stand for a leaf.
-    leaves = {id(getattr(getattr(x, "node", None), "variable", x)) for x in inputs or way.leaves}
+    leaves = {id(getattr(getattr(x, "node", None), "variable", x)) for x in inputs or path.leaves}
     for runtime in runtimes:
         names = {id(param): name for name, param in runtime.parameters.items()}
         for copy, shard in runtime.engine.gathered():

@@ -10,7 +10,7 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime
 from shardwise.parallel.step_checks import LastStep
-from shardwise.techniques.data.gradients import SetAsideGradients
+from shardwise.techniques.data.gradients import add_to_gradient
 
 _waiting: "weakref.WeakSet[GradStash]" = weakref.WeakSet()
 
@@ -32,7 +32,7 @@ class GradStash:
         self.runtime = runtime
         self.is_taken = False
         self._stepped: Tensor | None = None  # one that an optimizer has stepped with, and nothing has replaced
-        self._aside = SetAsideGradients[str](runtime.parameters)
+        self._aside: dict[str, Tensor] = {}
         # Those of the window's begin, with their versions; None: no code of the user's has run since.
         self._before = (
             {name: (grad, local_tensor(grad)._version) for name, grad in self._gradients().items()} if waits else None
@@ -62,7 +62,8 @@ class GradStash:
                 continue  # the loop has made it since
             is_old = grad is old and (version is None or version == local_tensor(grad)._version)
             if is_old or (grad is old and not _is_not_zero(grad)):
-                self._aside.put(name, without_history=True)
+                param = self.runtime.parameters[name]
+                self._aside[name], param.grad = grad.detach(), None
             elif name not in self._cleared and _is_not_zero(grad) and (grad is old or _is_not_zero(old)):
                 raise UsageError(
                     "a gradient that was written within a window by hand, where there was one from before it",
@@ -79,7 +80,7 @@ class GradStash:
 
     def zero(self, ids: Collection[int], set_to_none: bool) -> None:
         """Does what ``zero_grad(set_to_none)`` does, to what was put aside of the parameters with these ``id()`` values."""
-        kept = self._aside.kept
+        kept = self._aside
         for name in [name for name in kept if id(self.runtime.parameters[name]) in ids]:
             if set_to_none:
                 del kept[name]
@@ -93,18 +94,20 @@ class GradStash:
 
     def add_back(self) -> None:
         """Adds the put-aside gradients to those of the window, as one process would have accumulated them."""
-        self._aside.add_back()
+        for name, grad in self._aside.items():
+            add_to_gradient(self.runtime.parameters[name], grad)
 
     def put_back(self) -> None:
         """Restores the gradients from before the window."""
         if self.is_taken:
-            self._aside.put_back(self.runtime.parameters)
+            for name, param in self.runtime.parameters.items():
+                param.grad = self._aside.get(name)
         self.forget()
 
     def forget(self) -> None:
         """Frees the copies, after which none are restored."""
         _waiting.discard(self)
-        self._aside.clear()
+        self._aside = {}
         self._before, self.is_taken = None, False
 
     def _gradients(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch.autograd import way_of
+from shardwise._torch.autograd import path_of
 from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
@@ -43,29 +43,29 @@ def parameter_penalty(model: nn.Module, penalty: Tensor) -> None:
     """
     runtime = runtime_of(model)
     _refuse_place(runtime)
-    way = way_of([penalty]) if isinstance(penalty, Tensor) and penalty.requires_grad else None
+    path = path_of([penalty]) if isinstance(penalty, Tensor) and penalty.requires_grad else None
     names = {id(param): name for name, param in runtime.parameters.items()}
-    if way is None or (way.mark is None and not any(id(leaf) in names for leaf in way.leaves)) or penalty.dim():
+    if path is None or (path.mark is None and not any(id(leaf) in names for leaf in path.leaves)) or penalty.dim():
         raise UsageError(
             f"parameter_penalty with {_described(penalty)}",
             why="it is one number, which is computed from parameters of the model, with gradients",
             fix="sw.parameter_penalty(model, 0.01 * sum(p.square().sum() for p in model.parameters()))",
         )
-    if way.mark is not None or (way.is_compiled and runtime.engine.hides_outputs):
+    if path.mark is not None or (path.is_compiled and runtime.engine.hides_outputs):
         raise UsageError(
             "parameter_penalty with something that the model has computed",
             why="that comes from the data of a rank, which has to be summed over the ranks, and a penalty counts once",
             fix="add it to the loss of the micro-batch, inside the loop of the window"
-            + ("; a penalty alone is computed outside of what torch.compile compiles" if way.mark is None else ""),
+            + ("; a penalty alone is computed outside of what torch.compile compiles" if path.mark is None else ""),
         )
-    if (other := next((leaf for leaf in way.leaves if id(leaf) not in names), None)) is not None:
+    if (other := next((leaf for leaf in path.leaves if id(leaf) not in names), None)) is not None:
         raise UsageError(
             f"parameter_penalty with another tensor that is trained, of shape {tuple(other.shape)}",
             why="it adds the gradients of this model's parameters, and that one would get none",
             fix="call it for each model, with .detach() of what belongs to others",
             name=replaced_name(other),
         )
-    _add(runtime, penalty, [name for leaf in way.leaves if (name := names.get(id(leaf))) is not None])
+    _add(runtime, penalty, [name for leaf in path.leaves if (name := names.get(id(leaf))) is not None])
 
 
 def _refuse_place(runtime: Runtime) -> None:

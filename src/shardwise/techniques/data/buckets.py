@@ -53,7 +53,6 @@ class Bucket:
 
     def __init__(self, members: dict[int, nn.Parameter]):
         self.members = members
-        self.numel = sum(param.numel() for param in members.values())
         self._sizes = [param.numel() for param in members.values()]
         self._in_own_order = {i for i, param in members.items() if _has_own_order(param)}
         self.reset()
@@ -75,7 +74,7 @@ class Bucket:
 
     def _packed(self, grads: Mapping[int, Tensor | None]) -> tuple[Tensor, dict[int, Tensor]]:
         like = next(iter(self.members.values()))
-        flat = torch.empty(self.numel, dtype=like.dtype, device=like.device)
+        flat = torch.empty(sum(self._sizes), dtype=like.dtype, device=like.device)
         # Each step takes this memory anew: page by page that takes as long as writing it.
         in_large_pages([flat])
         views = self.views_of(flat)

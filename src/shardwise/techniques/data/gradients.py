@@ -1,8 +1,6 @@
 """Helpers for gradients until they are summed, shared by both engines and windows.
 
-A gradient that is a sum over the ranks already would be summed again: :class:`SetAsideGradients` sets it aside while new gradients
-arrive, and adds it when they are summed. A backward raises, and the work at its end is left undone: :class:`EndOfBackward` detects
-that. A micro-batch that exists only so that all ranks have equally many must not count: :class:`Padding`.
+A backward raises, and the work at its end is left undone: :class:`EndOfBackward` detects that. A micro-batch that exists only so that all ranks have equally many must not count: :class:`Padding`.
 
 A parameter that no rank used ends without a gradient: the exchange before the step says so (``step/exchange.py``). Until then replicas
 and FSDP2 (``_torch/fsdp2.py``) have summed zeros.
@@ -10,16 +8,14 @@ and FSDP2 (``_torch/fsdp2.py``) have summed zeros.
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise._torch.autograd import at_end_of_backward
 from shardwise.errors import UsageError
 from shardwise.techniques.edges import zero_of_padding
-
-K = TypeVar("K")
 
 
 class State(enum.Enum):
@@ -63,39 +59,6 @@ class EndOfBackward:
     def forget(self) -> None:
         """Resets: no call is due, and none was dropped."""
         self._call = None
-
-
-class SetAsideGradients(Generic[K]):
-    """Gradients that are set aside while new ones are accumulated into the same parameters.
-
-    Args:
-        params: the parameters, by name or by number.
-    """
-
-    def __init__(self, params: Mapping[K, nn.Parameter] | Sequence[nn.Parameter]):
-        self._params: Any = params
-        self.kept: dict[K, Tensor] = {}
-
-    def put(self, key: K, *, without_history: bool = False) -> None:
-        """Moves the gradient of a parameter out of ``.grad``, if it has one; ``without_history``: detached from its
-        graph (create_graph)."""
-        param = self._params[key]
-        grad, param.grad = param.grad, None
-        if grad is not None:
-            self.kept[key] = grad.detach() if without_history else grad
-
-    def add_back(self) -> None:
-        """Adds the gradients that were set aside to those accumulated since."""
-        for key, grad in self.kept.items():
-            add_to_gradient(self._params[key], grad)
-
-    def put_back(self, keys: Iterable[K]) -> None:
-        """Restores the gradients of these parameters that were set aside; None where none was."""
-        for key in keys:
-            self._params[key].grad = self.kept.get(key)
-
-    def clear(self) -> None:
-        self.kept = {}
 
 
 class Padding:

@@ -105,7 +105,7 @@ class DDPEngine:
             self._late = {i: grad for i, grad in late.items() if grad is not None}
             for i in self._late:
                 self._used[i] = 1
-            self._flats = [bucket.flat[: bucket.numel] for bucket in self.buckets]
+            self._flats = [bucket.flat for bucket in self.buckets]
             for bucket in self.buckets:
                 for i, grad in bucket.views().items():
                     self.params[i].grad = grad
