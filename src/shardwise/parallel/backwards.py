@@ -50,9 +50,8 @@ def _look(backward: Backward) -> Any:
     is_open = any(each.accumulation.is_open for each in begun)  # type: ignore[union-attr]
     # With a window, those that were sharded since it began.
     closed = [each for each in runtimes if each.accumulation is None and _is_trained(each)] if is_open else runtimes
-    path = path_of(
-        backward.outputs, past_marks=bool(closed)
-    )  # it may pass a model that is frozen, to the inputs of that
+    # It may pass a model that is frozen, to the inputs of that.
+    path = path_of(backward.outputs, past_marks=bool(closed))
     if (reached := _reached(path, closed, backward.inputs)) is not None:
         raise outside_of_windows(reached.runtime.world.axis("loss").size, name=reached.name)
     reached = None if path.mark is not None else _reached(path, begun, backward.inputs)
