@@ -6,29 +6,37 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 import shardwise.parallel.buffers
 import shardwise.step.clip
 import shardwise.step.exchange
 import shardwise.step.window
+import shardwise.techniques.data.fsdp2
 import shardwise.techniques.data.replicas
 from shardwise._torch.fsdp2 import Unit
+from shardwise._torch.fully_shard import unit_groups
 from shardwise.step.norm import norm_power_sum
 from shardwise.verify import run_sharded
 
 
 def averaged() -> Any:
     """FSDP2 left at its default: gradients averaged over the ranks."""
-    return mock.patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+    return _summed_by(None)
 
 
 def slightly_divided() -> Any:
     """Gradients five parts in 100,000 too small."""
-    divide = FSDPModule.set_gradient_divide_factor
-    return mock.patch.object(
-        FSDPModule, "set_gradient_divide_factor", lambda self, factor: divide(self, factor * 1.00005)
-    )
+    return _summed_by(1.00005)
+
+
+def _summed_by(factor: float | None) -> Any:
+    """Units whose gradients are divided by ``factor``; None: by the number of ranks."""
+
+    def summed(module: Any) -> None:
+        for group in unit_groups(module):
+            group.gradient_divide_factor, group.force_sum_reduction_for_comms = factor, True
+
+    return mock.patch.object(shardwise.techniques.data.fsdp2, "sum_gradients", summed)
 
 
 def averaged_ddp() -> Any:
