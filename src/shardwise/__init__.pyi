@@ -4,10 +4,10 @@
 from shardwise.config.record import Options as Options
 from shardwise.data.batch import MicroBatch as MicroBatch
 from shardwise.data.batch import default_collate as default_collate
+from shardwise.data.batch import pad_collate as pad_collate
 from shardwise.data.labels import make_labels as make_labels
 from shardwise.data.labels import shift_labels as shift_labels
 from shardwise.data.loader import Loader as Loader
-from shardwise.data.padding import pad_collate as pad_collate
 from shardwise.data.sft.dataset import SFTDataset as SFTDataset
 from shardwise.dialects.fsdp1 import from_fsdp1 as from_fsdp1
 from shardwise.errors import CheckpointError as CheckpointError

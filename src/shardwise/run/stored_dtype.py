@@ -2,7 +2,7 @@
 the final weights. Torch-free: only the headers of safetensors files are read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.config.dtype_words import DTYPE_WORDS
@@ -90,7 +90,13 @@ def export_dtype(config: RunConfig) -> str | None:
 def dtypes_in(folder: Path) -> set[str]:
     """The dtypes of floating tensors in the safetensors files of a directory, or in one file, in the format's words; what
     cannot be read is left out."""
-    found: set[str] = set()
+    dtypes = {dtype for _, dtype, _ in stored_tensors(folder)}
+    return {dtype for dtype in dtypes if dtype[:1] in ("F", "B") and dtype != "BOOL"}
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, str, list[int]]]:
+    """Name, dtype (the format's word) and shape of the tensors in the safetensors files of a directory, or in one file; what cannot
+    be read is left out."""
     files = [folder] if folder.suffix == ".safetensors" and folder.is_file() else sorted(folder.glob("*.safetensors"))
     for file in files:
         try:
@@ -99,5 +105,6 @@ def dtypes_in(folder: Path) -> set[str]:
                 header = json.loads(opened.read(size)) if size <= _LONGEST else {}
         except (OSError, ValueError):
             continue
-        found |= {entry.get("dtype", "") for name, entry in header.items() if name != "__metadata__"}
-    return {dtype for dtype in found if dtype[:1] in ("F", "B") and dtype != "BOOL"}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, entry.get("dtype", ""), entry.get("shape", [])
