@@ -1,6 +1,6 @@
 """Shows a training run while it runs: a live bar on a terminal, plain lines elsewhere; never silent for two seconds.
 
-A display receives events (see :mod:`shardwise.run.job`) and lines that ranks wrote. It knows nothing of processes.
+A display receives events (see :mod:`shardwise.run.output`) and lines that ranks wrote. It knows nothing of processes.
 On a terminal the last lines are redrawn in place; in a pipe or a log file a thread prints the run's progress whenever
 nothing was printed for a while.
 """

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import ConfigError
+from shardwise.parallel import world_of
+from shardwise.run.config import RunConfig
 
+_BYTES = 160
+_TEMPERATURE = 0.6
+_ANSWER_TOKENS = 48
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 
 
@@ -81,6 +87,37 @@ def _logits_in(output: Any) -> Tensor:
     if isinstance(output, tuple | list) and not hasattr(output, "logits"):
         return next((part for part in output if isinstance(part, Tensor) and part.dim() == 3), output[0])
     return output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
+
+
+def answer(model: nn.Module, records: SFTDataset, context: int) -> dict[str, str]:
+    """The model's answer to the first record, with the prompt and the answer of the record; every rank must call it."""
+    ids, prompt, reference = records.question()
+    made = generate(
+        model,
+        torch.tensor([ids], device=world_of(model).device),
+        _ANSWER_TOKENS,
+        context=context,
+        stop=records.end,
+    )
+    return {"prompt": prompt, "text": records.decode(made[0, len(ids) :].tolist()), "reference": reference}
+
+
+def complete(model: nn.Module, text: str, prompt: str, config: RunConfig) -> dict[str, Any]:
+    """A completion of a prompt by a byte-level model, and on rank 0 the share of its words that are in the training ``text``; every
+    rank must call it."""
+    world = world_of(model)
+    written = complete_text(
+        model,
+        prompt,
+        _BYTES,
+        device=world.device,
+        context=config.data.seq_len,
+        temperature=_TEMPERATURE,
+        seed=config.train.seed,
+    )
+    # On rank 0 only: collecting the words of a long text takes a moment.
+    share = word_share(written, vocabulary(text)) if world.is_main else None
+    return {"prompt": prompt, "text": written, "word_share": share}
 
 
 def complete_text(model: nn.Module, prompt: str, num_bytes: int, *, device: torch.device, **options: object) -> str:
