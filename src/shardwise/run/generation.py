@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.sft.encode_record import load_tokenizer
+from shardwise.data.sft.encode_record import load_tokenizer, rendered
 from shardwise.errors import ConfigError, first_line
 from shardwise.model import dtype_of
 from shardwise.run.build import build_plain
+from shardwise.run.datasets import rows_of
 from shardwise.run.model_folder import ModelFolder
 from shardwise.run.pretrained import check_pretrained
 from shardwise.run.sample import generate
@@ -179,9 +180,9 @@ def _open_reference(found: ModelFolder, dtype: str | None) -> nn.Module:
 
 
 def _refuse_unknown(model: nn.Module, ids: list[int], text: "_Bytes | _Tokenizer") -> None:
-    rows = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None)
-    embeddings: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
-    rows = getattr(embeddings, "num_embeddings", rows)
+    rows = rows_of(model) or next(
+        (each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None
+    )
     if rows is not None and max(ids) >= rows:
         raise ConfigError(
             f"token {max(ids)} ({text.name(max(ids))}) of the prompt",
@@ -288,14 +289,8 @@ class _Tokenizer:
         if not is_chat:
             return [*self._of(prompt)["input_ids"]]
         messages = [{"role": "user", "content": prompt}]
-        try:
-            text = self._of.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is code of its own
-            raise ConfigError(
-                f"the chat template raised {type(error).__name__} for a message of the role user",
-                why=str(error),
-                fix="correct the template; or --raw: the prompt is a text to continue",
-            ) from error
+        more = "; or --raw: the prompt is a text to continue"
+        text = rendered(self._of, messages, "--prompt", more=more, tokenize=False, add_generation_prompt=True)
         return [*self._of(text, add_special_tokens=False)["input_ids"]]
 
     def name(self, token: int) -> str:

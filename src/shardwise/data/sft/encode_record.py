@@ -11,6 +11,7 @@ the tokenizer's EOS, so that a model learns to stop; so do the special tokens be
 
 import functools
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,20 @@ def load_tokenizer(path: Path, given: str | None = None) -> Any:
             why=f"transformers cannot read it: {type(error).__name__}: {error}",
             fix="give a directory that save_pretrained of a tokenizer has written",
         ) from error
+
+
+def rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], place: str, *, more: str = "", **options: Any
+) -> Any:
+    """What the chat template of a tokenizer writes for a conversation; ``options`` of ``apply_chat_template``.
+
+    Raises:
+        ConfigError: the template refuses it; ``place`` and ``more`` are for the message.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template is code of its own
+        raise template_raised(place, messages, error, more) from error
 
 
 class Encoder:
@@ -237,7 +252,4 @@ class Encoder:
         )
 
     def _render(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
-        except Exception as error:  # a template is code of its own
-            raise template_raised(self.path, chat, error) from error
+        return rendered(self.tokenizer, messages, where(self.path, chat.line), tools=chat.tools, **options)
