@@ -101,7 +101,7 @@ def test_which_versions_are_newer(monkeypatch, text, newer):
 
 def test_an_older_torch_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
-    with sw.init("dp_shard=2", backend="fake", device="cpu") as world:
-        with pytest.raises(sw.UnsupportedError, match=r"torch 2\.10\.1\+cu128") as told:
-            sw.parallelize(nn.Linear(2, 2), world)
+    refused = pytest.raises(sw.UnsupportedError, match=r"torch 2\.10\.1\+cu128")
+    with sw.init("dp_shard=2", backend="fake", device="cpu") as world, refused as told:
+        sw.parallelize(nn.Linear(2, 2), world)
     assert 'pip install "torch>=2.11"' in told.value.fix

@@ -124,7 +124,7 @@ def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_folder import RankLogs, RunFolder
     from shardwise.launch import STOP_SIGNALS, is_cpu, launch_local, passed_over, terminable
     from shardwise.layout import layout_of
-    from shardwise.run.loss_unit import unit_of
+    from shardwise.run.metrics import unit_of
     from shardwise.run.preflight import at_origin
     from shardwise.techniques import AXES_IN_USE
 
@@ -211,7 +211,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import passed_over, terminable
     from shardwise.launch.environment import rank_and_size
-    from shardwise.run.loss_unit import unit_of
+    from shardwise.run.metrics import unit_of
 
     config = loaded.config
     rank, size = rank_and_size()
@@ -241,7 +241,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
 def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None) -> None:
     from shardwise.cli.resume_command import program
     from shardwise.cli.train_display import seconds_text
-    from shardwise.run.loss_unit import perplexity_of, unit_of
+    from shardwise.run.metrics import perplexity_of, unit_of
 
     display, unit = folder.display, unit_of(folder.config)
     display.say()

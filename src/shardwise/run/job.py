@@ -18,6 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.model.calling import call
 from shardwise.parallel import runtime_of
 from shardwise.run.build import (
+    Callback,
     build_model,
     check_takes_tokens,
     functions_of,
@@ -26,15 +27,13 @@ from shardwise.run.build import (
     make_step,
     set_tokenizer,
 )
-from shardwise.run.callback import Callback
 from shardwise.run.checkpoints import RunCheckpoints
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import RunData, limit_to_model, open_data, prompt_of, vocab_of
 from shardwise.run.device_use import DeviceUse
 from shardwise.run.diagnostics import Diagnostics, arithmetic
-from shardwise.run.loss_unit import perplexity_of
 from shardwise.run.memory import memory_of
-from shardwise.run.metrics import Pace
+from shardwise.run.metrics import Pace, perplexity_of
 from shardwise.run.optim import put_on_schedule
 from shardwise.run.output import RunOutput
 from shardwise.run.sample import answer, complete

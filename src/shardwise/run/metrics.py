@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.caller import level_of_caller
+from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.run.config import RunConfig
 
 
 class MetricsWriter:
@@ -227,3 +229,23 @@ def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, un
     except OSError as error:
         return f"no picture: {path} cannot be written: {error.strerror or error}"
     return None
+
+
+# ---- the unit of the loss --------------------------------------------------------------------------------------------
+
+
+def unit_of(config: RunConfig) -> str:
+    """The unit of the loss."""
+    data = config.data
+    if config.train.loss is not None:
+        return "per item counted"
+    if data.build is not None:
+        return "nats/label"
+    return "nats/token" if is_tokens(data.path) or data.tokenizer not in (None, BYTES_MEANT) else "nats/byte"
+
+
+def perplexity_of(config: RunConfig, loss: float) -> float | None:
+    """The perplexity for a loss per token, ``exp(loss)``; None for another loss."""
+    if unit_of(config) != "nats/token":
+        return None
+    return math.exp(loss) if loss < 700 else math.inf

@@ -1,6 +1,8 @@
 """Finds where a module draws random numbers: two runs of it then differ, sharded or not."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,18 @@ import torch
 
 from shardwise.step.step_state import StepState
 from shardwise.verify.oracle import Task
+
+
+@contextlib.contextmanager
+def streams_kept() -> Iterator[None]:
+    """Restores the random streams afterwards: a file may build a module when it is imported."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def drawing_modules(task: Task) -> list[str]:
@@ -32,15 +46,10 @@ def drawing_modules(task: Task) -> list[str]:
         if part is not module:
             part.register_forward_pre_hook(lambda *_, name=name: enter(name))
             part.register_forward_hook(lambda *_: leave(), always_call=True)
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), task.lifted():
-            enter("")
-            task.result(module, batch, StepState(1))
-            leave()
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+    with streams_kept(), torch.no_grad(), task.lifted():
+        enter("")
+        task.result(module, batch, StepState(1))
+        leave()
     return list(found)
 
 
