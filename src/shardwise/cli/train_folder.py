@@ -233,12 +233,12 @@ def _points(rows: list[dict[str, Any]], kind: str) -> list[tuple[float, float]]:
 
 def _weights_in(folder: Path | None) -> Stamp:
     """The weight files in a folder, each with inode and time, which change when it is replaced."""
-    found: Stamp = {}
+    stamp: Stamp = {}
     with contextlib.suppress(OSError):
         for file in folder.glob("*.safetensors") if folder is not None else ():
             facts = file.stat()
-            found[file] = (facts.st_ino, facts.st_mtime_ns)
-    return found
+            stamp[file] = (facts.st_ino, facts.st_mtime_ns)
+    return stamp
 
 
 # ---- what the ranks print --------------------------------------------------------------------------------------------

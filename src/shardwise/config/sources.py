@@ -203,10 +203,10 @@ def _read_toml(text: str, file: str) -> Layer:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
-        found = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", message)
-        numbers = found.groups() if found else (None, None)
+        place_in_message = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", message)
+        numbers = place_in_message.groups() if place_in_message else (None, None)
         place = f"line {numbers[0]}, column {numbers[1]}" if numbers[0] else "at its end"
-        problem = (message[: found.start()] if found else message).strip()
+        problem = (message[: place_in_message.start()] if place_in_message else message).strip()
         shown = text.splitlines()[int(numbers[0]) - 1].strip() if numbers[0] else ""
         fix = f"look at: {shown}" if shown else "close what is open: a quote or a bracket"
         raise _broken("TOML", file, place, problem[:1].lower() + problem[1:], fix) from None
@@ -226,10 +226,10 @@ def _toml_lines(text: str) -> Iterator[tuple[Keys, int]]:
             start = number
         pending += line
         try:
-            found = tomllib.loads(pending)
+            statement = tomllib.loads(pending)
         except tomllib.TOMLDecodeError:
             continue
-        paths = list(_paths(found))
+        paths = list(_paths(statement))
         if pending.lstrip().startswith("["):
             table = paths[-1]
             yield from ((path, start) for path in paths)

@@ -83,11 +83,11 @@ def _host(part: Path) -> str:
 
 def size_of_parts(path: Path) -> int:
     """Bytes that have been written of files that will take the place of ``path``."""
-    found = 0
+    size = 0
     for part in path.parent.glob(f".{path.name}.*.part"):
         with contextlib.suppress(OSError):
-            found += part.stat().st_size
-    return found
+            size += part.stat().st_size
+    return size
 
 
 # ---- notes beside a file ---------------------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ def state_of_entry(path: Path) -> list[int]:
 def note_of(path: Path) -> dict[str, Any]:
     """What the last process that had the lock of an entry has left; empty: there is no note, or a part of one."""
     try:
-        found = json.loads(path.with_name(f".{path.name}.note").read_text(encoding="utf-8"))
+        note = json.loads(path.with_name(f".{path.name}.note").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return note if isinstance(note, dict) else {}
 
 
 def news_of(path: Path, before: Mapping[str, Any]) -> dict[str, Any]:

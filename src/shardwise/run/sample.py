@@ -146,6 +146,6 @@ def word_share(completion: str, words: Iterable[str]) -> float:
     "i" count as real: any letter stands alone somewhere in a text, and random output is full of them.
     """
     known = words if isinstance(words, (set, frozenset)) else frozenset(words)
-    found = [match.group().lower() for match in _WORD.finditer(completion) if match.end() < len(completion)]
-    real = sum(word in known and (len(word) > 1 or word in ("a", "i")) for word in found)
-    return real / len(found) if found else 0.0
+    whole_words = [match.group().lower() for match in _WORD.finditer(completion) if match.end() < len(completion)]
+    num_real = sum(word in known and (len(word) > 1 or word in ("a", "i")) for word in whole_words)
+    return num_real / len(whole_words) if whole_words else 0.0

@@ -29,7 +29,7 @@ def drawing_modules(task: Task) -> list[str]:
     ``""`` is the module itself, or the loss. The random streams do not change."""
     module, batch = task.make(), task.windows[0][0]
     open_calls: list[list[Any]] = []
-    found: dict[str, None] = {}
+    drawing: dict[str, None] = {}
 
     def enter(name: str) -> None:
         open_calls.append([name, _streams(), False])
@@ -38,7 +38,7 @@ def drawing_modules(task: Task) -> list[str]:
         name, before, inner = open_calls.pop()
         drew = _streams() != before
         if drew and not inner:
-            found[name] = None
+            drawing[name] = None
         if drew and open_calls:
             open_calls[-1][2] = True
 
@@ -50,7 +50,7 @@ def drawing_modules(task: Task) -> list[str]:
         enter("")
         task.result(module, batch, StepState(1))
         leave()
-    return list(found)
+    return list(drawing)
 
 
 def places_of(names: list[str]) -> str:

@@ -58,17 +58,19 @@ class Function:
         fix = "correct that line, or install what it imports; then run again"
         # Streams are kept: a rank imports it while building the model, the one process did so earlier.
         with user_errors(given, "importing it", fix), streams_kept():
-            found = load_target(self.text, what=self.what)
-        if not callable(found) or isinstance(found, nn.Module):
+            function = load_target(self.text, what=self.what)
+        if not callable(function) or isinstance(function, nn.Module):
             kind = (
-                "a module that is made already" if isinstance(found, nn.Module) else f"of type {type(found).__name__}"
+                "a module that is made already"
+                if isinstance(function, nn.Module)
+                else f"of type {type(function).__name__}"
             )
             raise ConfigError(
                 given,
                 why=f"it is {kind}, and a function is called",
                 fix="name a function, or a class: def build(): return Net(...)",
             )
-        return found
+        return function
 
 
 @dataclass(frozen=True)

@@ -127,12 +127,12 @@ class Encoder:
 
     def _of_spans(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Encoded:
         """Tokens of a text, of which those that begin within one of ``spans`` (characters) are trained on."""
-        found = self.tokenizer(
+        encoding = self.tokenizer(
             text, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
         )
-        ids, trained = [*found["input_ids"]], []
-        is_added = found["special_tokens_mask"] if special else [0] * len(ids)
-        for (start, end), added in zip(found["offset_mapping"], is_added, strict=True):
+        ids, trained = [*encoding["input_ids"]], []
+        is_added = encoding["special_tokens_mask"] if special else [0] * len(ids)
+        for (start, end), added in zip(encoding["offset_mapping"], is_added, strict=True):
             if start == end:  # blanks that the tokenizer trims end here; special tokens that it adds have no place
                 inside = not added and any(first < start <= last for first, last in spans)
             else:
@@ -218,8 +218,8 @@ class Encoder:
             self._note(chat, "left out" if behind else "none", *words)
 
     def _marked(self, chat: Chat, messages: list[dict[str, Any]]) -> Encoded:
-        found = self._render(chat, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return [*found["input_ids"]], [bool(flag) for flag in found["assistant_masks"]]
+        encoding = self._render(chat, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return [*encoding["input_ids"]], [bool(flag) for flag in encoding["assistant_masks"]]
 
     def _note(self, chat: Chat, kind: str, answer: str, rest: str) -> None:
         """Keeps the first answer whose end is missing, or left out of the marks, with the text around it."""
