@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from shardwise.errors import RankError, UsageError
 from shardwise.launch.failure import Failure, rank_error, root_cause
 from shardwise.launch.process import held_port
-from shardwise.launch.results import dumps
+from shardwise.launch.script import dumps
 from shardwise.testing.calls import Call, call_of
 from shardwise.testing.processes import Helper, Worker
 

@@ -22,7 +22,7 @@ from typing import cast
 from shardwise.launch.events import open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.process import die_with_parent
-from shardwise.launch.results import dumps
+from shardwise.launch.script import dumps
 from shardwise.testing.calls import Call, resolve
 
 DUMP_SIGNAL = signal.SIGUSR2
