@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shardwise.config.tokenizer import read_json
 from shardwise.data.file_digest import state_of
 
 _LEFT_S = 3600.0
@@ -103,11 +104,7 @@ def state_of_entry(path: Path) -> list[int]:
 
 def note_of(path: Path) -> dict[str, Any]:
     """What the last process that had the lock of an entry has left; empty: there is no note, or a part of one."""
-    try:
-        note = json.loads(path.with_name(f".{path.name}.note").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return note if isinstance(note, dict) else {}
+    return read_json(path.with_name(f".{path.name}.note"))
 
 
 def news_of(path: Path, before: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,12 @@ functions, files, positions, and (by files of their own) attention, vocabulary, 
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.config.loader import Loaded
 from shardwise.config.target import check_target
+from shardwise.config.tokenizer import read_json
 from shardwise.data.sft.saved import hub_advice, open_rows
 from shardwise.errors import ConfigError, LayoutError, UnsupportedError
 from shardwise.launch.environment import is_rank, rank_and_size
@@ -185,11 +185,7 @@ def _check_positions(config: RunConfig, origins: Mapping[str, str]) -> None:
     if config.model.hf is None or config.data.build is not None:
         return
     folder = Path(config.model.hf)
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return  # what reads it says so
-    sizes = {**content, **config.model.args}
+    sizes = {**read_json(folder / "config.json"), **config.model.args}
     number = next((sizes[key] for key in _TABLE if isinstance(sizes.get(key), int)), None)
     if number is not None and number < config.data.seq_len and _has_table(folder, number):
         raise too_long(config, f"model.hf={config.model.hf!r}", number, origins.get("data.seq_len", "default"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.config.dtype_words import DTYPE_WORDS
+from shardwise.config.tokenizer import read_json
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.techniques.precision.options import precision_of
@@ -56,13 +57,10 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
 
 def _refuse_quantised(folder: Path, given: str) -> None:
     """Refuses a directory whose weights are packed numbers beside their scales: a run would take them for plain ones."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return  # what reads it says so
-    if not isinstance(found, dict):
+    settings = read_json(folder / "config.json").get("quantization_config")
+    if not isinstance(settings, dict):
         return
-    method = str(found.get("quant_method", "an unknown method"))
+    method = str(settings.get("quant_method", "an unknown method"))
     maker = _DEQUANTISED.get(method)
     raise ConfigError(
         f"{given}: its weights are quantised",
