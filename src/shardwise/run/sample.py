@@ -13,9 +13,9 @@ from shardwise.errors import ConfigError
 from shardwise.parallel import world_of
 from shardwise.run.config import RunConfig
 
-_BYTES = 160
-_TEMPERATURE = 0.6
-_ANSWER_TOKENS = 48
+SAMPLE_BYTES = 160
+SAMPLE_TEMPERATURE = 0.6
+ANSWER_TOKENS = 48
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 
 
@@ -95,7 +95,7 @@ def answer(model: nn.Module, records: SFTDataset, context: int) -> dict[str, str
     made = generate(
         model,
         torch.tensor([ids], device=world_of(model).device),
-        _ANSWER_TOKENS,
+        ANSWER_TOKENS,
         context=context,
         stop=records.end,
     )
@@ -109,10 +109,10 @@ def complete(model: nn.Module, text: str, prompt: str, config: RunConfig) -> dic
     written = complete_text(
         model,
         prompt,
-        _BYTES,
+        SAMPLE_BYTES,
         device=world.device,
         context=config.data.seq_len,
-        temperature=_TEMPERATURE,
+        temperature=SAMPLE_TEMPERATURE,
         seed=config.train.seed,
     )
     # On rank 0 only: collecting the words of a long text takes a moment.
