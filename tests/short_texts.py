@@ -4,6 +4,6 @@ Each byte of it is a forward on all ranks, more of them than the steps of a test
 write as much as those of users.
 """
 
-from shardwise.run import job
+from shardwise.run import sample
 
-job.SAMPLE_BYTES, job.ANSWER_TOKENS = 12, 12
+sample.SAMPLE_BYTES, sample.ANSWER_TOKENS = 12, 12

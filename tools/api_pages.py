@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def public() -> dict[str, Any]:
     """Public name -> object."""
-    found = {name: getattr(shardwise, name) for name in shardwise.__all__}
+    found = {name: getattr(shardwise, name) for name in dir(shardwise)}
     # The package `verify` takes the place of the function of that name where it was imported, and can be called.
     found = {name: value.__call__ if isinstance(value, ModuleType) else value for name, value in found.items()}
     return found | {f"testing.{name}": getattr(shardwise.testing, name) for name in shardwise.testing.__all__}
@@ -345,7 +345,7 @@ def _first(part: str) -> str:
 
 
 def _link(name: str) -> str:
-    public_names = {*shardwise.__all__, *(f"testing.{each}" for each in shardwise.testing.__all__)}
+    public_names = {*dir(shardwise), *(f"testing.{each}" for each in shardwise.testing.__all__)}
     return f"[`{name}`](#{name.lower().replace('.', '')})" if name in public_names else f"`{name}`"
 
 

@@ -1851,7 +1851,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "frozen-and-trained",
-        "if param is not None and (id(param) in named) == bool(given.freeze):",
+        "if param is not None and (id(param) in named) == bool(options.freeze):",
         "if param is not None and id(param) in named:",
         "tests/run/test_optim.py -k 'plain_torch and train'",
         "model.train_only freezes what it names, and trains the rest",

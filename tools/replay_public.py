@@ -38,9 +38,9 @@ def signatures() -> Record:
     import shardwise
     import shardwise.testing
 
-    found: Record = {"names": sorted(shardwise.__all__)}
-    for module in (shardwise, shardwise.testing):
-        for name in module.__all__:
+    found: Record = {"names": dir(shardwise)}
+    for module, names in ((shardwise, dir(shardwise)), (shardwise.testing, shardwise.testing.__all__)):
+        for name in names:
             for place, text in _signatures(f"{module.__name__}.{name}", getattr(module, name)):
                 found[place] = text
     return found

@@ -1,30 +1,16 @@
-"""``shardwise completion``: the script of bash is run in bash, and all three offer what the command line takes."""
+"""``shardwise completion``: what can follow is offered in bash, zsh and fish, by scripts that these shells read."""
 
-import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from shardwise.cli import main as cli
-from shardwise.cli.completion import offers
+from shardwise.cli.completion import candidates
 from shardwise.config.loader import dotted_keys
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig, load_config
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory):
-    import contextlib
-    import io
-
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert cli.main(["completion", "bash"]) == 0
-    file = tmp_path_factory.mktemp("completion") / "shardwise.bash"
-    file.write_text(out.getvalue())
-    return file
-
 
 CASES = {
     ("",): "train generate convert checkpoint verify completion --help --version",
@@ -54,48 +40,57 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("words", CASES, ids=" ".join)
+def test_what_can_follow(words):
+    assert " ".join(candidates(words)) == CASES[words]
+
+
+@pytest.fixture
+def script(capsys, tmp_path):
+    assert cli.main(["completion", "bash"]) == 0
+    file = tmp_path / "shardwise.bash"
+    file.write_text(capsys.readouterr().out)
+    return file
+
+
 def test_bash_offers_what_can_follow(script):
-    """All cases in one bash: the words of each, and then what the function offers."""
+    """Some cases in one bash: the words of each, and then what the function offers."""
+    cases = {
+        words: CASES[words] for words in CASES if words in (("co",), ("train", "--optim.name", "=", "s"), ("train", ""))
+    }
     calls = [
         f'COMP_WORDS=(shardwise {" ".join(map(repr, words))}); COMP_CWORD={len(words)}; _shardwise; echo "${{COMPREPLY[*]}}"'
-        for words in CASES
+        for words in cases
     ]
-    lines = ["set -u", f"source {script}", "complete -p shardwise", *calls]
-    done = subprocess.run(["bash", "--norc", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=20)
+    program = f'shardwise() {{ {sys.executable} -m shardwise "$@"; }}'
+    lines = ["set -u", f"source {script}", program, "complete -p shardwise", *calls]
+    done = subprocess.run(["bash", "--norc", "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr, done.stderr
     registered, *offered = done.stdout.splitlines()
     assert registered.endswith("-F _shardwise shardwise") and "-o default" in registered
-    assert dict(zip(CASES, offered, strict=True)) == CASES
+    assert dict(zip(cases, offered, strict=True)) == cases
 
 
-def test_every_command_option_key_and_value_is_offered_by_all_shells(capsys):
-    found = {offer.name: offer for offer in offers()}
-    assert [*found] == [*cli.COMMANDS]
-    assert [*found["train"].keys] == [f"--{key}" for key in dotted_keys(RunConfig)]
-    assert {"--nproc", "--fresh", "--no-config"} <= found["train"].flags.keys() and found["train"].valued == (
-        "--nproc",
-    )
-    texts = {}
-    for shell in ("bash", "zsh", "fish"):
-        assert cli.main(["completion", shell]) == 0
-        texts[shell] = capsys.readouterr().out
-    for key in found["train"].keys:
-        assert all(f"{key}=" in text for text in texts.values())
-    for text in texts.values():
-        assert all(re.search(rf"\b{name}\b", text) for name in cli.COMMANDS)
+def test_every_command_option_and_key_is_offered(capsys):
+    assert [*candidates([""])] == [*cli.COMMANDS, "--help", "--version"]
+    offered = [*candidates(["train", "--"])]
+    assert {"--nproc", "--fresh", "--no-config"} <= {*offered}
+    assert [word for word in offered if word.endswith("=")] == [f"--{key}=" for key in dotted_keys(RunConfig)]
+    assert cli.main(["completion", "fish", "--words", "train", "--fre"]) == 0
+    assert capsys.readouterr().out.startswith("--fresh\tstart from the beginning")
 
 
 def test_every_value_that_is_offered_is_taken():
-    def taken(key: str, value: str) -> bool:
+    def taken(override: str) -> bool:
         try:
-            load_config(None, [f"{key}={value}"])
+            load_config(None, [override])
         except ConfigError as error:  # it may need another key next to it
             return not any(text in str(error) for text in ("expected", "there is no key"))
         return True
 
-    keys = next(offer.keys for offer in offers() if offer.name == "train")
-    assert sum(map(bool, keys.values())) > 20
-    assert not [(key, value) for key, values in keys.items() for value in values if not taken(key, value)]
+    offered = {key: candidates(["train", f"--{key}="]) for key in dotted_keys(RunConfig)}
+    assert sum(map(bool, offered.values())) > 20
+    assert not [word for words in offered.values() for word in words if not taken(word)]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

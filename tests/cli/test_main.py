@@ -245,6 +245,7 @@ def test_the_traceback_is_there_for_the_asking():
         (["train", "--print-config", "--nproc=2", "--parallel.layout=dp_shard=node"], 0, HEAVY, 0.35),
         (["train", "--learning_rate", "2e-5"], 2, HEAVY, 0.35),
         (["completion", "bash"], 0, HEAVY, 0.35),
+        (["completion", "bash", "--words", "train", "--optim.name", "="], 0, (*HEAVY, "ruamel.yaml", "rich"), 0.35),
         (["generate", "--help"], 0, HEAVY, 0.35),
         (["generate", "nowhere", "--prompt", "a"], 2, HEAVY, 0.35),
         (["verify", "nope.py:f"], 2, HEAVY, 0.35),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from shardwise.cli.program import program
+from shardwise.cli.resume_command import program
 from shardwise.cli.train import next_commands
 
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from shardwise.cli.rank_logs import RankLogs
+from shardwise.cli.train_folder import RankLogs
 
 
 def lines(path) -> list[str]:

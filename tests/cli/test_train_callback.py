@@ -9,7 +9,7 @@ from cli.commands import on_ranks, run_command
 
 from shardwise.cli import main as cli
 from shardwise.errors import ConfigError
-from shardwise.run.callback import Callback
+from shardwise.run.build import Callback
 
 RUN = (
     "--data.global_batch=4", "--data.micro_batch=2", "--data.seq_len=32", "--train.eval_every=0", "--log.plot=false",

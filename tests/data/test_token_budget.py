@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise.cli import main as cli
-from shardwise.data.token_budget import TokenBudget
+from shardwise.data.order import TokenBudget
 from shardwise.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.data import transfer
-from shardwise.data.transfer import Transfer
+from shardwise.data import batch as module
+from shardwise.data.batch import Transfer
 
 
 class Device:
@@ -53,8 +53,8 @@ class Device:
 def device(monkeypatch):
     device = Device()
     streams = SimpleNamespace(Stream=device.new_stream, stream=device.on, current_stream=device.current)
-    monkeypatch.setattr(transfer, "torch", mock.Mock(wraps=torch, cuda=streams))
-    monkeypatch.setattr(transfer, "_page_locked", lambda value: device.tensor("locked " + value.name))
+    monkeypatch.setattr(module, "torch", mock.Mock(wraps=torch, cuda=streams))
+    monkeypatch.setattr(module, "_page_locked", lambda value: device.tensor("locked " + value.name))
     return device
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch import process_name
-from shardwise.launch.process_name import name_of_rank, process_named
+from shardwise.cli import train_rank
+from shardwise.cli.train_rank import name_of_rank, process_named
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
@@ -51,6 +51,6 @@ def test_ps_shows_it_and_threads_that_were_there_keep_theirs():
 
 
 def test_without_proc_nothing_happens(monkeypatch, tmp_path):
-    monkeypatch.setattr(process_name, "_COMM", tmp_path / "no" / "comm")
+    monkeypatch.setattr(train_rank, "_COMM", tmp_path / "no" / "comm")
     with process_named("sw:0/1 train"):
         pass

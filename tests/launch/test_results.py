@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.launch.results import dumps
+from shardwise.launch.script import dumps
 
 TENSORS = {
     "plain": torch.randn(3, 4),

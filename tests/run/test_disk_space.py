@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.run import disk_space, job
+from shardwise.run import disk_space, job, output
 from shardwise.run.config import load_config
 from shardwise.run.metrics import MetricsWriter
 from shardwise.state.checkpoint import commit
@@ -107,14 +107,14 @@ def _train(folder, how, *words, full_at=()):
     if how == "no room at the start":
         patch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 80 << 10))
     if how in ("full at the end", "full everywhere"):
-        real = job.save_weights
+        real = output.save_weights
 
         def save(model, dest, **given):
             if Path(dest).name == "weights" or how == "full everywhere":
                 raise CheckpointError(f"weights to {dest}", why="writing failed: the disk is full", fix="free space")
             return real(model, dest, **given)
 
-        patch.setattr(job, "save_weights", save)
+        patch.setattr(output, "save_weights", save)
     if how == "metrics do not fit":
 
         def write(self, **fields):

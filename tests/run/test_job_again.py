@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise.run import job
+from shardwise.run import job, output
 from shardwise.run.config import load_config
 
 TINY = (
@@ -104,7 +104,7 @@ def saved_before_weights(folder):
     def fail(*_, **__):
         raise sw.RankError("the weights", why="this test ends the run", fix="none")
 
-    patch.setattr(job, "save_weights", fail)
+    patch.setattr(output, "save_weights", fail)
     try:
         return train(folder, 1, "--checkpoint.resume=false", "--optim.lr=0.02")
     finally:

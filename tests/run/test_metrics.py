@@ -14,8 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.run.memory import memory_of, rss_bytes, state_bytes
-from shardwise.run.metrics import MetricsWriter, Pace, read_metrics
-from shardwise.run.plot import plot_losses
+from shardwise.run.metrics import MetricsWriter, Pace, plot_losses, read_metrics
 from shardwise.run.sample import vocabulary, word_share
 
 

@@ -10,8 +10,8 @@ from run.tuned import rates
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.run.build import freeze_parameters
 from shardwise.run.config import Model, RunConfig, load_config
-from shardwise.run.freeze import freeze_parameters
 from shardwise.run.optim import make_optimizer
 from shardwise.run.optim_config import Optim, Schedule
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
-from shardwise.run.positions_check import most_positions
+from shardwise.run.positions_trial import most_positions
 
 HERE = "tests/run/test_positions.py"
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, PhiConfig, PhiForCausalLM
 
 import shardwise as sw
-from shardwise.cli.train import check_early
 from shardwise.data.corpus import encode
 from shardwise.data.token_cache import TokenCache
 from shardwise.run.build import build_model, load_start
 from shardwise.run.config import load_config
+from shardwise.run.preflight import check_early
 from shardwise.run.pretrained import build_pretrained
 from shardwise.run.vocabulary import _count, saved_files, vocabulary_of
 

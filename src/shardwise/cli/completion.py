@@ -1,42 +1,60 @@
 """``shardwise completion bash|zsh|fish``: prints a script that completes commands, options, keys and their values.
 
-It is made of the commands' parsers and the records of the configuration when it is printed, so it knows what they know.
+The script asks ``shardwise completion SHELL --words WORD ...`` what the last word can be: :func:`candidates` answers from the
+commands' parsers and the records of the configuration, so it knows what they know.
 """
 
 import argparse
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from shardwise.cli.arguments import Parser, parser_of
 
-SHELLS = ("bash", "zsh", "fish")
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What can follow a command.
-
-    Attributes:
-        name, text: of the command.
-        flags: options -> what they do.
-        valued: those of them that a value follows.
-        words: what its first argument can be, if only some words.
-        keys: ``--section.key`` -> the values it can have; none: any.
-    """
-
-    name: str
-    text: str
-    flags: Mapping[str, str]
-    valued: tuple[str, ...]
-    words: tuple[str, ...]
-    keys: Mapping[str, tuple[str, ...]]
+_OWN = {"--help": "show the commands", "--version": "show the version"}
+_BASH = r"""# Completion of shardwise for bash: source <(shardwise completion bash)
+_shardwise() {
+    local IFS=$'\n' current="${COMP_WORDS[COMP_CWORD]}"
+    [[ $current == "=" ]] && current=""  # --key=value is three words where bash breaks words at an =
+    COMPREPLY=($(compgen -W "$("${COMP_WORDS[0]}" completion bash --words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)" -- "$current"))
+    [[ ${COMPREPLY[0]-} == *= ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
+complete -o bashdefault -o default -F _shardwise shardwise
+"""
+_ZSH = r"""#compdef shardwise
+# Completion of shardwise for zsh: source <(shardwise completion zsh)
+_shardwise() {
+    local -a offered=(${(f)"$("${words[1]}" completion zsh --words "${(@)words[2,CURRENT]}" 2>/dev/null)"})
+    if (( ! $#offered )); then
+        compset -P '--*='
+        _files
+        return
+    fi
+    compadd -- ${offered:#*=}
+    compadd -S '' -- ${(M)offered:#*=}
+}
+if [[ $funcstack[1] == _shardwise ]]; then
+    _shardwise "$@"
+else
+    compdef _shardwise shardwise
+fi
+"""
+_FISH = r"""# Completion of shardwise for fish: shardwise completion fish | source
+function __shardwise
+    set -l words (commandline -opc) (commandline -ct)
+    $words[1] completion fish --words $words[2..-1] 2>/dev/null
+end
+complete -c shardwise -n __fish_use_subcommand -f
+complete -c shardwise -a '(__shardwise)'
+"""
+SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
+    parser.add_argument("shell", metavar="SHELL", choices=(*SCRIPTS,), help="bash, zsh or fish")
+    parser.add_argument("--words", dest="line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.usage = "shardwise completion bash|zsh|fish"
 
 
@@ -51,44 +69,60 @@ def more_help() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    from shardwise.cli.completion_scripts import SCRIPTS
-
-    print(SCRIPTS[args.shell](offers()), end="")
+    if args.line is None:
+        print(SCRIPTS[args.shell], end="")
+        return 0
+    for word, text in candidates(args.line).items():
+        print(f"{word}\t{text}" if args.shell == "fish" and text else word)
     return 0
 
 
-def offers() -> list[Offer]:
-    """What can follow each command, in the order of the help."""
+def candidates(words: Sequence[str]) -> dict[str, str]:
+    """What the last of ``words``, those behind the program's name, can become, and what it does; none: a file, or a value that is
+    not known. A value behind an ``=`` that is a word of its own, as in bash, comes without its key."""
     from shardwise.cli.main import COMMANDS
 
-    return [_offer(name, module, text) for name, (module, text) in COMMANDS.items()]
-
-
-def _offer(name: str, module: str, text: str) -> Offer:
+    *before, current = words
+    if not before:
+        return _beginning(current, {**{name: text for name, (_, text) in COMMANDS.items()}, **_OWN})
+    if before[0] not in COMMANDS:
+        return {}
+    module, text = COMMANDS[before[0]]
     command = importlib.import_module(module)
-    actions = parser_of(name, text, command)._actions
-    options = [action for action in actions if action.option_strings]
-    flags = {option: action.help or "" for action in options for option in action.option_strings if option[:2] == "--"}
-    valued = [option for action in options if action.nargs != 0 for option in action.option_strings]
+    actions = parser_of(before[0], text, command)._actions
+    keys = command.keys() if hasattr(command, "keys") else []
+    for split in before[-1:] if current == "=" else before[-2:-1] if before[-1] == "=" else []:
+        return _beginning(current.removeprefix("="), _values_of(split, keys))
+    if any(before[-1] in action.option_strings for action in actions if action.nargs != 0):
+        return {}
+    if "=" in current:
+        key = current.partition("=")[0]
+        return _beginning(current, {f"{key}={value}": "" for value in _values_of(key, keys)})
+    if current.startswith("-"):
+        options = [action for action in actions if action.help != argparse.SUPPRESS]
+        flags = {flag: action.help or "" for action in options for flag in action.option_strings if flag[:2] == "--"}
+        return _beginning(current, {**flags, **{f"--{key}=": "" for key in keys}})
     first = next((action for action in actions if not action.option_strings), None)
-    words = tuple(first.choices or ()) if first is not None else ()
-    return Offer(name, text, flags, tuple(valued), words, _keys(command.keys() if hasattr(command, "keys") else []))
+    return _beginning(current, dict.fromkeys(first.choices or (), "") if first is not None and not before[1:] else {})
 
 
-def _keys(names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Keys of the configuration as options, with the values that each can have."""
+def _beginning(current: str, words: dict[str, str]) -> dict[str, str]:
+    return {word: text for word, text in words.items() if word.startswith(current)}
+
+
+def _values_of(option: str, keys: Sequence[str]) -> dict[str, str]:
+    """The values that a key, written as an option, can have; none: any."""
     from shardwise.config.check import struct_in
     from shardwise.config.record import hints_of
     from shardwise.run.config import RunConfig
 
-    found = {}
-    for name in names:
-        record: Any = RunConfig
-        *sections, last = name.split(".")
-        for section in sections:
-            record = struct_in(hints_of(record)[section])
-        found[f"--{name}"] = _values(hints_of(record)[last])
-    return found
+    if (name := option.removeprefix("--")) not in keys:
+        return {}
+    record: Any = RunConfig
+    *sections, last = name.split(".")
+    for section in sections:
+        record = struct_in(hints_of(record)[section])
+    return dict.fromkeys(_values(hints_of(record)[last]), "")
 
 
 def _values(hint: Any) -> tuple[str, ...]:

@@ -8,18 +8,17 @@ events are shown until the final report. Only the ranks import torch.
 
 import argparse
 import contextlib
-import importlib.util
 import math
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
-from shardwise.errors import ConfigError, LayoutError, ShardwiseError, UnsupportedError
+from shardwise.errors import ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.cli.resume_command import Command
@@ -92,13 +91,14 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.config.render import print_config
     from shardwise.launch.environment import is_rank
     from shardwise.run.config import load_config
+    from shardwise.run.preflight import check_early, check_ranks
 
     overrides = args.overrides + ([f"--launch.nproc={args.nproc}"] if args.nproc is not None else [])
     overrides += ["--checkpoint.resume=false"] if args.fresh else []
     with _shown_once_a_node():
         loaded = load_config(configuration_of(args), overrides)
         check_early(loaded)
-        _check_ranks(loaded)
+        check_ranks(loaded)
     command = Command.of(args, loaded, is_of_launcher=is_rank())
     if args.print_config:
         print(f"# {FOUND} of {Path.cwd()}\n" if command.has_found else "", print_config(loaded), sep="", end="")
@@ -114,140 +114,23 @@ def _show_found(command: "Command", display: "Display") -> None:
         display.row("config", f"{FOUND}, found in this directory (--no-config: without it)")
 
 
-def check_early(loaded: "Loaded[RunConfig]") -> None:
-    """Raises the errors that can be found before a process starts: an invalid layout, a missing model function, sizes
-    that do not fit, a missing data file."""
-    from shardwise.config.target import check_target
-    from shardwise.layout import parse_layout
-    from shardwise.run.attention import check_attention_args
-    from shardwise.run.loggers import check_loggers
-    from shardwise.run.positions_check import check_positions
-    from shardwise.run.reference_config import check_reference_args
-    from shardwise.run.stored_dtype import check_stored_dtype
-    from shardwise.run.token_check import check_tokens
-    from shardwise.techniques import AXES_IN_USE, fold
-
-    config, origins = loaded.config, loaded.origins
-    with _at(origins["parallel.layout"]):
-        parse_layout(config.parallel.layout, AXES_IN_USE)
-    if config.model.hf is not None:
-        _check_hf(config.model.hf, origins["model.hf"])
-        check_attention_args(config, origins)
-    elif config.model.build is None:
-        check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
-    else:
-        check_target(config.model.build, what="model.build", origin=origins["model.build"])
-    _check_functions(config, origins)
-    fold.check_early(config.parallel, origins)
-    check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
-    _check_files(config, origins)
-    check_tokens(config, origins)
-    check_positions(config, origins)
-    check_stored_dtype(config, origins)
-    _check_size(config, origins)
-
-
-def _check_ranks(loaded: "Loaded[RunConfig]") -> None:
-    """Raises the errors of a layout that does not fit its ranks, where their number is known: the launcher of this environment
-    has started them, or ``launch.nproc`` names it. The default is counted on the machine that runs."""
-    from shardwise.launch.environment import is_rank, rank_and_size
-    from shardwise.layout import layout_of
-    from shardwise.techniques import AXES_IN_USE
-
-    config, origins = loaded.config, loaded.origins
-    nproc, size = config.launch.nproc, rank_and_size()[1] if is_rank() else None
-    if size is not None and nproc not in (None, size):
-        raise ConfigError(
-            f"launch.nproc={nproc} ({origins['launch.nproc']}) on {size} ranks",
-            why="the ranks were started by the launcher of this environment, so it would have no effect",
-            fix="remove it, or start that many ranks",
-        )
-    if (ranks := size or nproc) is not None:
-        with _at(origins["parallel.layout"]):
-            layout_of(config.parallel.layout, ranks, nproc if size is None else _ranks_per_node, AXES_IN_USE)
-
-
-@contextlib.contextmanager
-def _at(origin: str) -> Iterator[None]:
-    """Errors within say where the layout was written."""
-    try:
-        yield
-    except (LayoutError, UnsupportedError) as error:
-        error.given = f"{error.given} ({origin})"
-        raise
-
-
-def _check_functions(config: "RunConfig", origins: Mapping[str, str]) -> None:
-    from shardwise.config.target import check_target
-    from shardwise.run.train_config import MODEL_LOSS
-
-    targets = [(section, "build") for section in ("data", "optim")]
-    targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
-    for section, key in targets:
-        target = getattr(getattr(config, section), key)
-        if target is not None and (key, target) != ("loss", MODEL_LOSS):
-            check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
-
-
-def _check_files(config: "RunConfig", origins: Mapping[str, str]) -> None:
-    from shardwise.run.data_files_check import check_data_files
-
-    weights = config.model.weights
-    if weights is not None and not Path(weights).exists():
-        raise ConfigError(
-            f"model.weights={weights!r} ({origins['model.weights']})",
-            why=f"there is no such file or directory (relative to {Path.cwd()})",
-            fix="give the path of a model directory, or of a file of weights",
-        )
-    check_data_files(config.data, origins)
-
-
-def _check_size(config: "RunConfig", origins: Mapping[str, str]) -> None:
-    path = config.data.path
-    # A token is a byte or more, and training and validation each need one window.
-    if (
-        path is not None
-        and not config.data.has_records
-        and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1)
-    ):
-        raise ConfigError(
-            f"data.path={path!r} ({origins['data.path']}): {size} bytes",
-            why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
-            fix="use more data, or a smaller --data.seq_len",
-        )
-
-
-def _check_hf(folder: str, origin: str) -> None:
-    """Refuses a path that is not a model directory, and a model whose library is not installed."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(
-            f"model.hf={folder!r} ({origin})",
-            why=f"there is no config.json in it (relative to {Path.cwd()})",
-            fix="give a directory that save_pretrained has written; nothing is downloaded",
-        )
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            f"model.hf={folder!r} ({origin})", why="transformers is not installed", fix="pip install 'shardwise[hf]'"
-        )
-
-
 # ---- started here: this process launches the ranks and shows their events --------------------------------------------
 
 
 def _launch(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     import msgspec
 
-    from shardwise.cli.rank_logs import RankLogs
     from shardwise.cli.train_display import Display
-    from shardwise.cli.train_folder import RunFolder
+    from shardwise.cli.train_folder import RankLogs, RunFolder
     from shardwise.launch import STOP_SIGNALS, is_cpu, launch_local, passed_over, terminable
     from shardwise.layout import layout_of
-    from shardwise.run.loss_unit import unit_of
+    from shardwise.run.metrics import unit_of
+    from shardwise.run.preflight import at_origin
     from shardwise.techniques import AXES_IN_USE
 
     config = loaded.config
     nproc, why = _ranks(loaded)
-    with _at(loaded.origins["parallel.layout"]):
+    with at_origin(loaded.origins["parallel.layout"]):
         layout_of(config.parallel.layout, nproc, nproc, AXES_IN_USE)
     saves = _signals_that_save(config)
     logs = RankLogs(Path(config.log.dir))
@@ -328,7 +211,7 @@ def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     from shardwise.cli.train_rank import run_rank
     from shardwise.launch import passed_over, terminable
     from shardwise.launch.environment import rank_and_size
-    from shardwise.run.loss_unit import unit_of
+    from shardwise.run.metrics import unit_of
 
     config = loaded.config
     rank, size = rank_and_size()
@@ -352,19 +235,13 @@ def _be_a_rank(loaded: "Loaded[RunConfig]", command: "Command") -> int:
     return 0
 
 
-def _ranks_per_node() -> int:
-    from shardwise.world.env import ranks_per_node, read_env  # imports torch, which this rank needs anyway
-
-    return ranks_per_node(read_env())
-
-
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
 def _report(folder: "RunFolder", result: dict[str, Any], no_picture: str | None) -> None:
-    from shardwise.cli.program import program
+    from shardwise.cli.resume_command import program
     from shardwise.cli.train_display import seconds_text
-    from shardwise.run.loss_unit import perplexity_of, unit_of
+    from shardwise.run.metrics import perplexity_of, unit_of
 
     display, unit = folder.display, unit_of(folder.config)
     display.say()

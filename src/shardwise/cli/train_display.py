@@ -1,6 +1,6 @@
 """Shows a training run while it runs: a live bar on a terminal, plain lines elsewhere; never silent for two seconds.
 
-A display receives events (see :mod:`shardwise.run.job`) and lines that ranks wrote. It knows nothing of processes.
+A display receives events (see :mod:`shardwise.run.output`) and lines that ranks wrote. It knows nothing of processes.
 On a terminal the last lines are redrawn in place; in a pipe or a log file a thread prints the run's progress whenever
 nothing was printed for a while.
 """
@@ -23,6 +23,16 @@ _QUIET_LATER_S = 30.0
 _EARLY_S = 300.0
 _SHOWN_WAIT = 0.1  # of the time of a step
 _INDENT = " " * 11
+_ROWS = {
+    "kept": "tokens",
+    "older": "older",
+    "vocabulary": "vocab",
+    "loaded": "weights",
+    "resumed": "resumed",
+    "saved": "saved",
+    "trouble": "trouble",
+}
+"""Events that are a text -> the label of their row."""
 _SHELL_WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
 
 
@@ -142,8 +152,11 @@ class Display:
     def on_event(self, rank: int, event: dict[str, Any]) -> None:
         """Shows an event of the run; kinds that this display does not know are ignored."""
         fields = {key: value for key, value in event.items() if key != "kind"}
-        show = getattr(self, f"_show_{event.get('kind')}", None)
-        if show is not None:
+        kind = str(event.get("kind"))
+        show = getattr(self, f"_show_{kind}", None)
+        if kind in _ROWS:
+            self.row(_ROWS[kind], fields["text"])
+        elif show is not None:
             show(**fields)
 
     def _show_phase(self, *, text: str) -> None:
@@ -185,15 +198,6 @@ class Display:
         if report:
             self.row("records", report)
 
-    def _show_kept(self, *, text: str) -> None:
-        self.row("tokens", text)
-
-    def _show_older(self, *, text: str) -> None:
-        self.row("older", text)
-
-    def _show_vocabulary(self, *, text: str) -> None:
-        self.row("vocab", text)
-
     def _show_planned(self, *, steps: int, text: str) -> None:
         self.steps = steps
         if text:
@@ -202,15 +206,6 @@ class Display:
     def _show_model(self, *, name: str, num_params: int, units: int, why: str) -> None:
         self.row("model", f"{name}, {num_params:,} parameters in {units} unit{'s' if units > 1 else ''}")
         self.row("engine", why)
-
-    def _show_loaded(self, *, text: str) -> None:
-        self.row("weights", text)
-
-    def _show_resumed(self, *, text: str) -> None:
-        self.row("resumed", text)
-
-    def _show_saved(self, *, text: str) -> None:
-        self.row("saved", text)
 
     def _show_sample(self, *, when: str, prompt: str, text: str, word_share: float) -> None:
         self.row(when, f"{100 * word_share:.0f}% real words: {prompt}|{_printable(text)}")
@@ -241,9 +236,6 @@ class Display:
 
     def _show_trace(self, *, path: str) -> None:
         self.row("written", path)
-
-    def _show_trouble(self, *, text: str) -> None:
-        self.row("trouble", text)
 
     def _show_weights(self, *, path: str, dtype: str) -> None:
         self.weights, self.weights_dtype = path, dtype  # named in the report

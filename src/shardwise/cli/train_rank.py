@@ -1,14 +1,15 @@
 """The program of each rank of ``shardwise train``: opens the world, trains, compares with one process. Started by the
 launcher or by torchrun."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.launch import send_event
 from shardwise.launch.environment import rank_and_size
 from shardwise.launch.imports import import_frozen
-from shardwise.launch.process_name import name_of_rank, process_named
 
 if TYPE_CHECKING:
     from shardwise.run.config import RunConfig
@@ -43,7 +44,7 @@ def _run(config: "RunConfig", send: Callable[[dict[str, Any]], object]) -> dict[
 
     from shardwise.cli.train_proof import prove
     from shardwise.run.job import train
-    from shardwise.run.positions_check import check_positions_of_model
+    from shardwise.run.positions_trial import check_positions_of_model
     from shardwise.world import init
 
     if rank_and_size()[0] == 0:  # the others wait for it, or end with it
@@ -127,3 +128,37 @@ def _layout_text(layout: Any) -> str:
 
     parts = [text for technique in reversed(TECHNIQUES) if (text := technique.layout_text(layout))]
     return ", and ".join(parts) or "one rank holds everything"
+
+
+# ---- the name of the process -----------------------------------------------------------------------------------------
+
+
+_COMM = Path("/proc/self/comm")  # of the main thread: other threads keep theirs, those started later get it
+_LONGEST = 15  # bytes; the kernel cuts what is longer
+
+
+def name_of_rank(rank: int, size: int, what: str) -> str:
+    """``sw:RANK/SIZE WHAT``, without what is too long."""
+    name = f"sw:{rank}/{size}"
+    return f"{name} {what}" if len(name) + 1 + len(what) <= _LONGEST else name[:_LONGEST]
+
+
+@contextlib.contextmanager
+def process_named(name: str) -> Iterator[None]:
+    """Context manager: this process has that name; elsewhere than on Linux nothing happens."""
+    before = _replace(name)
+    try:
+        yield
+    finally:
+        if before is not None:
+            _replace(before)
+
+
+def _replace(name: str) -> str | None:
+    """Sets the name; returns the one before, or None if there is no such thing here."""
+    try:
+        before = _COMM.read_text(errors="replace").rstrip("\n")
+        _COMM.write_text(name)
+    except OSError:  # no Linux, or a /proc that is not to be written
+        return None
+    return before

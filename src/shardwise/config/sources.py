@@ -203,10 +203,10 @@ def _read_toml(text: str, file: str) -> Layer:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
-        found = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", message)
-        numbers = found.groups() if found else (None, None)
+        place_in_message = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", message)
+        numbers = place_in_message.groups() if place_in_message else (None, None)
         place = f"line {numbers[0]}, column {numbers[1]}" if numbers[0] else "at its end"
-        problem = (message[: found.start()] if found else message).strip()
+        problem = (message[: place_in_message.start()] if place_in_message else message).strip()
         shown = text.splitlines()[int(numbers[0]) - 1].strip() if numbers[0] else ""
         fix = f"look at: {shown}" if shown else "close what is open: a quote or a bracket"
         raise _broken("TOML", file, place, problem[:1].lower() + problem[1:], fix) from None
@@ -226,10 +226,10 @@ def _toml_lines(text: str) -> Iterator[tuple[Keys, int]]:
             start = number
         pending += line
         try:
-            found = tomllib.loads(pending)
+            statement = tomllib.loads(pending)
         except tomllib.TOMLDecodeError:
             continue
-        paths = list(_paths(found))
+        paths = list(_paths(statement))
         if pending.lstrip().startswith("["):
             table = paths[-1]
             yield from ((path, start) for path in paths)
@@ -255,38 +255,10 @@ def _read_json(text: str, file: str) -> Layer:
         fix = f"look at: {shown}" if shown else "close what is open: a quote, a bracket or a brace"
         place = f"line {error.lineno}, column {error.colno}"
         raise _broken("JSON", file, place, error.msg[:1].lower() + error.msg[1:], fix) from None
-    return Layer(values=_mapping(values, file), origins=_json_origins(text, file))
-
-
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|[^\s{}\[\]:,"]+')
-
-
-def _json_origins(text: str, file: str) -> dict[Keys, str]:
-    """The line of each key of a valid JSON text; the standard parser keeps no lines and accepts duplicate keys."""
-    origins: dict[Keys, str] = {}
-    stack: list[list[Any]] = []  # one [kind, key or index] per open object or list
-    expect_key = False
-    for match in _JSON_TOKEN.finditer(text):
-        token = match.group()
-        if token in "{[":
-            stack.append(["{", None] if token == "{" else ["[", 0])
-            expect_key = token == "{"
-        elif token in "}]":
-            stack.pop()
-            expect_key = False
-        elif token == ",":
-            expect_key = stack[-1][0] == "{"
-            if not expect_key:
-                stack[-1][1] += 1
-        elif expect_key and token.startswith('"'):
-            stack[-1][1] = json.loads(token)
-            path = tuple(str(part) for _, part in stack)
-            where = f"{file}:{text.count(chr(10), 0, match.start()) + 1}"
-            if path in origins:
-                raise _duplicate(path, where, origins[path])
-            origins[path] = where
-            expect_key = False
-    return origins
+    # The standard parser keeps no lines and accepts duplicate keys. JSON is YAML, but for tabs, which are blanks here: in a text they
+    # are escaped.
+    _, origins = _read_yaml_node(text.replace("\t", " "), file, line=True)
+    return Layer(values=_mapping(values, file), origins=origins)
 
 
 EXTENSIONS: dict[str, Callable[[str, str], Layer]] = {

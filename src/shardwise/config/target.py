@@ -47,7 +47,7 @@ def check_target(text: str, *, what: str = "target", origin: str = "", bare: boo
         ConfigError: naming the part that is missing, and similar names.
     """
     given = f"{what}={text!r}" + (f" ({origin})" if origin else "")
-    place, name = _split(text, given)
+    place, name = split_target(text, given)
     file = _existing(place, name, given) if place.endswith(".py") else _module_file(place, given)
     if file is None or file.suffix != ".py" or not file.is_file():
         return  # built in, compiled or zipped: only an import can tell
@@ -76,7 +76,7 @@ def load_target(text: str, *, what: str = "target") -> Any:
     """
     check_target(text, what=what)
     given = f"{what}={text!r}"
-    place, name = _split(text, given)
+    place, name = split_target(text, given)
     if place.endswith(".py"):
         module = _load_file(_existing(place, name, given))
     else:
@@ -127,12 +127,17 @@ def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) 
     return missing_blank(unknown, given.get(unknown)) or did_you_mean(unknown, names, what="it takes")
 
 
-def _split(text: str, given: str) -> tuple[str, str]:
+def split_target(text: str, given: str, more: str = "") -> tuple[str, str]:
+    """The file or module of a target, and the name in it. ``given`` and ``more``, another fix, are for the message.
+
+    Raises:
+        ConfigError: it has no such form.
+    """
     if not looks_like_target(text):
         raise ConfigError(
             given,
             why="it does not name a function",
-            fix="write pkg.mod:fn, or path/to/file.py:fn",
+            fix=f"write pkg.mod:fn, or path/to/file.py:fn{more}",
         )
     place, _, name = text.rpartition(":")
     return place, name

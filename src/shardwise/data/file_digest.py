@@ -12,6 +12,7 @@ import time
 import zlib
 from pathlib import Path
 
+from shardwise.config.tokenizer import read_json
 from shardwise.data.sft.saved import open_rows
 
 _SETTLED_S = 2.0  # a change within the same tick of the clock leaves the times of a file as they are
@@ -55,12 +56,10 @@ def digest_of_file(path: Path, folder: Path) -> str:
 
 
 def _read(note: Path, state: list[int]) -> str | None:
-    try:
-        found = json.loads(note.read_text(encoding="utf-8"))
-        is_sound = found["state"] == state and found["check"] == _sha256(f"{state} {found['sha256']}".encode())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found["sha256"] if is_sound else None
+    known = read_json(note)
+    digest = known.get("sha256")
+    is_sound = known.get("state") == state and known.get("check") == _sha256(f"{state} {digest}".encode())
+    return digest if is_sound else None
 
 
 def _write(note: Path, found: dict[str, object]) -> None:

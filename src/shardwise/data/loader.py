@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config.keywords import public_call
-from shardwise.data.batch import MicroBatch, Place, default_collate
+from shardwise.data.batch import MicroBatch, Place, Transfer, default_collate
 from shardwise.data.dataset_state import DatasetState, states_in
 from shardwise.data.labels import make_labels
 from shardwise.data.loader_checks import (
@@ -39,11 +39,9 @@ from shardwise.data.loader_checks import (
     refuse_data_loader,
     refuse_own_state,
 )
-from shardwise.data.order import WeightedOrder, sample_order
+from shardwise.data.order import TokenBudget, WeightedOrder, sample_order
 from shardwise.data.same_dataset import digest_of_dataset
 from shardwise.data.stream import Stream, is_stream, refuse_empty
-from shardwise.data.token_budget import TokenBudget
-from shardwise.data.transfer import Transfer
 from shardwise.data.workers import Reader, Task, read_ahead
 from shardwise.errors import ConfigError, UsageError
 

@@ -2,18 +2,23 @@
 
 A process holds a lock of the system on the part that it writes, which it loses however it ends: a part of this host without a lock
 is left over, whatever process has its number by now. Locks of some network file systems hold on one node only, and some have none:
-a part of another host is left over when it has not grown for an hour.
+a part of another host is left over when it has not grown for an hour. A note beside a file says, to those that wait for the lock of
+its writer, what that found.
 """
 
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from shardwise.config.tokenizer import read_json
+from shardwise.data.file_digest import state_of
 
 _LEFT_S = 3600.0
 _BUFFER = 1 << 20
@@ -79,8 +84,43 @@ def _host(part: Path) -> str:
 
 def size_of_parts(path: Path) -> int:
     """Bytes that have been written of files that will take the place of ``path``."""
-    found = 0
+    size = 0
     for part in path.parent.glob(f".{path.name}.*.part"):
         with contextlib.suppress(OSError):
-            found += part.stat().st_size
-    return found
+            size += part.stat().st_size
+    return size
+
+
+# ---- notes beside a file ---------------------------------------------------------------------------------------------
+
+
+def state_of_entry(path: Path) -> list[int]:
+    """What the file system says of an entry, the same on every node; empty: it is not there."""
+    try:
+        return state_of(path)[1:]  # without the number of the device, which each node has for itself
+    except OSError:
+        return []
+
+
+def note_of(path: Path) -> dict[str, Any]:
+    """What the last process that had the lock of an entry has left; empty: there is no note, or a part of one."""
+    return read_json(path.with_name(f".{path.name}.note"))
+
+
+def news_of(path: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The note beside an entry, if it has changed."""
+    note = note_of(path)
+    return note if note != before else {}
+
+
+def leave_note(path: Path, **facts: Any) -> None:
+    """Tells those that wait.
+
+    Args:
+        path: of the entry.
+        facts: ``checked``, the state of the entry that is as it was written; ``damage``, what was damaged, and ``failure``, why there
+            is no entry, as text.
+    """
+    note = {"by": f"{os.getpid()} on {socket.gethostname()}", "at": time.time_ns(), **facts}
+    with contextlib.suppress(OSError):  # then those that wait find out for themselves
+        path.with_name(f".{path.name}.note").write_text(json.dumps(note), encoding="utf-8")

@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from shardwise.config.caller import level_of_caller
-from shardwise.data.entry_note import leave_note, news_of, note_of, state_of_entry
 from shardwise.data.file_digest import digest_of_file, size_of, state_of
-from shardwise.data.part_file import remove_left, size_of_parts, written
+from shardwise.data.part_file import leave_note, news_of, note_of, remove_left, size_of_parts, state_of_entry, written
 from shardwise.data.token_store import ChangedTokensError, Produce, StoredTokens, in_memory, open_tokens, write_tokens
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.lock import release, try_lock

@@ -25,8 +25,7 @@ from shardwise.launch.events import open_channel, open_report
 from shardwise.launch.failure import Failure, failure_of
 from shardwise.launch.imports import import_frozen
 from shardwise.launch.process import die_with_parent
-from shardwise.launch.results import dumps
-from shardwise.launch.script import Script, load_script
+from shardwise.launch.script import Script, dumps, load_script
 
 DUMP_SIGNAL = signal.SIGUSR2
 """On this signal a rank writes the stack of every thread to stderr and continues."""

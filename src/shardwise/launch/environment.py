@@ -56,3 +56,8 @@ def is_rank(environ: Mapping[str, str] | None = None) -> bool:
     """Whether another launcher has started this process as one of several ranks, or torchrun as the only one. A SLURM step of one
     task, as of an interactive shell, is a place to start ranks from."""
     return bool(given_in(environ, "RANK")) or (has_slurm_step(environ) and rank_and_size(environ)[1] > 1)
+
+
+def variables_of(rank: int, size: int) -> dict[str, str]:
+    """What a rank has of them whose peers are all on this machine, but for the address of rank 0."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}

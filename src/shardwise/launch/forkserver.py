@@ -22,14 +22,13 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from shardwise.launch.imports import import_frozen
-from shardwise.launch.process import die_with_parent, kill_group
+from shardwise.launch.process import die_with_parent, kill_group, num_threads
 from shardwise.launch.stop_signals import blocked_at_start
 
 # Sent to whole jobs, and meant for the ranks, which may have something to save. If the server ended, the ranks would
@@ -86,7 +85,7 @@ def _prepare(connection: Connection, preload: Preload) -> None:
             import_frozen(name)
         if preload.tells_ends:
             os.close(os.pidfd_open(os.getpid()))  # Linux before 5.3 has none
-        if (count := _num_threads()) > 1:
+        if (count := num_threads()) > 1:
             why = f"{count} threads run after the imports, and a fork would have one of them"
     except Exception:  # a rank that does these imports itself reports what is wrong
         why = traceback.format_exc()
@@ -97,13 +96,6 @@ def _prepare(connection: Connection, preload: Preload) -> None:
             file.seek(0)
             output.append(file.read().decode("utf-8", "replace"))
     connection.send(("unfit" if why else "ready", output, why))
-
-
-def _num_threads() -> int:
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:  # not Linux
-        return threading.active_count()
 
 
 def _flush() -> None:

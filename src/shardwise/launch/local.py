@@ -21,6 +21,7 @@ from pathlib import Path
 from shardwise.config.importing import refuse_while_imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
+from shardwise.launch.environment import variables_of
 from shardwise.launch.failure import Failure, load_error, named_by, rank_error, root_cause
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
@@ -136,7 +137,7 @@ def launch_local(
         starter = _starter(server, preload, base, callbacks, overdue)
         with forwarded.blocked():
             for rank in range(nproc):
-                supervisor.add(RankProcess(rank, job, {**base, **_rank_env(rank, nproc)}, callbacks, starter))
+                supervisor.add(RankProcess(rank, job, {**base, **variables_of(rank, nproc)}, callbacks, starter))
         try:
             supervisor.run(stop, notice_s, forwarded)
         except KeyboardInterrupt:
@@ -370,10 +371,6 @@ def _check(target: object, nproc: int, notice_s: float | None, passes_on: Sequen
 
 def _pythonpath(env: Mapping[str, str] | None) -> str | None:
     return {**os.environ, **(env or {})}.get("PYTHONPATH")
-
-
-def _rank_env(rank: int, nproc: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc)}
 
 
 def _print_line(rank: int, stream: str, line: str) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def kill_group(pid: int, number: int = signal.SIGKILL, *, alone: bool = True) ->
     if alone:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def num_threads() -> int:
+    """Threads of this process."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:  # not Linux
+        return threading.active_count()
 
 
 def is_stopped(pid: int) -> bool:

@@ -80,3 +80,15 @@ def load_script(script: Script) -> None:
         return
     with importing(script.get("init_main_from_path") or script["init_main_from_name"]):
         spawn.prepare(dict(script))
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def dumps(value: Any) -> bytes:
+    """``pickle.dumps``, with tensors by the bytes of their memory. Where nothing has imported torch there are none."""
+    if "torch" not in sys.modules:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    from shardwise._torch import pickling
+
+    return pickling.dumps(value)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -9,15 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import called, load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError, first_line
 from shardwise.model.calling import call, run_on
+from shardwise.model.names import canonical_tensors
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
 from shardwise.run.attention import IMPLEMENTATIONS
-from shardwise.run.config import RunConfig
+from shardwise.run.config import Model, RunConfig
 from shardwise.run.datasets import RunData
-from shardwise.run.freeze import freeze_parameters
 from shardwise.run.optim import make_optimizer, make_scaler, make_scheduler
 from shardwise.run.pretrained import build_pretrained
 from shardwise.run.reference import build as build_reference
@@ -228,3 +230,78 @@ def make_step(config: RunConfig, model: nn.Module, steps: int | None = None) -> 
         on_nonfinite=config.train.on_nonfinite,
         scaler=make_scaler(config, model),
     )
+
+
+# ---- parameters that are not trained ---------------------------------------------------------------------------------
+
+
+def freeze_parameters(module: nn.Module, options: Model) -> None:
+    """Calls ``requires_grad_(False)`` on the parameters that the config names. One that is shared is named by each of its
+    names.
+
+    Raises:
+        ConfigError: a pattern names no parameter; no parameter would be left to train.
+    """
+    patterns = options.freeze or options.train_only
+    if not patterns:
+        return
+    key = "freeze" if options.freeze else "train_only"
+    params = {name: owner._parameters[attr] for name, owner, attr in canonical_tensors(module, "_parameters")}
+    named: set[int] = set()
+    for pattern in patterns:
+        matching = [id(param) for name, param in params.items() if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(
+                f"model.{key}: {pattern!r}",
+                why="it names no parameter of the model",
+                fix=did_you_mean(pattern, list(params), what="parameters"),
+            )
+        named |= set(matching)
+    for param in params.values():
+        if param is not None and (id(param) in named) == bool(options.freeze):
+            param.requires_grad_(False)
+    if not any(param is not None and param.requires_grad for param in params.values()):
+        raise ConfigError(
+            f"model.{key}={list(patterns)}",
+            why="no parameter would be left to train",
+            fix="name fewer parameters" if options.freeze else "name parameters that the model trains",
+        )
+
+
+# ---- the function after each step ------------------------------------------------------------------------------------
+
+
+class Callback:
+    """The function that ``train.callback`` names, called as ``fn(out)`` on every rank after every optimizer step.
+
+    Args:
+        name: ``pkg.mod:fn``; None: there is none, and a call does nothing.
+
+    Raises:
+        ConfigError: it is no function.
+    """
+
+    def __init__(self, name: str | None):
+        self.name = name
+        self._function = None if name is None else load_target(name, what="train.callback")
+        if name is not None and not callable(self._function):
+            raise ConfigError(
+                f"train.callback={name!r}",
+                why=f"it is a {type(self._function).__name__}, and is called after each step",
+                fix="name a function that takes the step's output: def fn(out): ...",
+            )
+
+    def __call__(self, out: Any) -> bool:
+        """Whether the run ends after this step, as this rank sees it.
+
+        Raises:
+            ConfigError: it returned something else than None, False or True.
+        """
+        answer = None if self._function is None else self._function(out)
+        if answer is None or isinstance(answer, bool):
+            return bool(answer)
+        raise ConfigError(
+            f"train.callback={self.name!r}: it returned {type(answer).__name__} {answer!r:.60} after step {out.step}",
+            why="only True ends the run, and None or False continues: another value may be a slip",
+            fix="return True, False or nothing: bool(...) makes one of a number or a tensor",
+        )

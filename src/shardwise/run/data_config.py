@@ -8,7 +8,7 @@ import msgspec
 
 from shardwise.config.limits import BelowOne, Count, Positive
 from shardwise.config.record import Options, default_of, doc
-from shardwise.config.target import looks_like_target
+from shardwise.config.target import split_target
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.data.sft.records import is_records
 from shardwise.data.sft.saved import training_split
@@ -183,12 +183,7 @@ class Data(Options, frozen=True, kw_only=True):
                     fix="add data.build, or remove data.args",
                 )
             return
-        if not looks_like_target(self.build):
-            raise ConfigError(
-                f"data.build={self.build!r}",
-                why="it does not name a function",
-                fix="write pkg.mod:fn, or path/to/file.py:fn",
-            )
+        split_target(self.build, f"data.build={self.build!r}")
         for key in (
             "path",
             "val_path",

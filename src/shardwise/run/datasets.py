@@ -176,11 +176,17 @@ def limit_to_model(corpus: RunData, model: nn.Module) -> None:
     Raises:
         ConfigError: a token is too large.
     """
+    size = rows_of(model)
+    for part in (corpus.train, corpus.val):
+        if isinstance(part, TokenWindows | SFTDataset) and part.vocab is None and size is not None:
+            part.limit(size)
+
+
+def rows_of(model: nn.Module) -> int | None:
+    """Tokens that a model has, if it states that as models of transformers do."""
     embeddings: Any = None
     if callable(getattr(model, "get_input_embeddings", None)):
         with contextlib.suppress(NotImplementedError):
             embeddings = model.get_input_embeddings()  # type: ignore[operator]
     size = getattr(embeddings, "num_embeddings", getattr(getattr(model, "config", None), "vocab_size", None))
-    for part in (corpus.train, corpus.val):
-        if isinstance(part, TokenWindows | SFTDataset) and part.vocab is None and isinstance(size, int):
-            part.limit(size)
+    return size if isinstance(size, int) else None

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.data.sft.encode_record import load_tokenizer
+from shardwise.data.sft.encode_record import load_tokenizer, rendered
 from shardwise.errors import ConfigError, first_line
 from shardwise.model import dtype_of
 from shardwise.run.build import build_plain
+from shardwise.run.datasets import rows_of
 from shardwise.run.model_folder import ModelFolder
 from shardwise.run.pretrained import check_pretrained
 from shardwise.run.sample import generate
@@ -43,7 +44,7 @@ class Generated:
 
 
 def generate_text(
-    found: ModelFolder,
+    source: ModelFolder,
     prompt: str,
     *,
     is_chat: bool,
@@ -57,7 +58,7 @@ def generate_text(
     """Generates a text, and passes it to ``write`` as it comes.
 
     Args:
-        found: the model.
+        source: the model.
         prompt: what it continues; with ``is_chat`` a user's message, which the chat template makes a prompt of.
         max_tokens: tokens to make at most; fewer where the model's end token comes, or its context is full.
         temperature, seed: 0 takes the most likely token; otherwise tokens are drawn, after the seed.
@@ -69,17 +70,17 @@ def generate_text(
         ConfigError: the model cannot be opened, or the prompt cannot be used.
     """
     place = _device_of(device)
-    text = _Bytes() if found.tokenizer == "bytes" else _Tokenizer(found.tokenizer)
+    text = _Bytes() if source.tokenizer == "bytes" else _Tokenizer(source.tokenizer)
     ids = text.encode(prompt, is_chat=is_chat)
     if not ids:
         raise ConfigError("an empty prompt", why="a model continues at least one token", fix="give --prompt a text")
-    with _quiet() if found.is_hf else contextlib.nullcontext():
-        model = (_open_hf(found.weights, dtype) if found.is_hf else _open_reference(found, dtype)).to(place).eval()
+    with _quiet() if source.is_hf else contextlib.nullcontext():
+        model = (_open_hf(source.weights, dtype) if source.is_hf else _open_reference(source, dtype)).to(place).eval()
         _refuse_unknown(model, ids, text)
         start, stream, prompt_ids = time.perf_counter(), text.stream(write), torch.tensor([ids], device=place)
-        if found.run is not None and not found.is_hf:
-            given: dict[str, Any] = {"temperature": temperature, "seed": seed, "on_token": stream.put_token}
-            generate(model, prompt_ids, max_tokens, context=found.run.data.seq_len, **given)
+        if source.run is not None and not source.is_hf:
+            drawing: dict[str, Any] = {"temperature": temperature, "seed": seed, "on_token": stream.put_token}
+            generate(model, prompt_ids, max_tokens, context=source.run.data.seq_len, **drawing)
             stream.end()
             ended = f"ended by --max-tokens {max_tokens}"
         else:
@@ -132,7 +133,7 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
     kind, _ = check_pretrained(str(folder), {}, what="DIR")
     given = f"the model in {folder}"
     try:
-        model, told = kind.from_pretrained(
+        model, loading = kind.from_pretrained(
             folder, dtype=dtype_of(dtype) if dtype else "auto", local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
@@ -140,10 +141,10 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
         raise ConfigError(
             given, why=f"transformers cannot open it: {why}", fix="give a directory with a config.json and its weights"
         ) from error
-    if told["missing_keys"]:
+    if loading["missing_keys"]:
         raise ConfigError(
             given,
-            why=f"{len(told['missing_keys'])} tensors are not in its weights, such as {min(told['missing_keys'])}: they would be drawn at random",
+            why=f"{len(loading['missing_keys'])} tensors are not in its weights, such as {min(loading['missing_keys'])}: they would be drawn at random",
             fix="give the weights that belong to its config.json",
         )
     if not (hasattr(model, "can_generate") and model.can_generate()):
@@ -155,21 +156,21 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
     return model
 
 
-def _open_reference(found: ModelFolder, dtype: str | None) -> nn.Module:
+def _open_reference(source: ModelFolder, dtype: str | None) -> nn.Module:
     """The reference model of a run, with its weights; parameters in their dtype, its float32 tables as they are."""
     from safetensors.torch import load_file
 
-    assert found.run is not None
-    model = build_plain(found.run)
+    assert source.run is not None
+    model = build_plain(source.run)
     stored = {
-        name: value for file in sorted(found.weights.glob("*.safetensors")) for name, value in load_file(file).items()
+        name: value for file in sorted(source.weights.glob("*.safetensors")) for name, value in load_file(file).items()
     }
     here = model.state_dict(keep_vars=True)
     got = {id(here[name]) for name in stored if name in here and here[name].shape == stored[name].shape}
     wrong = sorted({*(stored.keys() - here.keys()), *(name for name, value in here.items() if id(value) not in got)})
     if wrong:
         raise ConfigError(
-            f"the weights in {found.weights}",
+            f"the weights in {source.weights}",
             why=f"they do not fit the configuration of the run: {wrong[0]}{' and others' if len(wrong) > 1 else ''}",
             fix="give the folder of the run that wrote them",
         )
@@ -179,9 +180,9 @@ def _open_reference(found: ModelFolder, dtype: str | None) -> nn.Module:
 
 
 def _refuse_unknown(model: nn.Module, ids: list[int], text: "_Bytes | _Tokenizer") -> None:
-    rows = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None)
-    embeddings: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore[operator]
-    rows = getattr(embeddings, "num_embeddings", rows)
+    rows = rows_of(model) or next(
+        (each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), None
+    )
     if rows is not None and max(ids) >= rows:
         raise ConfigError(
             f"token {max(ids)} ({text.name(max(ids))}) of the prompt",
@@ -288,14 +289,8 @@ class _Tokenizer:
         if not is_chat:
             return [*self._of(prompt)["input_ids"]]
         messages = [{"role": "user", "content": prompt}]
-        try:
-            text = self._of.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is code of its own
-            raise ConfigError(
-                f"the chat template raised {type(error).__name__} for a message of the role user",
-                why=str(error),
-                fix="correct the template; or --raw: the prompt is a text to continue",
-            ) from error
+        more = "; or --raw: the prompt is a text to continue"
+        text = rendered(self._of, messages, "--prompt", more=more, tokenize=False, add_generation_prompt=True)
         return [*self._of(text, add_special_tokens=False)["input_ids"]]
 
     def name(self, token: int) -> str:

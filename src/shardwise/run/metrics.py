@@ -1,4 +1,4 @@
-"""Metrics of a run as JSON lines, its tokens per second, and the time left. Torch-free: launchers use it too."""
+"""Metrics of a run as JSON lines and as a picture, its tokens per second, and the time left. Torch-free: launchers use it too."""
 
 import contextlib
 import json
@@ -7,12 +7,14 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.caller import level_of_caller
+from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.run.config import RunConfig
 
 
 class MetricsWriter:
@@ -182,3 +184,68 @@ class Pace:
     def _since(self) -> tuple[float, int, int]:
         first, last = self._marks[0], self._marks[-1]
         return last[0] - first[0], last[1] - first[1], last[2] - first[2]
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+Curve = Sequence[tuple[float, float]]
+
+
+def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, unit: str = "nats/token") -> str | None:
+    """Draws one line per curve and writes the picture to ``path`` (.png or .svg by its suffix).
+
+    Args:
+        curves: name -> points (step, loss). Points that are not finite leave a gap. Curves of up to 20 points get
+            markers.
+        path: the picture; its folder must exist.
+        title: text above the picture.
+        unit: of the loss, on the vertical axis.
+
+    Returns:
+        None if the picture was written; else one line for the user that says why not: a missing drawing library must
+        not end a run.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"no picture: matplotlib is not installed ({error}); pip install 'shardwise[plot]'"
+    # A figure without pyplot: no window system, and no state shared with the user's figures.
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in curves.items():
+        steps = [step for step, _ in points]
+        losses = [loss if math.isfinite(loss) else math.nan for _, loss in points]
+        few = len(points) <= 20
+        axes.plot(steps, losses, label=name, marker="o" if few else None, linewidth=2.0 if few else 1.0)
+    axes.set(title=title, xlabel="optimizer step", ylabel=f"loss ({unit})")
+    axes.grid(alpha=0.3)
+    if curves:
+        axes.legend()
+    try:
+        figure.savefig(Path(path), dpi=130)
+    except OSError as error:
+        return f"no picture: {path} cannot be written: {error.strerror or error}"
+    return None
+
+
+# ---- the unit of the loss --------------------------------------------------------------------------------------------
+
+
+def unit_of(config: RunConfig) -> str:
+    """The unit of the loss."""
+    data = config.data
+    if config.train.loss is not None:
+        return "per item counted"
+    if data.build is not None:
+        return "nats/label"
+    return "nats/token" if is_tokens(data.path) or data.tokenizer not in (None, BYTES_MEANT) else "nats/byte"
+
+
+def perplexity_of(config: RunConfig, loss: float) -> float | None:
+    """The perplexity for a loss per token, ``exp(loss)``; None for another loss."""
+    if unit_of(config) != "nats/token":
+        return None
+    return math.exp(loss) if loss < 700 else math.inf

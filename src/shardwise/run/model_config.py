@@ -7,7 +7,7 @@ import msgspec
 
 from shardwise.config.limits import Positive
 from shardwise.config.record import Options, doc
-from shardwise.config.target import looks_like_target
+from shardwise.config.target import split_target
 from shardwise.errors import ConfigError
 
 
@@ -90,12 +90,8 @@ class Model(Options, frozen=True, kw_only=True):
                     why="it says how weights are read, so it would have no effect",
                     fix=f"add model.weights, or remove model.{key}",
                 )
-        if self.build is not None and not looks_like_target(self.build):
-            raise ConfigError(
-                f"model.build={self.build!r}",
-                why="it does not name a function",
-                fix="write pkg.mod:fn, or path/to/file.py:fn",
-            )
+        if self.build is not None:
+            split_target(self.build, f"model.build={self.build!r}")
 
     def _check_vocab(self) -> None:
         words = self.add_tokens.split(",") if isinstance(self.add_tokens, str) else self.add_tokens

@@ -7,7 +7,7 @@ import msgspec
 
 from shardwise.config.limits import AboveOne, AboveZero, BelowOne, Count, Fraction, NotNegative, Positive, Shrink
 from shardwise.config.record import Options, default_of, doc
-from shardwise.config.target import looks_like_target
+from shardwise.config.target import split_target
 from shardwise.errors import ConfigError
 
 _FROM_SCRATCH, _FINE_TUNING, _DECAY = 3e-3, 2e-5, 0.1
@@ -99,12 +99,7 @@ class Optim(Options, frozen=True, kw_only=True):
                     fix="add optim.build, or remove optim.args",
                 )
             return
-        if not looks_like_target(self.build):
-            raise ConfigError(
-                f"optim.build={self.build!r}",
-                why="it does not name a class or function",
-                fix="write pkg.mod:fn, or path/to/file.py:fn; such as torch.optim:NAdam",
-            )
+        split_target(self.build, f"optim.build={self.build!r}", "; such as torch.optim:NAdam")
         for key in ("name", *_OF_OPTIMIZERS):
             if getattr(self, key) != default_of(Optim, key):
                 raise ConfigError(

@@ -1,4 +1,5 @@
-"""Shows on meta whether a model takes a number of tokens: by shapes, and by indices of positions, which are known without values."""
+"""Refuses ``data.seq_len`` beyond the positions of any model, built on meta and run on tokens there: shapes, and indices of positions,
+show what no values are needed for. Of a model directory its files show it, in the launcher (:mod:`shardwise.run.preflight`)."""
 
 from typing import Any
 
@@ -7,7 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.errors import ShardwiseError
 from shardwise.model.calling import call
+from shardwise.run.build import build_plain
+from shardwise.run.config import RunConfig
+from shardwise.run.preflight import too_long
 
 _OF_SIZES = (
     "must match the size of tensor",
@@ -18,6 +23,36 @@ _OF_SIZES = (
     "sequence length",
 )
 """What errors say of a sequence that is too long, of torch and of models that look for themselves."""
+
+
+def check_positions_of_model(config: RunConfig) -> None:
+    """The same of any model that is fed tokens, tried on meta; the random numbers of the process do not change."""
+    if config.data.build is not None or config.train.forward is not None or config.model.build is None:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            module = build_plain(config)
+    except ShardwiseError:
+        return  # said again, by every rank, where the model is built
+    except Exception:
+        return  # a constructor that looks at values cannot be built on meta
+    most = most_positions(module.eval(), config.data.seq_len)
+    if most is not None:
+        raise too_long(config, f"model.build={config.model.build!r}", most, "")
+
+
+def most_positions(module: nn.Module, seq_len: int) -> int | None:
+    """How many tokens a model on meta takes, where it takes some and not ``seq_len``; None: it takes as many, or that does not show."""
+    if takes(module, seq_len) is not False or not takes(module, 1):
+        return None
+    most, too_many = 1, seq_len
+    while too_many - most > 1:
+        middle = (most + too_many) // 2
+        fits = takes(module, middle)
+        if fits is None:
+            return None
+        most, too_many = (middle, too_many) if fits else (most, middle)
+    return most
 
 
 class _BeyondTableError(Exception):

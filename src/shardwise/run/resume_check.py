@@ -56,7 +56,7 @@ _WHOLE = ("optim.groups",)
 """Mappings whose keys are patterns, not parts of a key."""
 OF_A_NODE = ("log.", "launch.", "data.cache")
 """Prefixes of keys in which the nodes of a run may differ: what they say is of one machine."""
-_UNTOLD = (*OF_A_NODE, "checkpoint.")
+_UNREPORTED = (*OF_A_NODE, "checkpoint.")
 """Prefixes of keys that may change without a word: they change nothing in what is trained."""
 
 
@@ -102,7 +102,7 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
         why = _refused(key)
         if why is not None:
             refused[key] = why
-        elif not key.startswith(_UNTOLD):
+        elif not key.startswith(_UNREPORTED):
             changed.append(f"{key} {flow_text(old)} -> {flow_text(new)}")
     if refused:
         raise _refusal(saved, config, refused, now, default)
@@ -117,17 +117,17 @@ def _refusal(
         text = flow_text(values[key]) if key in values else "not given"
         return f"{text} ({files[key]})" if key in files else text
 
-    told, back = [], []
+    reasons, restoring = [], []
     for key, why in refused.items():
         here, there = shown(key, now, files_of(config)), shown(key, saved.values, saved.files)
-        told.append(f"{key} is {here}, and was {there}: {why}")
+        reasons.append(f"{key} is {here}, and was {there}: {why}")
         here, there = shown(key, now, {}), shown(key, saved.values, {})
         again = shlex.quote(f"--{key}={there}") if there != "not given" else f"no {key}"
-        back.append(f"the file of {key} as it was" if here == there else again)
+        restoring.append(f"the file of {key} as it was" if here == there else again)
     return ConfigError(
         f"{', '.join(refused)}: not as in the run that {saved.folder} is of",
-        why="\n       ".join(told),
-        fix=f"resume with what it had: {', '.join(back)}; or start from the beginning: --fresh, which moves the checkpoints aside",
+        why="\n       ".join(reasons),
+        fix=f"resume with what it had: {', '.join(restoring)}; or start from the beginning: --fresh, which moves the checkpoints aside",
     )
 
 
@@ -156,13 +156,13 @@ def _of(kinds: Mapping[str, str], key: str) -> str | None:
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value, as a configuration file would give it; an empty mapping has no key."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, inner in (msgspec.to_builtins(value) if isinstance(value, msgspec.Struct) else value).items():
         if isinstance(inner, Mapping) and f"{prefix}{key}" not in _WHOLE:
-            found |= flat(inner, f"{prefix}{key}.")
+            values |= flat(inner, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = _as_read(inner)
-    return found
+            values[f"{prefix}{key}"] = _as_read(inner)
+    return values
 
 
 def _as_read(value: Any) -> Any:
@@ -175,20 +175,20 @@ def _as_read(value: Any) -> Any:
 def files_of(config: RunConfig) -> dict[str, str]:
     """Key -> size and digest of the file that it names, as text: equal for copies in other places. Of ``model.hf``, its
     config.json."""
-    found = {"data.path": _told("data.path", config.data.path)}
+    files = {"data.path": _identity_of("data.path", config.data.path)}
     if config.data.val_path is not None:
-        found["data.val_path"] = file_sample(Path(config.data.val_path))
+        files["data.val_path"] = file_sample(Path(config.data.val_path))
     tokenizer = tokenizer_path(config.data.tokenizer)
     if tokenizer is not None:
-        found["data.tokenizer"] = file_sample(tokenizer)
+        files["data.tokenizer"] = file_sample(tokenizer)
     if config.data.chat_template is not None:
-        found["data.chat_template"] = file_sample(Path(config.data.chat_template))
+        files["data.chat_template"] = file_sample(Path(config.data.chat_template))
     if config.model.hf is not None:
-        found["model.hf"] = _told("model.hf", config.model.hf)
-    return found
+        files["model.hf"] = _identity_of("model.hf", config.model.hf)
+    return files
 
 
-def _told(key: str, path: str | None) -> str:
+def _identity_of(key: str, path: str | None) -> str:
     if path is None:
         text = pydoc_text().encode()
         return f"Python's help topics, {len(text):,} bytes, sha256 {hashlib.sha256(text).hexdigest()[:12]}"
@@ -196,13 +196,13 @@ def _told(key: str, path: str | None) -> str:
 
 
 def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str, str]) -> bool:
-    told = saved.get(key)
-    if told is None:  # the checkpoint does not have it: compare with the file as it is now
+    identity = saved.get(key)
+    if identity is None:  # the checkpoint does not have it: compare with the file as it is now
         try:
-            told = _told(key, old) if key in files else None
+            identity = _identity_of(key, old) if key in files else None
         except (OSError, ConfigError):  # not there any more, or no saved dataset
-            told = None
-    return told is not None and told == files.get(key)
+            identity = None
+    return identity is not None and identity == files.get(key)
 
 
 def _file_name(build: Any) -> Any:

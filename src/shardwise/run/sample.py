@@ -8,8 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import ConfigError
+from shardwise.parallel import world_of
+from shardwise.run.config import RunConfig
 
+SAMPLE_BYTES = 160
+SAMPLE_TEMPERATURE = 0.6
+ANSWER_TOKENS = 48
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 
 
@@ -83,6 +89,37 @@ def _logits_in(output: Any) -> Tensor:
     return output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
 
 
+def answer(model: nn.Module, records: SFTDataset, context: int) -> dict[str, str]:
+    """The model's answer to the first record, with the prompt and the answer of the record; every rank must call it."""
+    ids, prompt, reference = records.question()
+    made = generate(
+        model,
+        torch.tensor([ids], device=world_of(model).device),
+        ANSWER_TOKENS,
+        context=context,
+        stop=records.end,
+    )
+    return {"prompt": prompt, "text": records.decode(made[0, len(ids) :].tolist()), "reference": reference}
+
+
+def complete(model: nn.Module, text: str, prompt: str, config: RunConfig) -> dict[str, Any]:
+    """A completion of a prompt by a byte-level model, and on rank 0 the share of its words that are in the training ``text``; every
+    rank must call it."""
+    world = world_of(model)
+    written = complete_text(
+        model,
+        prompt,
+        SAMPLE_BYTES,
+        device=world.device,
+        context=config.data.seq_len,
+        temperature=SAMPLE_TEMPERATURE,
+        seed=config.train.seed,
+    )
+    # On rank 0 only: collecting the words of a long text takes a moment.
+    share = word_share(written, vocabulary(text)) if world.is_main else None
+    return {"prompt": prompt, "text": written, "word_share": share}
+
+
 def complete_text(model: nn.Module, prompt: str, num_bytes: int, *, device: torch.device, **options: object) -> str:
     """Continues a text with a byte-level model; every rank must call it.
 
@@ -109,6 +146,6 @@ def word_share(completion: str, words: Iterable[str]) -> float:
     "i" count as real: any letter stands alone somewhere in a text, and random output is full of them.
     """
     known = words if isinstance(words, (set, frozenset)) else frozenset(words)
-    found = [match.group().lower() for match in _WORD.finditer(completion) if match.end() < len(completion)]
-    real = sum(word in known and (len(word) > 1 or word in ("a", "i")) for word in found)
-    return real / len(found) if found else 0.0
+    whole_words = [match.group().lower() for match in _WORD.finditer(completion) if match.end() < len(completion)]
+    num_real = sum(word in known and (len(word) > 1 or word in ("a", "i")) for word in whole_words)
+    return num_real / len(whole_words) if whole_words else 0.0

@@ -2,10 +2,11 @@
 the final weights. Torch-free: only the headers of safetensors files are read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.config.dtype_words import DTYPE_WORDS
+from shardwise.config.tokenizer import read_json
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.techniques.precision.options import precision_of
@@ -56,13 +57,10 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
 
 def _refuse_quantised(folder: Path, given: str) -> None:
     """Refuses a directory whose weights are packed numbers beside their scales: a run would take them for plain ones."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return  # what reads it says so
-    if not isinstance(found, dict):
+    settings = read_json(folder / "config.json").get("quantization_config")
+    if not isinstance(settings, dict):
         return
-    method = str(found.get("quant_method", "an unknown method"))
+    method = str(settings.get("quant_method", "an unknown method"))
     maker = _DEQUANTISED.get(method)
     raise ConfigError(
         f"{given}: its weights are quantised",
@@ -90,7 +88,13 @@ def export_dtype(config: RunConfig) -> str | None:
 def dtypes_in(folder: Path) -> set[str]:
     """The dtypes of floating tensors in the safetensors files of a directory, or in one file, in the format's words; what
     cannot be read is left out."""
-    found: set[str] = set()
+    dtypes = {dtype for _, dtype, _ in stored_tensors(folder)}
+    return {dtype for dtype in dtypes if dtype[:1] in ("F", "B") and dtype != "BOOL"}
+
+
+def stored_tensors(folder: Path) -> Iterator[tuple[str, str, list[int]]]:
+    """Name, dtype (the format's word) and shape of the tensors in the safetensors files of a directory, or in one file; what cannot
+    be read is left out."""
     files = [folder] if folder.suffix == ".safetensors" and folder.is_file() else sorted(folder.glob("*.safetensors"))
     for file in files:
         try:
@@ -99,5 +103,6 @@ def dtypes_in(folder: Path) -> set[str]:
                 header = json.loads(opened.read(size)) if size <= _LONGEST else {}
         except (OSError, ValueError):
             continue
-        found |= {entry.get("dtype", "") for name, entry in header.items() if name != "__metadata__"}
-    return {dtype for dtype in found if dtype[:1] in ("F", "B") and dtype != "BOOL"}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield name, entry.get("dtype", ""), entry.get("shape", [])

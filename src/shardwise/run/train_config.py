@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from shardwise.config.limits import AboveZero, Count, NotNegative, Positive
 from shardwise.config.record import Options, doc
-from shardwise.config.target import looks_like_target
+from shardwise.config.target import split_target
 from shardwise.errors import ConfigError
 from shardwise.run.optim_config import Scaler
 
@@ -98,13 +98,9 @@ class Train(Options, frozen=True, kw_only=True):
             self._check_epochs(self.epochs)
         for key in ("loss", "count", "forward", "callback"):
             target = getattr(self, key)
-            if target is not None and not looks_like_target(target) and (key, target) != ("loss", MODEL_LOSS):
-                raise ConfigError(
-                    f"train.{key}={target!r}",
-                    why="it does not name a function",
-                    fix="write pkg.mod:fn, or path/to/file.py:fn"
-                    + ("; or model, for the loss that the model returns" if key == "loss" else ""),
-                )
+            if target is not None and (key, target) != ("loss", MODEL_LOSS):
+                more = "; or model, for the loss that the model returns" if key == "loss" else ""
+                split_target(target, f"train.{key}={target!r}", more)
         if self.fused and self.loss is not None:
             raise ConfigError(
                 f"train.fused={self.fused!r} with train.loss={self.loss!r}",

@@ -19,9 +19,10 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 
 from shardwise.errors import RankError, UsageError
+from shardwise.launch.environment import variables_of
 from shardwise.launch.failure import Failure, rank_error, root_cause
 from shardwise.launch.process import held_port
-from shardwise.launch.results import dumps
+from shardwise.launch.script import dumps
 from shardwise.testing.calls import Call, call_of
 from shardwise.testing.processes import Helper, Worker
 
@@ -84,12 +85,13 @@ class RankPool:
             raise UsageError(f"world_size={world_size}", why="a run needs at least one rank", fix="use 1 or more")
         with self._lock, held_port() as port:
             workers = self._ready(world_size)
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             try:
                 for rank, worker in enumerate(workers):
                     if rank == 1:
                         # Rank 0 opens the store; a rank that is earlier retries only after half a second.
                         time.sleep(_HEAD_START_S)
-                    worker.send(replace(call, env=_rank_env(rank, world_size, port)))
+                    worker.send(replace(call, env={**address, **variables_of(rank, world_size)}))
                 answers = self._collect(workers, timeout_s)
             except BaseException:
                 # Ctrl-C or a test's own time limit: a call that still runs must not overlap with the next run.
@@ -159,17 +161,6 @@ def _call(fn: Callable[..., object], args: tuple, kwargs: dict) -> Call:
     module, name, file = call_of(fn)
     payload = dumps((args, kwargs))
     return Call(module=module, qualname=name, file=file, env={}, path=tuple(sys.path), cwd=os.getcwd(), payload=payload)
-
-
-def _rank_env(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 def _left_behind(rank: int) -> Failure:

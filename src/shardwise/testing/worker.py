@@ -21,8 +21,8 @@ from typing import cast
 
 from shardwise.launch.events import open_report
 from shardwise.launch.failure import Failure, failure_of
-from shardwise.launch.process import die_with_parent
-from shardwise.launch.results import dumps
+from shardwise.launch.process import die_with_parent, num_threads
+from shardwise.launch.script import dumps
 from shardwise.testing.calls import Call, resolve
 
 DUMP_SIGNAL = signal.SIGUSR2
@@ -77,16 +77,9 @@ def _serve(connection: Connection) -> None:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
         state.restore()
-        if _num_threads() > _MOST_THREADS:
+        if num_threads() > _MOST_THREADS:
             return  # the pool forks a new rank
         connection.send("ready")
-
-
-def _num_threads() -> int:
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:  # not Linux
-        return threading.active_count()
 
 
 def _answer(call: Call) -> tuple[str, bytes | Failure]:

@@ -1,6 +1,8 @@
 """Finds where a module draws random numbers: two runs of it then differ, sharded or not."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,12 +12,24 @@ from shardwise.step.step_state import StepState
 from shardwise.verify.oracle import Task
 
 
+@contextlib.contextmanager
+def streams_kept() -> Iterator[None]:
+    """Restores the random streams afterwards: a file may build a module when it is imported."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
 def drawing_modules(task: Task) -> list[str]:
     """Names of the innermost modules of ``task`` that draw random numbers in forward and loss of its first micro-batch;
     ``""`` is the module itself, or the loss. The random streams do not change."""
     module, batch = task.make(), task.windows[0][0]
     open_calls: list[list[Any]] = []
-    found: dict[str, None] = {}
+    drawing: dict[str, None] = {}
 
     def enter(name: str) -> None:
         open_calls.append([name, _streams(), False])
@@ -24,7 +38,7 @@ def drawing_modules(task: Task) -> list[str]:
         name, before, inner = open_calls.pop()
         drew = _streams() != before
         if drew and not inner:
-            found[name] = None
+            drawing[name] = None
         if drew and open_calls:
             open_calls[-1][2] = True
 
@@ -32,16 +46,11 @@ def drawing_modules(task: Task) -> list[str]:
         if part is not module:
             part.register_forward_pre_hook(lambda *_, name=name: enter(name))
             part.register_forward_hook(lambda *_: leave(), always_call=True)
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), task.lifted():
-            enter("")
-            task.result(module, batch, StepState(1))
-            leave()
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
-    return list(found)
+    with streams_kept(), torch.no_grad(), task.lifted():
+        enter("")
+        task.result(module, batch, StepState(1))
+        leave()
+    return list(drawing)
 
 
 def places_of(names: list[str]) -> str:

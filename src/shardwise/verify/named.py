@@ -5,13 +5,11 @@ needs arguments, a function that returns something else.
 """
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +17,7 @@ from shardwise.config.target import load_target
 from shardwise.errors import ConfigError, ShardwiseError, UsageError, first_line
 from shardwise.model.calling import line_of
 from shardwise.run.pretrained import check_pretrained
+from shardwise.verify.draws import streams_kept
 
 
 @contextlib.contextmanager
@@ -37,18 +36,6 @@ def user_errors(given: str, doing: str, fix: str) -> Iterator[None]:
         raise ConfigError(
             given, why=f"{doing} raised {type(error).__name__}: {text}{line_of(error)}", fix=fix
         ) from error
-
-
-@contextlib.contextmanager
-def _streams_kept() -> Iterator[None]:
-    """Restores the random streams afterwards: a file may build a module when it is imported."""
-    python, arrays = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
 
 
 @dataclass(frozen=True)
@@ -70,18 +57,20 @@ class Function:
         given = f"{self.what}={self.text!r}"
         fix = "correct that line, or install what it imports; then run again"
         # Streams are kept: a rank imports it while building the model, the one process did so earlier.
-        with user_errors(given, "importing it", fix), _streams_kept():
-            found = load_target(self.text, what=self.what)
-        if not callable(found) or isinstance(found, nn.Module):
+        with user_errors(given, "importing it", fix), streams_kept():
+            function = load_target(self.text, what=self.what)
+        if not callable(function) or isinstance(function, nn.Module):
             kind = (
-                "a module that is made already" if isinstance(found, nn.Module) else f"of type {type(found).__name__}"
+                "a module that is made already"
+                if isinstance(function, nn.Module)
+                else f"of type {type(function).__name__}"
             )
             raise ConfigError(
                 given,
                 why=f"it is {kind}, and a function is called",
                 fix="name a function, or a class: def build(): return Net(...)",
             )
-        return found
+        return function
 
 
 @dataclass(frozen=True)

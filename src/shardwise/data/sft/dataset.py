@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import known_keywords
 from shardwise.config.tokenizer import tokenizer_path
-from shardwise.data.batch import IGNORED, default_collate
-from shardwise.data.padding import pad_collate
+from shardwise.data.batch import IGNORED, default_collate, pad_collate
 from shardwise.data.sft.documents import Documents
 from shardwise.data.sft.encode_file import Encoding, SFTReport, Unusable
 from shardwise.data.sft.encode_record import Encoder, load_tokenizer

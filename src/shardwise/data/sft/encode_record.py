@@ -11,6 +11,7 @@ the tokenizer's EOS, so that a model learns to stop; so do the special tokens be
 
 import functools
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,20 @@ def load_tokenizer(path: Path, given: str | None = None) -> Any:
             why=f"transformers cannot read it: {type(error).__name__}: {error}",
             fix="give a directory that save_pretrained of a tokenizer has written",
         ) from error
+
+
+def rendered(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], place: str, *, more: str = "", **options: Any
+) -> Any:
+    """What the chat template of a tokenizer writes for a conversation; ``options`` of ``apply_chat_template``.
+
+    Raises:
+        ConfigError: the template refuses it; ``place`` and ``more`` are for the message.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template is code of its own
+        raise template_raised(place, messages, error, more) from error
 
 
 class Encoder:
@@ -112,12 +127,12 @@ class Encoder:
 
     def _of_spans(self, text: str, spans: list[tuple[int, int]], *, special: bool) -> Encoded:
         """Tokens of a text, of which those that begin within one of ``spans`` (characters) are trained on."""
-        found = self.tokenizer(
+        encoding = self.tokenizer(
             text, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
         )
-        ids, trained = [*found["input_ids"]], []
-        is_added = found["special_tokens_mask"] if special else [0] * len(ids)
-        for (start, end), added in zip(found["offset_mapping"], is_added, strict=True):
+        ids, trained = [*encoding["input_ids"]], []
+        is_added = encoding["special_tokens_mask"] if special else [0] * len(ids)
+        for (start, end), added in zip(encoding["offset_mapping"], is_added, strict=True):
             if start == end:  # blanks that the tokenizer trims end here; special tokens that it adds have no place
                 inside = not added and any(first < start <= last for first, last in spans)
             else:
@@ -203,8 +218,8 @@ class Encoder:
             self._note(chat, "left out" if behind else "none", *words)
 
     def _marked(self, chat: Chat, messages: list[dict[str, Any]]) -> Encoded:
-        found = self._render(chat, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return [*found["input_ids"]], [bool(flag) for flag in found["assistant_masks"]]
+        encoding = self._render(chat, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        return [*encoding["input_ids"]], [bool(flag) for flag in encoding["assistant_masks"]]
 
     def _note(self, chat: Chat, kind: str, answer: str, rest: str) -> None:
         """Keeps the first answer whose end is missing, or left out of the marks, with the text around it."""
@@ -237,7 +252,4 @@ class Encoder:
         )
 
     def _render(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
-        except Exception as error:  # a template is code of its own
-            raise template_raised(self.path, chat, error) from error
+        return rendered(self.tokenizer, messages, where(self.path, chat.line), tools=chat.tools, **options)

@@ -112,7 +112,7 @@ class _Tried:
                 self._template.render(messages[:first], tools=chat.tools, add_generation_prompt=True) if first else ""
             )
         except _Refused as error:
-            raise template_raised(self.path, chat, error.cause) from error
+            raise template_raised(where(self.path, chat.line), messages, error.cause) from error
         except Exception:  # something of transformers that is not here: the ranks try it
             return "", ""
         return (prompt, whole) if whole.startswith(prompt) else ("", whole)

@@ -1,9 +1,11 @@
 """Why a record cannot be trained on, as errors: the same where a run is checked before its ranks start, and on the ranks.
 Torch-free."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from shardwise.data.sft.records import Chat, Completion, Record, Text, calls_of, where
+from shardwise.data.sft.records import Completion, Record, Text, calls_of, where
 from shardwise.errors import ConfigError
 
 
@@ -45,12 +47,12 @@ def no_template(path: str | Path, line: int) -> ConfigError:
     )
 
 
-def template_raised(path: str | Path, chat: Chat, error: Exception) -> ConfigError:
-    """The chat template refuses a conversation."""
+def template_raised(place: str, messages: Sequence[Mapping[str, Any]], error: Exception, more: str = "") -> ConfigError:
+    """The chat template refuses a conversation; ``more`` that can be done."""
     return ConfigError(
-        f"{where(path, chat.line)}: the chat template raised {type(error).__name__}",
-        why=f"{error}; the roles are {', '.join(message['role'] for message in chat.messages)}",
-        fix="write the messages as the template wants them, or use another template",
+        f"{place}: the chat template raised {type(error).__name__}",
+        why=f"{error}; the roles are {', '.join(message['role'] for message in messages)}",
+        fix=f"write the messages as the template wants them, or use another template{more}",
     )
 
 

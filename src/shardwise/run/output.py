@@ -1,0 +1,262 @@
+"""What a run writes into its folder and reports: the resolved configuration, metrics, events, and the weights at its end.
+
+A disk that fills up ends what it can end without losing the training: metrics first, and the weights go where there is space.
+
+A run reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show them. Events
+(``kind`` and its fields): ``phase`` text; ``progress`` (of the phase) text; ``data`` name, train_samples, val_samples,
+tokens_per_step, report; ``kept`` text; ``older`` text; ``vocabulary`` text; ``planned`` steps, text; ``model`` name,
+num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text, word_share; ``answer``
+when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so
+far), memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process,
+rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path, dtype; ``trace`` path;
+``trouble`` text.
+"""
+
+import contextlib
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config.render import dump_config
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.parallel import describe, recipe_of, runtime_of
+from shardwise.run.config import RunConfig
+from shardwise.run.datasets import RunData
+from shardwise.run.disk_space import check_space, spare_folders
+from shardwise.run.loggers import Loggers
+from shardwise.run.memory import memory_of, state_bytes
+from shardwise.run.metrics import MetricsWriter, cut_metrics
+from shardwise.run.older_weights import keep_older_weights
+from shardwise.run.steps import epochs_text
+from shardwise.run.stored_dtype import export_dtype
+from shardwise.state import check_dtypes, save_weights, weights_bytes
+from shardwise.world import World
+
+
+class RunOutput:
+    """Writes the files of a run and emits its events; all ranks make one, and rank 0 writes.
+
+    Args:
+        config: of the run.
+        world: its ranks.
+        model: whose weights are written at the end.
+        emit: called as ``emit(kind, **fields)``.
+
+    Attributes:
+        folder: of the run.
+        dtype: of the final weights; None: as they are stored.
+    """
+
+    def __init__(self, config: RunConfig, world: World, model: nn.Module, emit: Any):
+        self.config, self.world, self.model, self.emit = config, world, model, emit
+        self.folder = Path(config.log.dir)
+        self.dtype = world.broadcast(export_dtype(config) if world.is_main else None)
+        self._metrics: MetricsWriter | None = None
+        self._loggers: Loggers | None = None
+        self._unwritten: CheckpointError | None = None
+
+    def check_space(self, steps: int) -> None:
+        """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
+        if self.config.checkpoint.export is not None:
+            check_dtypes(self.model)
+        problem: ConfigError | None = None
+        if self.world.is_main:
+            try:
+                check_space(self.config, weights_bytes(self.model, self.dtype), self._checkpoint_bytes(), steps)
+            except ConfigError as error:
+                problem = error
+        problem = self.world.broadcast(problem)
+        if problem is not None:
+            raise problem
+
+    def _checkpoint_bytes(self) -> int:
+        """Estimates the size of a checkpoint in bytes."""
+        trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        optim = self.config.optim
+        # Of an optimizer of the user's own it is not known: as of AdamW.
+        moments = (
+            2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0, "muon": 2}[optim.name]
+        )
+        return weights_bytes(self.model) + moments * trained
+
+    def open(self, done: int) -> None:
+        """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are
+        continued, those of another older run moved aside, and its weights kept.
+
+        Called only after all checks: a run that is refused leaves the folder as it was. ``done``: steps before a resume.
+        """
+        if not self.world.is_main:
+            return
+        file = self.folder / "config.yaml"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(dump_config(self.config), encoding="utf-8")
+            file = self.folder / "recipe.txt"
+            file.write_text(describe(self.model), encoding="utf-8")
+            file = self.folder / "metrics.jsonl"
+            if done:
+                cut_metrics(file, done)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    file.replace(self.folder / "metrics.previous.jsonl")
+                if (name := self.config.checkpoint.export) is not None:
+                    file = self.folder / name
+                    self._keep_older(file)
+            file = self.folder / "metrics.jsonl"
+        except OSError as error:
+            raise CheckpointError(
+                f"the file {file}",
+                why=f"writing failed: {error.strerror or error}",
+                fix="free space, or name another folder: --log.dir=PATH",
+            ) from error
+        self._metrics = MetricsWriter(file)
+        self._loggers = Loggers(self.config, self.folder, done, lambda text: self.emit("trouble", text=text))
+
+    def _keep_older(self, weights: Path) -> None:
+        """Keeps the weights of an older run, of which this run does not continue the training, and says where."""
+        model, data = self.config.model, self.config.data
+        used = {"model.hf": model.hf, "model.weights": model.weights, "data.tokenizer": data.tokenizer}
+        place = keep_older_weights(weights, used)
+        if place is not None:
+            self.emit("older", text=f"the weights of the run before stay in {place}")
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Writes a line of metrics and emits the event. A full disk ends the metrics but not the training, whose
+        weights are still wanted; the error is raised once they are written."""
+        if self._metrics is not None and self._unwritten is None:
+            try:
+                self._metrics.write(kind=kind, **fields)
+            except CheckpointError as error:
+                self._unwritten = error
+                self.emit("trouble", text=f"{error.given}: {error.why}; training continues, its figures are not kept")
+        if self._loggers is not None:
+            self._loggers.log({"kind": kind, **fields})
+        self.emit(kind, **fields)
+
+    def introduce(self, corpus: RunData, steps: int) -> None:
+        """Emits the events that describe the data and the model."""
+        data, (num_train, num_val) = self.config.data, corpus.num_samples
+        self.emit(
+            "data",
+            name=corpus.name,
+            train_samples=num_train,
+            val_samples=num_val,
+            tokens_per_step=None if data.build is not None else data.global_batch * data.seq_len,
+            report=corpus.report,
+        )
+        if corpus.kept:
+            self.emit("kept", text=corpus.kept)
+        self._tell_of_idle_ranks()
+        epochs = self.config.train.epochs
+        text = "" if epochs is None else epochs_text(epochs, num_train or 0, steps)
+        self.emit("planned", steps=steps, text=text)
+        name = type(self.model).__name__ if self.config.model.build or self.config.model.hf else "the reference model"
+        recipe = recipe_of(self.model)
+        why = next(note.why for note in recipe.notes if note.option == "sharding.engine")
+        self.emit(
+            "model",
+            name=name,
+            num_params=sum(p.numel() for p in self.model.parameters()),
+            units=len(recipe.units),
+            why=why,
+        )
+
+    def _tell_of_idle_ranks(self) -> None:
+        """Says so where a step has fewer micro-batches than there are ranks that read data: some compute copies, which count as
+        nothing."""
+        data, size = self.config.data, self.world.axis("dp").size
+        if data.micro_batch is None or (count := data.global_batch // data.micro_batch) >= size:
+            return
+        fits = max(
+            (n for n in range(1, data.micro_batch) if data.global_batch % n == 0 and data.global_batch // n >= size),
+            default=0,
+        )
+        text = f"a step has {count} micro-batch{'es' if count > 1 else ''} for {size} ranks: what {size - count} of them computes does not count"
+        better = f"; --data.micro_batch={fits} gives each one" if fits else ""
+        self.emit("trouble", text=text + better)
+
+    def tell_memory(self, optim: torch.optim.Optimizer) -> None:
+        """Reports the memory of every rank, and what one process would need; all ranks must call it."""
+        here, alone = state_bytes(self.model, optim)
+        use = memory_of(self.model, optim)
+        rows = self.world.gather({"state": here, "rss": use.rss, "cuda_peak": use.cuda_peak})
+        self.tell(
+            "memory",
+            per_rank=[row["state"] for row in rows],
+            one_process=alone,
+            rss=[row["rss"] for row in rows],
+            cuda_peak=[row["cuda_peak"] for row in rows],
+        )
+
+    def tell_chosen(self) -> None:
+        """Reports what techniques have chosen in the first step, and adds it to the recipe's file."""
+        chosen = {name: text for name, value in runtime_of(self.model).chosen.items() if (text := str(value))}
+        for name, text in chosen.items():
+            self.tell("chosen", name=name, text=text)
+        if chosen and self.world.is_main:
+            with contextlib.suppress(OSError):  # it is in the metrics too
+                (self.folder / "recipe.txt").write_text(describe(self.model), encoding="utf-8")
+
+    def close(self) -> None:
+        """Called at the end, also if that is an error."""
+        if self._loggers is not None:
+            self._loggers.close()
+
+    def export(self, unsaved: CheckpointError | None, steps: int) -> None:
+        """Writes the final weights; all ranks must call it. Only then it raises the error of the last checkpoint or of
+        the metrics. ``steps``: those that were done, for errors."""
+        name = self.config.checkpoint.export
+        kept = "no weights were asked for"
+        if name is not None:
+            self.emit("phase", text="writing the weights")
+            try:
+                kept = f"the weights are whole, in {save_weights(self.model, self.folder / name, dtype=self.dtype)}"
+            except CheckpointError as error:
+                raise self._rescue(error, steps) from error
+            self.tell("weights", path=str(self.folder / name), dtype=self.dtype or stored_dtype(self.model))
+        if self._metrics is not None:
+            self._metrics.close()
+        unwritten = self.world.broadcast(unsaved or self._unwritten)
+        if unwritten is not None:
+            raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
+
+    def _rescue(self, error: CheckpointError, steps: int) -> CheckpointError:
+        """Writes the weights to another folder if they could not be written where they belong, as they are stored: a value
+        may be beyond what the dtype of the export can hold. All ranks must call it.
+
+        Returns:
+            the error to raise, with what is kept and where; equal on every rank.
+        """
+        spare = self.world.broadcast(spare_folders(weights_bytes(self.model)) if self.world.is_main else None)
+        saved: Path | None = None
+        for folder in spare:
+            if saved is None:
+                with contextlib.suppress(CheckpointError):  # the first error is the one to report
+                    saved = save_weights(self.model, folder)
+            if self.world.is_main and (saved is None or saved.parent != folder):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+        if saved is None:
+            outcome = (
+                f"they could not be written in another place either, so the weights of these {steps} steps are lost"
+            )
+            fix = "free space or name a folder on another disk (--log.dir=PATH), raise a limit of file sizes (ulimit -f), and run again"
+        else:
+            outcome = f"the weights of these {steps} steps were written to {saved} instead"
+            self.emit("weights", path=str(saved), dtype=stored_dtype(self.model))
+            place = shlex.quote(str(self.folder / str(self.config.checkpoint.export)))
+            fix = f"move them from there: mkdir -p {place} && mv {shlex.quote(str(saved.parent))}/* {place}/"
+        return CheckpointError(
+            error.given,
+            why=f"{error.why}; {outcome}; the metrics are in {self.folder / 'metrics.jsonl'}",
+            fix=fix,
+            name=error.name,
+        )
+
+
+def stored_dtype(model: nn.Module) -> str:
+    """The dtypes of a model's parameters, as words."""
+    return " and ".join(sorted({param.storage for param in recipe_of(model).params.values()})) or "no parameters"
