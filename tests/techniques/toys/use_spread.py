@@ -1,6 +1,7 @@
 """Parameters that are sharded over a mesh of their own, against one process."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main(layouts):
         for layout in layouts:
             found[layout] = compare(pool, layout, spread=True)
         folder = str(Path("spread_run").resolve())
+        shutil.rmtree(folder, ignore_errors=True)  # of other layouts
         first, found["cuts"] = pool.run(losses, 4, folder, "dp_shard=4,ep=2", True, first=True)[0]
         again = [("dp_shard=4", False), ("dp_replicate=2,dp_shard=2,ep=2", True), ("dp_replicate=4", False)]
         for layout, spread in again:
