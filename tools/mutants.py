@@ -2029,7 +2029,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "half-loaded-forgotten",
-        "runtime.half_loaded |= self.names",
+        "memory.half_loaded |= self.names",
         "pass",
         "tests/state/test_load.py -k 'failed_load_left or half_way'",
         "a model that is half old and half new is trained",

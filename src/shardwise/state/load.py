@@ -29,6 +29,7 @@ from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.own_load import give_attributes
 from shardwise.state.report import LoadReport
+from shardwise.state.sidecars import Origin
 from shardwise.state.stored import compare_sums
 from shardwise.world.collectively import collectively
 
@@ -194,6 +195,6 @@ def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None, attr
     methods keep beside tensors."""
     give_attributes(runtime.module, attributes, runtime.world.device)
     if folder is not None:  # values from no directory are still of the model that was loaded from one
-        runtime.loaded_from = folder.resolve()
+        runtime.memory(Origin).folder = folder.resolve()
     if extra:
         set_extra_states(runtime.module, extra)

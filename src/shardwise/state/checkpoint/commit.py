@@ -29,6 +29,7 @@ from shardwise.state.checkpoint.writer import BlockWriter
 from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest, folder_name
 from shardwise.state.integrity.sums import PartialSums, Sums, put_together
 from shardwise.state.save import TOKEN, sees_token
+from shardwise.state.sidecars import Origin
 from shardwise.state.staging import Staged, remove_left_overs, sync_folder
 from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
@@ -69,9 +70,9 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
     finally:
         commit.close()
     for group in contents.groups:  # the older checkpoint that the model's tokenizer files are in may be pruned now
-        origin = group.runtime.loaded_from
-        if origin is not None and origin.is_relative_to(root):
-            group.runtime.loaded_from = commit.dest / group.prefix
+        origin = group.runtime.memory(Origin)
+        if origin.folder is not None and origin.folder.is_relative_to(root):
+            origin.folder = commit.dest / group.prefix
     at_fault_point("acknowledged")
     return commit.dest
 

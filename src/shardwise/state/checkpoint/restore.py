@@ -29,6 +29,7 @@ from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.optimizer import install_state, match_state
 from shardwise.state.own_load import give_attributes
+from shardwise.state.sidecars import Origin
 from shardwise.state.stored import FileTensor, InMemoryTensor, TensorSource
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
@@ -249,7 +250,7 @@ class _Reading:
                         local[name].copy_(value)
                     else:
                         buffers[name].data = value.to(local[name].device)
-            runtime.loaded_from = (self.saved.folder / prefix).resolve()
+            runtime.memory(Origin).folder = (self.saved.folder / prefix).resolve()
             give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
             states = self._state["model"].get(prefix) or {}
             if states:
