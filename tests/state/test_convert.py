@@ -30,8 +30,9 @@ from shardwise.state import block_copy, staging
 from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.convert import Conversion, convert
 from shardwise.state.source import open_source
-from shardwise.state.targets import Fact, plan_torch_file
 from shardwise.state.targets import dcp as dcp_target
+from shardwise.state.targets.plan import Fact
+from shardwise.state.targets.torch_file import plan_torch_file
 
 KINDS = {"hf": "out", "safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out", "shardwise": "out"}
 

@@ -17,7 +17,7 @@ from shardwise.state.converted import ConvertedTensor
 from shardwise.state.files import BUFFER
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.integrity.sums import Sums
-from shardwise.state.targets import ConversionPlan, Fixed
+from shardwise.state.targets.plan import ConversionPlan, Fixed
 from shardwise.state.writing import reserve, write_at
 
 _MAX_OPEN = 32  # files: a model may have hundreds, and the limit of a process is often 1024

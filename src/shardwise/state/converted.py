@@ -16,7 +16,7 @@ from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box
 from shardwise.state.files import OpenFiles
 from shardwise.state.stored import Chunk, Source, TensorSource, is_rounded
-from shardwise.state.targets import Fact
+from shardwise.state.targets.plan import Fact
 
 
 @dataclass(frozen=True, eq=False)
