@@ -2785,7 +2785,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "grown-rows-of-zeros",
         "self._means[columns] = total / num_rows",
         "self._means[columns] = torch.zeros_like(total)",
-        "tests/state/test_grown.py",
+        "tests/state/test_changed_rows.py",
         "rows that are added to a vocabulary begin as zeros",
     ),
     Mutant(

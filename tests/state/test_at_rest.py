@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError
 from shardwise.state import convert as convert_module
 from shardwise.state import files as files_module
 from shardwise.state import load as load_module
-from shardwise.state.converted import Reordered
+from shardwise.state.changed_rows import Reordered
 from shardwise.state.source import open_source
 from shardwise.state.views import Assembled, view_of_all
 
