@@ -126,7 +126,7 @@ def test_a_source_that_is_replaced_before_its_values_are_converted(tmp_path):
 
 
 def test_a_source_that_is_replaced_while_it_is_compared(tmp_path):
-    source, compare = tmp_path / "s.safetensors", convert_module.compare
+    source, compare = tmp_path / "s.safetensors", convert_module._compare
     save_file({"a": torch.zeros(4), "b": torch.ones(4)}, source)
 
     def late(*args):
@@ -134,7 +134,7 @@ def test_a_source_that_is_replaced_while_it_is_compared(tmp_path):
         crossed(source)
 
     job = Conversion(source=source, dest=tmp_path / "o.safetensors", verify=True)
-    with patch.object(convert_module, "compare", late), pytest.raises(CheckpointError, match="it changed while"):
+    with patch.object(convert_module, "_compare", late), pytest.raises(CheckpointError, match="it changed while"):
         convert_module.convert(job)
     assert not job.dest.exists()
 
