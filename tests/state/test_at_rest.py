@@ -18,7 +18,7 @@ from shardwise.state import files as files_module
 from shardwise.state import load as load_module
 from shardwise.state.changed_rows import Reordered
 from shardwise.state.source import open_source
-from shardwise.state.views import Assembled, view_of_all
+from shardwise.state.stored_parts import Assembled, view_of_all
 
 NAMES = [f"{number}.weight" for number in range(4)]
 

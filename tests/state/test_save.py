@@ -430,7 +430,7 @@ def test_a_turned_view_reads_and_writes_what_lies_there():
     from shardwise.recipe.boxes import Box, index_of
     from shardwise.state.files import OpenFiles
     from shardwise.state.stored import InMemoryTensor
-    from shardwise.state.views import Assembled, view_at
+    from shardwise.state.stored_parts import Assembled, view_at
 
     whole = torch.arange(2 * 3 * 5).view(2, 3, 5)
     parts = []

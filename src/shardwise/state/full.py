@@ -10,7 +10,7 @@ from shardwise.config.keywords import public_call
 from shardwise.model import canonical_modules
 from shardwise.model.own_state import ExtraState, OwnState, with_metadata
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.extra import EXTRA_STATE, extra_states
+from shardwise.state.extra_state import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
 from shardwise.state.match_names import Rename
 from shardwise.state.own_values import own_of

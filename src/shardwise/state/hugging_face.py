@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import UnsupportedError
 from shardwise.model import is_pretrained
 from shardwise.recipe.boxes import whole
-from shardwise.state.views import View, view_at
+from shardwise.state.stored_parts import View, view_at
 
 
 def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:

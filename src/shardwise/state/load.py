@@ -21,7 +21,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.copies import Sums, sums_of_copies, unequal
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
-from shardwise.state.extra import set_extra_states
+from shardwise.state.extra_state import set_extra_states
 from shardwise.state.files import OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half

@@ -14,7 +14,7 @@ from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
 from shardwise.recipe.boxes import Box, blocks, whole
 from shardwise.state.changed_rows import GrownTable, with_added_rows
-from shardwise.state.extra import extra_names
+from shardwise.state.extra_state import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names

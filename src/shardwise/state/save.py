@@ -24,7 +24,7 @@ from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.extra import extra_states
+from shardwise.state.extra_state import extra_states
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, file_layout_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.state.extra import EXTRA_STATE
+from shardwise.state.extra_state import EXTRA_STATE
 from shardwise.state.formats import (
     METADATA,
     looks_like_safetensors,

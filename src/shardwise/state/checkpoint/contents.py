@@ -32,9 +32,9 @@ from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.recipe import DTYPE_BYTES
-from shardwise.state.checkpoint.extras import CutTensors, is_sharded, owner_of, refuse_numbered
-from shardwise.state.checkpoint.plain import to_plain, to_text
-from shardwise.state.extra import extra_states
+from shardwise.state.checkpoint.extra_objects import CutTensors, is_sharded, owner_of, refuse_numbered
+from shardwise.state.checkpoint.json_state import to_plain, to_text
+from shardwise.state.extra_state import extra_states
 from shardwise.state.file_layout import (
     SHARD_BYTES,
     FileLayout,
@@ -51,7 +51,7 @@ from shardwise.state.integrity.sums import sum_of
 from shardwise.state.optimizer import agreed_kinds, settings_of
 from shardwise.state.own_values import computed_values, not_stored
 from shardwise.state.sidecars import sidecar_files
-from shardwise.state.views import view_of_all
+from shardwise.state.stored_parts import view_of_all
 from shardwise.state.writing import stretches
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
@@ -130,7 +130,7 @@ class Contents:
         groups: the sharded tensors; equal on every rank except for the values.
         rest: full tensors; rank 0's are written.
         texts: path -> whole file; rank 0's are written.
-        plain: the content of :data:`STATE`, as :func:`~shardwise.state.checkpoint.plain.to_plain` returned it; rank 0's
+        plain: the content of :data:`STATE`, as :func:`~shardwise.state.checkpoint.json_state.to_plain` returned it; rank 0's
             is written.
         notes: what the user should know.
     """

@@ -17,10 +17,10 @@ from shardwise.model import dtype_of
 from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.contents import CUT, EXACT, EXTRA, held_extra, saved_of
-from shardwise.state.checkpoint.extras import Take, is_sharded, owner_of, refit, refuse_numbered, wrapped
-from shardwise.state.checkpoint.opened import SavedRun
-from shardwise.state.checkpoint.plain import CutTensor
-from shardwise.state.extra import set_extra_states
+from shardwise.state.checkpoint.extra_objects import Take, is_sharded, owner_of, refit, refuse_numbered, wrapped
+from shardwise.state.checkpoint.json_state import CutTensor
+from shardwise.state.checkpoint.saved_run import SavedRun
+from shardwise.state.extra_state import set_extra_states
 from shardwise.state.formats import open_folder
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import DamagedError, damaged

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.integrity.manifest import Manifest, folder_name, steps_in
 
 _REMOVING = ".removing-"

@@ -15,9 +15,9 @@ from shardwise.parallel import Runtime
 from shardwise.parallel.part_values import cut_of_part, marked_as
 from shardwise.parallel.runtime import has_runtime, runtimes_in_use
 from shardwise.parallel.stale import replaced_name
-from shardwise.state.checkpoint.plain import CutTensor
+from shardwise.state.checkpoint.json_state import CutTensor
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, PlannedFile, planned_files
-from shardwise.state.views import View, view_of_all
+from shardwise.state.stored_parts import View, view_of_all
 
 
 def is_sharded(value: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE, held_extra
-from shardwise.state.checkpoint.plain import from_plain, parse
+from shardwise.state.checkpoint.json_state import from_plain, parse
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.integrity.manifest import Manifest, damaged
