@@ -129,8 +129,9 @@ def own_of(runtime: Runtime, buffers: Facts | None = None) -> OwnState:
 
 
 def _num_bytes(runtime: Runtime, name: str) -> int:
-    param, buffer = runtime.recipe.params.get(name), runtime.recipe.buffers.get(name)
-    shape, dtype = (param.shape, param.storage) if buffer is None else (buffer.shape, buffer.dtype)
+    params, buffers = runtime.recipe.params, runtime.recipe.buffers
+    dtype = params[name].storage if name in params else buffers[name].dtype
+    shape = params[name].shape if name in params else buffers[name].shape
     return torch.Size(shape).numel() * dtype_of(dtype).itemsize
 
 

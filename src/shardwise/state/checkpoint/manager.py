@@ -17,8 +17,9 @@ from shardwise.errors import ConfigError, Stopped, UsageError
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.background import Background
 from shardwise.state.checkpoint.commit import write_checkpoint
-from shardwise.state.checkpoint.contents import Contents, check_extra, check_texts, contents_of
+from shardwise.state.checkpoint.contents import Contents, check_texts, contents_of
 from shardwise.state.checkpoint.directory import Directory
+from shardwise.state.checkpoint.extra_objects import check_extra
 from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.resume import ResumePoint, Step, check_step
 from shardwise.state.checkpoint.retention import RetentionPolicy

@@ -8,7 +8,8 @@ import msgspec
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE, held_extra
+from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
+from shardwise.state.checkpoint.extra_objects import held_extra
 from shardwise.state.checkpoint.json_state import from_plain, parse
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
