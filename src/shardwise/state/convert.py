@@ -84,11 +84,11 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
     try:
         with VerifiedFiles(todo.verified) as reader:
             reader.sums = {}  # everything is read in order, so its checksums are compared on the way
-            with BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path) as copying:
-                copying.values(reader, progress)
-                compare_sums({item.source: item.stored for item in todo.items}, reader)
-                reader.sums = None
-                copying.rest()
+            copying = BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path)
+            copying.values(reader, progress)
+            compare_sums({item.source: item.stored for item in todo.items}, reader)
+            reader.sums = None
+            copying.rest()
             refuse_changed(item.stored for item in todo.items)
             if job.verify:
                 _forget_pages(staged.path / name for name in todo.plan.files)

@@ -15,15 +15,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.state.extra_state import EXTRA_STATE
-from shardwise.state.formats import (
-    METADATA,
-    looks_like_safetensors,
-    looks_like_torch,
-    open_dcp,
-    open_folder,
-    open_safetensors,
-    open_torch_file,
-)
+from shardwise.state.formats.dcp import METADATA, open_dcp
+from shardwise.state.formats.folder import open_folder
+from shardwise.state.formats.safetensors import looks_like_safetensors, open_safetensors
+from shardwise.state.formats.torch_file import looks_like_torch, open_torch_file
 from shardwise.state.formats.trees import MODELS, flatten, root_of, weights_in
 from shardwise.state.integrity.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles

@@ -30,7 +30,7 @@ from shardwise.state.checkpoint.optimizers import SavedOptimizer, part_of
 from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.checkpoint.sharded_files import CUT, EXACT
 from shardwise.state.extra_state import set_extra_states
-from shardwise.state.formats import open_folder
+from shardwise.state.formats.folder import open_folder
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import DamagedError, damaged
 from shardwise.state.load_transaction import LoadTransaction
