@@ -15,11 +15,14 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
 from shardwise.state.formats.folder import is_of_weights
+from shardwise.world.collectively import Peers, collectively
 
+TOKEN = ".shardwise-token"
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
@@ -84,6 +87,54 @@ class Staged:
         with contextlib.suppress(OSError):
             _lock_of(self.path).unlink()
         os.close(self._lock)
+
+
+class StagedSave:
+    """A save into a new directory next to its place, which all ranks write to. Rank 0 makes :attr:`staged`.
+
+    Attributes:
+        peers: the ranks.
+        dest: the final path of the directory: rank 0's, once the ranks have met.
+        staged: the directory, on rank 0.
+        folder: where files are written: rank 0's path.
+        what: is saved, for messages.
+        fix: what to do where writing fails.
+    """
+
+    def __init__(self, peers: Peers, dest: Path, what: str, fix: str):
+        self.peers, self.dest, self.folder, self.what, self.fix = peers, dest, dest, what, fix
+        self.staged: Staged | None = None
+
+    def meet(self, place: str) -> list[int]:
+        """Finds out which ranks do not see the directory: by a random token in it, since its name may exist on any disk."""
+        token = os.urandom(8) if self.peers.is_main else b""
+        collectively(
+            self.peers, f"{place}, leaving a token", lambda: (self.folder / TOKEN).write_bytes(token), on_main=True
+        )
+        told = (self.dest, self.folder, token)
+        self.dest, self.folder, token = self.peers.agreement.gather(told, f"{place}, telling where it is")[0]
+        try:
+            sees = (self.folder / TOKEN).read_bytes() == token
+        except OSError:
+            sees = False
+        everyone = self.peers.agreement.gather(sees, f"{place}, looking for the directory")
+        return [rank for rank, sees in enumerate(everyone) if not sees]
+
+    @contextlib.contextmanager
+    def errors_of_writing(self) -> Iterator[None]:
+        """Within: an error of the disk is raised as a CheckpointError."""
+        try:
+            yield
+        except CheckpointError:  # a value out of the dtype's range
+            raise
+        except OSError as error:
+            why = f"writing failed: {error.strerror or error}"
+            raise CheckpointError(f"{self.what} {self.dest}", why=why, fix=self.fix) from error
+
+    def close(self) -> None:
+        """Removes the directory if it has not been moved to its place."""
+        if self.staged is not None:
+            self.staged.close()
 
 
 def _lock_of(path: Path) -> Path:
