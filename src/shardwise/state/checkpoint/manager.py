@@ -113,7 +113,7 @@ class CheckpointManager:
         self._resume_point = ResumePoint(self._directory, step, self.extra)
         warn(self._world, [self._directory.note] if self._directory.note is not None else [])
         self._saves = Saves(
-            self._runtime, self._directory, self._resume_point, self._retention, texts or {}, in_background=async_save
+            self, self._directory, self._resume_point, self._retention, texts or {}, in_background=async_save
         )
         weakref.finalize(self, self._saves.report_lost)
         self._until_closed = contextlib.ExitStack()

@@ -3,6 +3,7 @@
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from shardwise.config.caller import level_of_caller
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
-from shardwise.parallel import Runtime
+from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.commit import write_checkpoint
 from shardwise.state.checkpoint.contents import Contents, contents_of
 from shardwise.state.checkpoint.directory import Directory
@@ -30,7 +31,7 @@ class Saves:
     the same way.
 
     Args:
-        runtime: of the model.
+        manager: what it saves for; kept alive while a thread writes, so that leaving the world finds it.
         directory: where checkpoints are.
         resume_point: what of the run is saved beside the model.
         retention: which checkpoints are kept.
@@ -44,7 +45,7 @@ class Saves:
 
     def __init__(
         self,
-        runtime: Runtime,
+        manager: object,
         directory: Directory,
         resume_point: ResumePoint,
         retention: RetentionPolicy,
@@ -52,7 +53,9 @@ class Saves:
         *,
         in_background: bool,
     ):
-        self._runtime, self._world = runtime, runtime.world
+        self._manager = weakref.ref(manager)
+        self._runtime = runtime_of(resume_point.step.model)
+        self._world = self._runtime.world
         self._directory, self._resume_point, self._retention = directory, resume_point, retention
         self._texts = {path: text.encode() for path, text in texts.items()}
         self.last_step: int | None = None
@@ -130,7 +133,7 @@ class Saves:
         staged = contents.staged(self._stage)
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
-        self._under_way = self._thread.submit(self._write, figure, self._side_group, staged)
+        self._under_way = self._thread.submit(self._write, figure, self._side_group, staged, self._manager())
 
     def _stage(self, name: str, tensor: Tensor, offset: Callable[[], int]) -> Tensor:
         """Copies ``tensor`` into a buffer that the next save uses again."""
@@ -143,7 +146,7 @@ class Saves:
             self._buffers[name] = buffer
         return buffer.copy_(tensor, non_blocking=True)
 
-    def _write(self, figure: float | None, peers: Peers, contents: Contents) -> Path:
+    def _write(self, figure: float | None, peers: Peers, contents: Contents, _manager: object = None) -> Path:
         root, recipe = self._directory.root, self._runtime.recipe
         dest = write_checkpoint(peers, root, contents, str(self._world.layout), recipe.fingerprint)
         if peers.is_main:
