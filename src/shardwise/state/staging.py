@@ -113,11 +113,7 @@ class StagedSave:
         )
         told = (self.dest, self.folder, token)
         self.dest, self.folder, token = self.peers.agreement.gather(told, f"{place}, telling where it is")[0]
-        try:
-            sees = (self.folder / TOKEN).read_bytes() == token
-        except OSError:
-            sees = False
-        everyone = self.peers.agreement.gather(sees, f"{place}, looking for the directory")
+        everyone = self.peers.agreement.gather(sees_token(self.folder, token), f"{place}, looking for the directory")
         return [rank for rank, sees in enumerate(everyone) if not sees]
 
     @contextlib.contextmanager
@@ -135,6 +131,14 @@ class StagedSave:
         """Removes the directory if it has not been moved to its place."""
         if self.staged is not None:
             self.staged.close()
+
+
+def sees_token(folder: Path, token: bytes) -> bool:
+    """Whether this rank sees the directory that rank 0 made, by the token in it."""
+    try:
+        return (folder / TOKEN).read_bytes() == token
+    except OSError:
+        return False
 
 
 def _lock_of(path: Path) -> Path:
