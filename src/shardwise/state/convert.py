@@ -208,21 +208,14 @@ def _check_destination(job: Conversion) -> None:
         raise CheckpointError(
             f"converting to {job.dest}", why="it is there already", fix="name another destination, or add --overwrite"
         )
-    for refused, why, fix in (
-        (dest == source, "both are the same place", "name another destination"),
-        (
-            source.is_dir() and dest.is_relative_to(source),
-            "the result would lie within its source",
-            "choose a path outside it",
-        ),
-        (
-            source.is_relative_to(dest),
-            "the source lies within the destination, which is replaced as a whole",
-            "choose a separate folder",
-        ),
-    ):
-        if refused:
-            raise ConfigError(f"convert {job.source} {job.dest}", why=why, fix=fix)
+    given = f"convert {job.source} {job.dest}"
+    if dest == source:
+        raise ConfigError(given, why="both are the same place", fix="name another destination")
+    if source.is_dir() and dest.is_relative_to(source):
+        raise ConfigError(given, why="the result would lie within its source", fix="choose a path outside it")
+    if source.is_relative_to(dest):
+        why = "the source lies within the destination, which is replaced as a whole"
+        raise ConfigError(given, why=why, fix="choose a separate folder")
     if not job.is_file:
         check_place(Path(os.path.abspath(job.dest)))
     if job.dest.is_dir() and not job.dest.is_symlink():

@@ -184,12 +184,7 @@ class _Saving(StagedSave):
     def __init__(
         self, runtime: Runtime, file_layout: FileLayout, dest: Path, dtype: str | None, computed: Mapping[str, Tensor]
     ):
-        super().__init__(
-            runtime.world,
-            dest,
-            "weights to",
-            "free space or choose a directory you can write to; an older one there is as it was",
-        )
+        super().__init__(runtime.world, dest)
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
         self.computed = computed
         self.absent: list[int] = []  # ranks that do not see the directory
@@ -289,3 +284,10 @@ class _Saving(StagedSave):
                     write_at(descriptor, memoryview(content), 0)
                     os.fsync(descriptor)
             self.staged.commit()
+
+    def unwritten(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"weights to {self.dest}",
+            why=f"writing failed: {error.strerror or error}",
+            fix="free space or choose a directory you can write to; an older one there is as it was",
+        )

@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class Staged:
         os.close(self._lock)
 
 
-class StagedSave:
+class StagedSave(ABC):
     """A save into a new directory next to its place, which all ranks write to. Rank 0 makes :attr:`staged`.
 
     Attributes:
@@ -97,12 +98,10 @@ class StagedSave:
         dest: the final path of the directory: rank 0's, once the ranks have met.
         staged: the directory, on rank 0.
         folder: where files are written: rank 0's path.
-        what: is saved, for messages.
-        fix: what to do where writing fails.
     """
 
-    def __init__(self, peers: Peers, dest: Path, what: str, fix: str):
-        self.peers, self.dest, self.folder, self.what, self.fix = peers, dest, dest, what, fix
+    def __init__(self, peers: Peers, dest: Path):
+        self.peers, self.dest, self.folder = peers, dest, dest
         self.staged: Staged | None = None
 
     def meet(self, place: str) -> list[int]:
@@ -124,8 +123,11 @@ class StagedSave:
         except CheckpointError:  # a value out of the dtype's range
             raise
         except OSError as error:
-            why = f"writing failed: {error.strerror or error}"
-            raise CheckpointError(f"{self.what} {self.dest}", why=why, fix=self.fix) from error
+            raise self.unwritten(error) from error
+
+    @abstractmethod
+    def unwritten(self, error: OSError) -> CheckpointError:
+        """The error for a directory that could not be written."""
 
     def close(self) -> None:
         """Removes the directory if it has not been moved to its place."""

@@ -80,12 +80,7 @@ class _Commit(StagedSave):
     """One save on one rank, with a method per stage of the protocol."""
 
     def __init__(self, peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str):
-        super().__init__(
-            peers,
-            root / folder_name(contents.step),
-            "the checkpoint",
-            "free space, or look at the disk; training can go on, and the checkpoints before are as they were",
-        )
+        super().__init__(peers, root / folder_name(contents.step))
         self.root, self.contents, self.layout, self.fingerprint = root, contents, layout, fingerprint
 
     def make_files(self) -> None:
@@ -187,6 +182,13 @@ class _Commit(StagedSave):
             at_fault_point("durable")
             point_to(self.root, self.dest.name)
             at_fault_point("latest")
+
+    def unwritten(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {self.dest}",
+            why=f"writing failed: {error.strerror or error}",
+            fix="free space, or look at the disk; training can go on, and the checkpoints before are as they were",
+        )
 
 
 def point_to(root: Path, name: str) -> None:
