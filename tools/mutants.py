@@ -2029,7 +2029,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "half-loaded-forgotten",
-        "runtime.half_loaded |= self.names",
+        "memory.half_loaded |= self.names",
         "pass",
         "tests/state/test_load.py -k 'failed_load_left or half_way'",
         "a model that is half old and half new is trained",
@@ -2785,7 +2785,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "grown-rows-of-zeros",
         "self._means[columns] = total / num_rows",
         "self._means[columns] = torch.zeros_like(total)",
-        "tests/state/test_grown.py",
+        "tests/state/test_changed_rows.py",
         "rows that are added to a vocabulary begin as zeros",
     ),
     Mutant(

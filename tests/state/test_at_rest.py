@@ -16,9 +16,9 @@ from shardwise.errors import CheckpointError
 from shardwise.state import convert as convert_module
 from shardwise.state import files as files_module
 from shardwise.state import load as load_module
-from shardwise.state.converted import Reordered
+from shardwise.state.changed_rows import Reordered
 from shardwise.state.source import open_source
-from shardwise.state.views import Assembled, view_of_all
+from shardwise.state.stored_parts import Assembled, view_of_all
 
 NAMES = [f"{number}.weight" for number in range(4)]
 
@@ -126,7 +126,7 @@ def test_a_source_that_is_replaced_before_its_values_are_converted(tmp_path):
 
 
 def test_a_source_that_is_replaced_while_it_is_compared(tmp_path):
-    source, compare = tmp_path / "s.safetensors", convert_module.compare
+    source, compare = tmp_path / "s.safetensors", convert_module._compare
     save_file({"a": torch.zeros(4), "b": torch.ones(4)}, source)
 
     def late(*args):
@@ -134,7 +134,7 @@ def test_a_source_that_is_replaced_while_it_is_compared(tmp_path):
         crossed(source)
 
     job = Conversion(source=source, dest=tmp_path / "o.safetensors", verify=True)
-    with patch.object(convert_module, "compare", late), pytest.raises(CheckpointError, match="it changed while"):
+    with patch.object(convert_module, "_compare", late), pytest.raises(CheckpointError, match="it changed while"):
         convert_module.convert(job)
     assert not job.dest.exists()
 

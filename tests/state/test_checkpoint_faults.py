@@ -13,6 +13,7 @@ from disks import mounted
 from state.runs import Average, Texts, equal, make, run, state
 
 import shardwise as sw
+from shardwise.state import staging
 from shardwise.state.checkpoint import commit, writer
 
 FAULTS = ("ENOSPC", "EIO", "short", "later")
@@ -283,14 +284,14 @@ def test_a_run_that_went_back_does_not_save_below_newer_checkpoints(ranks, tmp_p
 def elsewhere(root, hidden):
     world, _, step = make("dp_shard=2")
     with world:
-        real = commit.sees_token
-        commit.sees_token = lambda folder, token: world.rank != hidden and real(folder, token)
+        real = staging.sees_token
+        staging.sees_token = lambda folder, token: world.rank != hidden and real(folder, token)
         try:
             sw.CheckpointManager(root, step, async_save=False).save()
         except sw.CheckpointError as error:
             return error
         finally:
-            commit.sees_token = real
+            staging.sees_token = real
     return None
 
 

@@ -11,8 +11,8 @@ from state.mutant_checkpoints import KINDS
 from state.runs import Average, equal, make, run
 
 import shardwise as sw
-from shardwise.state.checkpoint.opened import SavedRun
 from shardwise.state.checkpoint.restore import restore
+from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.integrity.manifest import MANIFEST
 from shardwise.state.source import open_source
 

@@ -27,11 +27,12 @@ from state.sources import loaded, same_bytes
 from shardwise.config.keymap import load_map, rules_of
 from shardwise.errors import CheckpointError, ConfigError, RankError, UnsupportedError, VerifyError
 from shardwise.state import block_copy, staging
-from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.convert import Conversion, convert
 from shardwise.state.source import open_source
-from shardwise.state.targets import Fact, plan_torch_file
 from shardwise.state.targets import dcp as dcp_target
+from shardwise.state.targets.plan import Fact
+from shardwise.state.targets.torch_file import plan_torch_file
 
 KINDS = {"hf": "out", "safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out", "shardwise": "out"}
 

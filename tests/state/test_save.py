@@ -18,7 +18,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
-from shardwise.state import save as save_module
 from shardwise.state import staging, writing
 from shardwise.state.file_layout import file_layout_of, parts_of
 
@@ -213,14 +212,14 @@ def test_options_that_cannot_be_are_refused_before_anything_is_written(ranks, tm
 
 
 def save_elsewhere(name, layout, dest, absent):
-    real = save_module.sees_token
+    real = staging.sees_token
     rank = int(os.environ["RANK"])
-    save_module.sees_token = lambda folder, token: rank not in absent and real(folder, token)
+    staging.sees_token = lambda folder, token: rank not in absent and real(folder, token)
     writing.BUFFER = 100
     try:
         return save(name, layout, dest)
     finally:
-        save_module.sees_token, writing.BUFFER = real, 8 << 20
+        staging.sees_token, writing.BUFFER = real, 8 << 20
 
 
 @pytest.mark.parametrize("absent", [(1,), (1, 2, 3), (2, 3)])
@@ -430,7 +429,7 @@ def test_a_turned_view_reads_and_writes_what_lies_there():
     from shardwise.recipe.boxes import Box, index_of
     from shardwise.state.files import OpenFiles
     from shardwise.state.stored import InMemoryTensor
-    from shardwise.state.views import Assembled, view_at
+    from shardwise.state.stored_parts import Assembled, view_at
 
     whole = torch.arange(2 * 3 * 5).view(2, 3, 5)
     parts = []
@@ -527,14 +526,14 @@ def save_large(folder, absent):
         sw.save_weights(model, folder, dtype="bf16")
         with torch.no_grad():
             model.weight.mul_(1e5)
-        kept = save_module.sees_token
-        save_module.sees_token = lambda *given: world.rank not in absent and kept(*given)
+        kept = staging.sees_token
+        staging.sees_token = lambda *given: world.rank not in absent and kept(*given)
         try:
             sw.save_weights(model, folder, dtype="fp16")
         except sw.CheckpointError as error:
             return error.name, str(error)
         finally:
-            save_module.sees_token = kept
+            staging.sees_token = kept
 
 
 @pytest.mark.parametrize("absent", [(), (1,)])

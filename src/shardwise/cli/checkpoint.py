@@ -14,11 +14,11 @@ from shardwise.launch.imports import import_frozen
 from shardwise.launch.lock import try_lock
 
 if TYPE_CHECKING:
-    from shardwise.state.checkpoint.opened import SavedRun
+    from shardwise.state.checkpoint.saved_run import SavedRun
 
 # Imported when they are used: they need torch, which the help of a command does not.
 MANIFEST = "shardwise.state.integrity.manifest"
-OPENED = "shardwise.state.checkpoint.opened"
+OPENED = "shardwise.state.checkpoint.saved_run"
 KEEPING = "shardwise.state.checkpoint.retention"
 
 

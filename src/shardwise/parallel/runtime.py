@@ -60,7 +60,6 @@ class Runtime:
         self._busy: tuple[threading.Thread, str] | None = None  # the thread that runs something on the model, and what
         self.is_checked = False  # the module was compared with its snapshot since the last optimizer step
         self.reads_loader = False  # the last window came from a Loader
-        self.num_gathered = 0  # number of open ``sw.gathered`` contexts
         self.schedule: Callable[[Any], None] | None = None  # see :meth:`hand_schedule`
         # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
         self.for_forward: Callable[[Any], Any] = _whole
@@ -77,14 +76,12 @@ class Runtime:
         self.pending: Pending | None = None  # source of the values that loading will not bring
         # Parameter that is not trained, and that the constructor drew -> whether it still has these numbers.
         self.frozen_draws: dict[str, Callable[[], bool]] = {}
-        self.loaded_from: Path | None = None  # the model directory that its weights came from
         # The tokenizer that it is trained with: its file, or the files to save, by name; False: trained without one; None: that of
-        # the directory of its weights.
+        # the directory that its weights came from.
         self.tokenizer: Path | Mapping[str, bytes] | Literal[False] | None = None
         self._memory: dict[type, Any] = {}
         self._structure = ModuleSnapshot(module, num_ranks=world.size)
         self.modules = [*canonical_modules(module)]  # which the snapshot holds to be all there are
-        self.half_loaded: set[str] = set()  # tensors that a failed load had begun to write
         self._withheld: ShardwiseError | None = None
 
     def memory(self, kind: type[T]) -> T:

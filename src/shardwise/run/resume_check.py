@@ -28,7 +28,7 @@ from shardwise.data.corpus import pydoc_text
 from shardwise.data.sft.saved import open_rows
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.run.config import RunConfig
-from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.integrity.manifest import folder_name, steps_in
 
 CONFIG, FILES = "training/config.yaml", "training/files.json"

@@ -6,8 +6,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -17,17 +15,15 @@ from shardwise.state.converted import ConvertedTensor
 from shardwise.state.files import BUFFER
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.integrity.sums import Sums
-from shardwise.state.targets import ConversionPlan, Fixed
-from shardwise.state.writing import reserve, write_at
-
-_MAX_OPEN = 32  # files: a model may have hundreds, and the limit of a process is often 1024
+from shardwise.state.targets.plan import ConversionPlan, Fixed
+from shardwise.state.writing import opened, reserve, write_at
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the stage, its bytes done so far, and its bytes in total."""
 
 
 class BlockCopy:
-    """Writes the files of a conversion; a context manager that closes them.
+    """Writes the files of a conversion.
 
     Args:
         plan: of the files.
@@ -43,14 +39,6 @@ class BlockCopy:
         self._items = {item.name: item for item in items}
         self._sums = [0] * len(plan.pieces)  # the CRC-32 of the bytes of each so far
         self._checksums = Sums() if plan.manifest is not None else None
-        self._open: dict[str, int] = {}  # open files: name -> descriptor
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
 
     def values(self, reader: VerifiedFiles, progress: Progress) -> None:
         """Writes every piece. A block is read into one buffer while the one before it is written from the other.
@@ -61,7 +49,8 @@ class BlockCopy:
         """
         plan = self._plan
         for name, size in plan.files.items():
-            reserve(self._file(name), size)
+            with opened(self._folder / name, os.O_CREAT) as descriptor:
+                reserve(descriptor, size)
         done, total = 0, sum(piece.num_bytes for piece in plan.pieces)
         progress("converting", done, total)
         buffers = [torch.empty(BUFFER, dtype=torch.uint8) for _ in range(2)]
@@ -87,7 +76,8 @@ class BlockCopy:
             self._checksums.add_part(piece.file, self._plan.files[piece.file], piece.offset + position, memory)
         if self._plan.summed:
             self._sums[number] = zlib.crc32(memory, self._sums[number])
-        write_at(self._file(piece.file), memory, piece.offset + position)
+        with opened(self._folder / piece.file) as descriptor:
+            write_at(descriptor, memory, piece.offset + position)
 
     def rest(self) -> None:
         """Writes headers, indices and further files, and a manifest last. All of it is on disk on return.
@@ -95,17 +85,16 @@ class BlockCopy:
         Raises:
             OSError: a file cannot be written.
         """
-        for name, data in self._sidecars.items():
-            os.ftruncate(self._file(name), len(data))
         fixed = self._plan.finish(self._sums)
         fixed += [Fixed(name, 0, data) for name, data in self._sidecars.items()]
-        for part in fixed:
-            write_at(self._file(part.file), memoryview(part.data), part.offset)
         if self._plan.manifest is not None and self._checksums is not None:
-            last = self._plan.manifest(*self._with_checksums(fixed, self._checksums))
-            write_at(self._file(last.file, os.O_TRUNC), memoryview(last.data), 0)
-        while self._open:
-            self._shut(next(iter(self._open)))
+            fixed.append(self._plan.manifest(*self._with_checksums(fixed, self._checksums)))
+        for part in fixed:
+            with opened(self._folder / part.file, os.O_CREAT) as descriptor:
+                write_at(descriptor, memoryview(part.data), part.offset)
+        for name in {**self._plan.files, **dict.fromkeys(part.file for part in fixed)}:
+            with opened(self._folder / name) as descriptor:
+                os.fsync(descriptor)
 
     def _with_checksums(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
         """The sizes and checksums of all files written."""
@@ -113,17 +102,3 @@ class BlockCopy:
         for part in fixed:
             sums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
         return sizes, sums
-
-    def _file(self, name: str, flags: int = 0) -> int:
-        """A descriptor of a file of the result, which is made if missing; closes the oldest if too many are open."""
-        if name not in self._open:
-            if len(self._open) >= _MAX_OPEN:
-                self._shut(next(iter(self._open)))
-            path = self._folder / name
-            self._open[name] = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
-        return self._open[name]
-
-    def _shut(self, name: str) -> None:
-        """Closes a file after syncing it to disk."""
-        os.fsync(self._open[name])
-        os.close(self._open.pop(name))

@@ -6,33 +6,35 @@ before all of it is on disk; what a killed conversion leaves beside it is remove
 
 import json
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.config.conversion import Conversion
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ConfigError, VerifyError
+from shardwise.recipe import DTYPE_BYTES
+from shardwise.recipe.boxes import blocks, whole
 from shardwise.state.block_copy import BlockCopy, Progress
-from shardwise.state.compare import compare, forget_pages
 from shardwise.state.converted import ConvertedTensor, config_of, converted_tensors, ties_among
-from shardwise.state.destination import check_destination
 from shardwise.state.file_layout import SHARD_BYTES
-from shardwise.state.formats.folder import sidecars_of
-from shardwise.state.integrity.manifest import step_of
+from shardwise.state.files import BUFFER
+from shardwise.state.formats.folder import SIDECARS, is_of_weights, sidecars_of
+from shardwise.state.integrity.manifest import MANIFEST, is_manifest, step_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.source import open_source
-from shardwise.state.staging import Staged, sync_folder
+from shardwise.state.staging import Staged, check_place, sync_folder
 from shardwise.state.stored import Source, compare_sums, refuse_changed
-from shardwise.state.targets import (
-    ConversionPlan,
-    plan_checkpoint,
-    plan_dcp,
-    plan_folder,
-    plan_safetensors,
-    plan_torch_file,
-)
+from shardwise.state.targets.dcp import plan_dcp
+from shardwise.state.targets.plan import ConversionPlan
+from shardwise.state.targets.safetensors import plan_checkpoint, plan_folder, plan_safetensors
+from shardwise.state.targets.torch_file import plan_torch_file
+
+_OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
         VerifyError: with ``verify``, a tensor of the result differs; with the name of the first.
     """
     begin = time.perf_counter()
-    check_destination(job.source, job.dest, is_file=job.is_file, overwrite=job.overwrite)
+    _check_destination(job)
     source = open_source(job.source)
     todo = _planned(job, source)
     try:
@@ -82,17 +84,17 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
     try:
         with VerifiedFiles(todo.verified) as reader:
             reader.sums = {}  # everything is read in order, so its checksums are compared on the way
-            with BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path) as copying:
-                copying.values(reader, progress)
-                compare_sums({item.source: item.stored for item in todo.items}, reader)
-                reader.sums = None
-                copying.rest()
+            copying = BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path)
+            copying.values(reader, progress)
+            compare_sums({item.source: item.stored for item in todo.items}, reader)
+            reader.sums = None
+            copying.rest()
             refuse_changed(item.stored for item in todo.items)
             if job.verify:
-                forget_pages(staged.path / name for name in todo.plan.files)
-                compare(result, todo.items, reader, progress)
+                _forget_pages(staged.path / name for name in todo.plan.files)
+                _compare(result, todo.items, reader, progress)
                 refuse_changed(item.stored for item in todo.items)
-        check_destination(job.source, job.dest, is_file=job.is_file, overwrite=job.overwrite)  # as long as it took
+        _check_destination(job)  # as long as it took
         if job.is_file:
             os.replace(result, staged.dest)
         else:
@@ -189,3 +191,88 @@ def _config_of(source: Source, data: bytes) -> dict[str, Any]:
         why=f"it is no JSON object ({content if isinstance(content, ValueError) else type(content).__name__})",
         fix="repair it, or move it away",
     )
+
+
+# ---- the destination ----------------------------------------------------------------------------------------------
+
+
+def _check_destination(job: Conversion) -> None:
+    """Refuses a destination that is not possible, or where something else would be lost.
+
+    Raises:
+        CheckpointError: something exists there that must not be replaced.
+        ConfigError: source and destination contain each other, or a file would replace a directory.
+    """
+    source, dest = job.source.resolve(), job.dest.resolve()
+    if os.path.lexists(job.dest) and not job.overwrite and dest != source:
+        raise CheckpointError(
+            f"converting to {job.dest}", why="it is there already", fix="name another destination, or add --overwrite"
+        )
+    given = f"convert {job.source} {job.dest}"
+    if dest == source:
+        raise ConfigError(given, why="both are the same place", fix="name another destination")
+    if source.is_dir() and dest.is_relative_to(source):
+        raise ConfigError(given, why="the result would lie within its source", fix="choose a path outside it")
+    if source.is_relative_to(dest):
+        why = "the source lies within the destination, which is replaced as a whole"
+        raise ConfigError(given, why=why, fix="choose a separate folder")
+    if not job.is_file:
+        check_place(Path(os.path.abspath(job.dest)))
+    if job.dest.is_dir() and not job.dest.is_symlink():
+        _check_replaceable(job.dest, job.is_file)
+
+
+def _check_replaceable(dest: Path, is_file: bool) -> None:
+    """Refuses to replace a directory with files that no conversion wrote, since it would be replaced as a whole."""
+    if is_file:
+        raise ConfigError(
+            f"converting to {dest}", why="it is a directory, and one file is written", fix="name a file in it"
+        )
+    for entry in sorted(dest.iterdir()):
+        of_weights = is_of_weights(entry.name) or _OF_DCP.fullmatch(entry.name) or entry.name in SIDECARS
+        if not of_weights and not (entry.name == MANIFEST and is_manifest(entry)):
+            raise CheckpointError(
+                f"converting to {dest} with --overwrite",
+                why=f"{entry.name} in it is no part of weights, and the directory is replaced as a whole",
+                fix="move it away, or name another destination",
+            )
+
+
+# ---- reading the result again --------------------------------------------------------------------------------------
+
+
+def _compare(place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFiles, progress: Progress) -> None:
+    """Opens the result like any other source, and compares its tensors with the converted source.
+
+    Raises:
+        VerifyError: a tensor differs; with the name of the first.
+    """
+    result = open_source(place)
+    reader.verify_with(result.verified)
+    written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}
+    if written != {item.name: (item.stored.shape, item.dtype) for item in items}:
+        raise VerifyError(
+            f"the converted {place}", why="its names, shapes or dtypes are not the source's", fix="report this as a bug"
+        )
+    total, done = sum(item.fact.num_bytes for item in items), 0
+    ours, theirs = torch.empty(BUFFER, dtype=torch.uint8), torch.empty(BUFFER, dtype=torch.uint8)
+    for item in items:
+        other = replace(item, stored=result.tensors[item.name])
+        for box in blocks(whole(item.stored.shape), BUFFER // DTYPE_BYTES[item.dtype]):
+            values = item.block(box, theirs, reader)
+            if not torch.equal(other.block(box, ours, reader), values):
+                raise VerifyError(
+                    f"the converted {place}",
+                    why=f"its values at {list(box.starts)} are not the source's",
+                    fix="look at the disk, and whether another program writes to the source; nothing was moved to its place",
+                    name=item.name,
+                )
+            done += len(values)
+            progress("comparing", done, total)
+
+
+def _forget_pages(paths: Iterable[Path]) -> None:
+    """Drops files from the page cache, so that what is compared is read from the disk."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -14,35 +14,10 @@ from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_of
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box
+from shardwise.state.changed_rows import Reordered
 from shardwise.state.files import OpenFiles
-from shardwise.state.stored import Chunk, Source, TensorSource, is_rounded
-from shardwise.state.targets import Fact
-
-
-@dataclass(frozen=True, eq=False)
-class Reordered(TensorSource):
-    """A tensor with the rows of ``inner`` reordered within each of ``heads`` equal parts: rotary embeddings store the
-    two elements of a pair either in two halves or next to each other."""
-
-    inner: TensorSource
-    heads: int
-    to_pairs: bool
-
-    @property
-    def origins(self) -> tuple[Chunk, ...]:
-        return self.inner.origins
-
-    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        rows = self.shape[0] // self.heads
-        end = box.starts[0] + box.sizes[0]
-        for head in range(box.starts[0] // rows, -(-end // rows)):
-            # One head at a time: its rows can come from anywhere in it, and a head is small.
-            whole_head = Box((head * rows, *box.starts[1:]), (rows, *box.sizes[1:]))
-            halves = self.inner.load(files, whole_head)
-            grid = (2, rows // 2) if self.to_pairs else (rows // 2, 2)
-            ordered = halves.view(*grid, *box.sizes[1:]).transpose(0, 1).reshape(whole_head.sizes)
-            first, last = max(box.starts[0], head * rows), min(end, (head + 1) * rows)
-            out[first - box.starts[0] : last - box.starts[0]] = ordered[first - head * rows : last - head * rows]
+from shardwise.state.stored import Source, TensorSource, is_rounded
+from shardwise.state.targets.plan import Fact
 
 
 @dataclass(frozen=True)

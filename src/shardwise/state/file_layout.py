@@ -16,7 +16,7 @@ from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
 from shardwise.state.naming import naming_of
 from shardwise.state.own_values import Stored, stored_tensors
 from shardwise.state.stored import is_rounded
-from shardwise.state.views import View
+from shardwise.state.stored_parts import View
 
 SHARD_BYTES = 5 << 30  # default for the largest size of a file
 BLOCK = 32 << 20  # bytes that one holder of a piece writes before the next holder's turn

@@ -1,9 +1,11 @@
 """Reads files at offsets: descriptors are kept open, a read is complete or an error, one buffer is shared. Records that
 come with a checksum are compared with it."""
 
+import contextlib
 import errno
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -26,10 +28,8 @@ def stamp_of(path: Path) -> Stamp:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    try:
+    with reading(path):
         stat = path.stat()
-    except OSError as error:
-        raise unreadable(path, error) from error
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
@@ -126,10 +126,16 @@ class OpenFiles:
         return self._open[path]
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that cannot be opened or read."""
-    return CheckpointError(
-        f"the file {path}",
-        why=f"reading failed: {error.strerror or error}",
-        fix="look whether it is there, and whether you may read it",
-    )
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within: an OSError is raised as the CheckpointError of a file that cannot be opened or read."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"the file {path}",
+            why=f"reading failed: {error.strerror or error}",
+            fix="look whether it is there, and whether you may read it",
+        ) from error

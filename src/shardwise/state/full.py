@@ -4,18 +4,18 @@ Names are canonical."""
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.config.keywords import public_call
 from shardwise.model import canonical_modules
 from shardwise.model.own_state import ExtraState, OwnState, with_metadata
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.extra import EXTRA_STATE, extra_states
+from shardwise.state.extra_state import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
 from shardwise.state.match_names import Rename
 from shardwise.state.own_values import own_of
 from shardwise.state.report import LoadReport
-from shardwise.state.to_rank0 import gather_tensors
+from shardwise.state.to_rank0 import full_tensors
 from shardwise.world.collectively import collectively
 
 
@@ -42,19 +42,12 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: it may communicate
     if runtime.own_state is not None:
         return _by_own_methods(runtime, own_of(runtime), found, trainable_only=trainable_only)
-    wanted = {name: param for name, param in runtime.recipe.params.items() if param.trainable or not trainable_only}
-    gathered = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in wanted))
-    for (name, param), whole in zip(wanted.items(), gathered, strict=True):
-        if whole is not None:
-            found.update(dict.fromkeys((name, *param.aliases), whole))
-    if not runtime.world.is_main:
-        return {}
+    aliases = {name: p.aliases for name, p in runtime.recipe.params.items() if p.trainable or not trainable_only}
     if not trainable_only:
-        local = runtime.local_tensors()
-        for name, buffer in runtime.recipe.buffers.items():
-            if buffer.persistent:
-                found.update(dict.fromkeys((name, *buffer.aliases), local[name].detach().cpu().clone()))
-    return {name: found[name] for name in _order(model, found) if name in found}
+        aliases |= {name: buffer.aliases for name, buffer in runtime.recipe.buffers.items() if buffer.persistent}
+    for name, whole in full_tensors(runtime, aliases).items():
+        found.update(dict.fromkeys((name, *aliases[name]), whole))
+    return {name: found[name] for name in _order(model, found) if name in found} if runtime.world.is_main else {}
 
 
 def _by_own_methods(
@@ -70,13 +63,8 @@ def _by_own_methods(
         *(made_of for made_of in kept.values() if made_of), () if trainable_only else runtime.parameters
     )
     wanted = [name for name in runtime.recipe.params if name in names]
-    values: dict[str, Tensor] = {}
-    gathered = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in wanted))
-    for name, whole in zip(wanted, gathered, strict=True):
-        if whole is not None:
-            values[name] = whole
-    local = runtime.local_tensors() if runtime.world.is_main else {}
-    values |= {name: local[name].detach().cpu().clone() for name in runtime.recipe.buffers if name in local}
+    local = runtime.local_tensors()
+    values = full_tensors(runtime, [*wanted, *(name for name in runtime.recipe.buffers if name in local)])
     told = collectively(runtime.world, place, lambda: own.encode(runtime.module, values).state, on_main=True)
     if told is None:
         return {}

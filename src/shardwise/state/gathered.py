@@ -11,6 +11,7 @@ from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.plain_parts import refuse_gathering
+from shardwise.state.load_transaction import LoadState
 
 
 @public_call({"writeback": "leave it out: values are for reading; load_full_state_dict(model, state) writes them"})
@@ -35,7 +36,8 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     runtime.check_values()
     refuse_gathering(runtime)
     runtime.world.agreement.sum({}, "gathered, before it is gathered")
-    runtime.num_gathered += 1
+    memory = runtime.memory(LoadState)
+    memory.num_gathered += 1
     written: list[str] = []
     try:
         with runtime.engine.whole():
@@ -43,7 +45,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
             yield model
             written = [name for name, tensor in _whole(runtime).items() if tensor._version != versions.get(name)]
     finally:
-        runtime.num_gathered -= 1
+        memory.num_gathered -= 1
     if written:
         is_cut = bool(runtime.recipe.params[written[0]].cuts)
         raise UsageError(

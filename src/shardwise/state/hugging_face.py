@@ -7,7 +7,6 @@ tensors without values, and the offset and strides of a result show which part o
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import UnsupportedError
 from shardwise.model import is_pretrained
 from shardwise.recipe.boxes import whole
-from shardwise.state.views import View, view_at
+from shardwise.state.stored_parts import View, view_at
 
 
 def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
@@ -65,7 +64,7 @@ def older_name(model: nn.Module) -> Callable[[str], str]:
         return lambda name: name
     with _own_classes(model):
         renamings = [rule for rule in mapping(model) if isinstance(rule, kind)]
-    return functools.partial(_apply, apply, renamings)
+    return lambda name: apply(name, renamings)
 
 
 def turned_view(model: nn.Module, name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> View | None:
@@ -98,10 +97,6 @@ def turned_view(model: nn.Module, name: str, stored: tuple[int, ...], shape: tup
     if found is None or found.box != whole(stored):
         return None
     return View(name, whole(shape), tuple(found.dims.index(dim) for dim in range(len(stored))))
-
-
-def _apply(apply: Callable[..., str], renamings: list[Any], name: str) -> str:
-    return apply(name, renamings)
 
 
 def _rules(name: str, module: str = "transformers.core_model_loading") -> Any:

@@ -13,7 +13,7 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.extra import extra_names, extra_states, set_extra_states
+from shardwise.state.extra_state import extra_names, extra_states, set_extra_states
 from shardwise.state.full import full_state_dict, load_full_state_dict
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.report import LoadReport

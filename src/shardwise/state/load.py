@@ -21,7 +21,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.copies import Sums, sums_of_copies, unequal
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
-from shardwise.state.extra import set_extra_states
+from shardwise.state.extra_state import set_extra_states
 from shardwise.state.files import OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
@@ -29,6 +29,7 @@ from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.own_load import give_attributes
 from shardwise.state.report import LoadReport
+from shardwise.state.sidecars import Origin
 from shardwise.state.stored import compare_sums
 from shardwise.world.collectively import collectively
 
@@ -194,6 +195,6 @@ def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None, attr
     methods keep beside tensors."""
     give_attributes(runtime.module, attributes, runtime.world.device)
     if folder is not None:  # values from no directory are still of the model that was loaded from one
-        runtime.loaded_from = folder.resolve()
+        runtime.memory(Origin).folder = folder.resolve()
     if extra:
         set_extra_states(runtime.module, extra)

@@ -11,6 +11,19 @@ from shardwise.parallel import Runtime
 from shardwise.state.report import shortened
 
 
+class LoadState:
+    """What loads keep of a model.
+
+    Attributes:
+        half_loaded: names of tensors that a failed load had begun to write.
+        num_gathered: number of open ``sw.gathered`` contexts, within which nothing is loaded.
+    """
+
+    def __init__(self) -> None:
+        self.half_loaded: set[str] = set()
+        self.num_gathered = 0
+
+
 class LoadTransaction:
     """A context manager for writing a model's tensors; after an exception the model refuses to be used, since some of
     its tensors are old and others new.
@@ -30,14 +43,15 @@ class LoadTransaction:
 
     def __enter__(self) -> None:
         runtime = self.runtime
-        if runtime.in_window or runtime.num_gathered:
+        memory = runtime.memory(LoadState)
+        if runtime.in_window or memory.num_gathered:
             raise UsageError(
                 "values loaded in the middle of a window" if runtime.in_window else "values loaded within sw.gathered",
                 why="forward has computed with the old ones, and backward would meet the new",
                 fix="load before or after it",
             )
         runtime.engine.drop_gathered()
-        runtime.half_loaded |= self.names
+        memory.half_loaded |= self.names
         runtime.withhold(
             UsageError(
                 "a model whose weights were not loaded whole",
@@ -50,7 +64,7 @@ class LoadTransaction:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
-            self.runtime.half_loaded.clear()
+            self.runtime.memory(LoadState).half_loaded.clear()
             for name in self.names:
                 self.runtime.frozen_draws.pop(name, None)
             self.runtime.pending = None
@@ -68,7 +82,7 @@ def refuse_left_half(runtime: Runtime, place: str, names: Collection[str]) -> No
     Raises:
         CheckpointError: some of those tensors are missing.
     """
-    left = sorted(runtime.half_loaded - set(names))
+    left = sorted(runtime.memory(LoadState).half_loaded - set(names))
     if left:
         raise CheckpointError(
             f"weights from {place} without {len(left)} tensors that an earlier load left half written",

@@ -13,14 +13,13 @@ from shardwise.model import dtype_of
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
 from shardwise.recipe.boxes import Box, blocks, whole
-from shardwise.state.extra import extra_names
+from shardwise.state.changed_rows import GrownTable, with_added_rows
+from shardwise.state.extra_state import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
-from shardwise.state.grown import GrownTable, grown
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
-from shardwise.state.match_own import match_own
 from shardwise.state.misfit_names import refuse_misfit_names
-from shardwise.state.own_load import OwnLoad
+from shardwise.state.own_load import OwnLoad, match_own
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
@@ -130,9 +129,9 @@ def plan_of(
         matched.missing += tuple(name for name in states if name not in given)
         matched.unexpected += tuple(name for name in opened.extra if name in strange)
     for name, stored in matched.tensors.items():
-        matched.tensors[name] = grown(stored, wanted[name].shape, rules.rows)
+        matched.tensors[name] = with_added_rows(stored, wanted[name].shape, rules.rows)
         doubles = matched.doubles.get(name, {})
-        doubles |= {other: grown(stored, wanted[name].shape, rules.rows) for other, stored in doubles.items()}
+        doubles |= {other: with_added_rows(stored, wanted[name].shape, rules.rows) for other, stored in doubles.items()}
     drawn = [name for name in matched.missing if name in runtime.frozen_draws and runtime.frozen_draws[name]()]
     _refuse_unfit(matched, wanted, opened, rules, drawn)
     _refuse_untied(matched, opened, files, boxes)

@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.hugging_face import older_name, turned_view
 from shardwise.state.naming import Naming, naming_of_source
 from shardwise.state.stored import Source, TensorSource
-from shardwise.state.views import Assembled, View
+from shardwise.state.stored_parts import Assembled, View
 
 Rename = Sequence[tuple[str, str | None]]  # (regex, replacement as re.sub takes it; None: the tensor is left out)
 

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.model.names import unwrap_module
 from shardwise.parallel import Runtime
 from shardwise.state.hugging_face import stored_views
-from shardwise.state.views import View, view_of_all
+from shardwise.state.stored_parts import View, view_of_all
 
 Shapes = Mapping[str, tuple[int, ...]]
 

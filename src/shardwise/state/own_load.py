@@ -17,9 +17,10 @@ from shardwise.model.state_trace import NeedsValuesError
 from shardwise.parallel import Runtime
 from shardwise.recipe.boxes import Box, index_of
 from shardwise.state.files import OpenFiles
-from shardwise.state.own_values import Facts, groups_of, own_of
+from shardwise.state.match_names import Matched, Rename, Wanted, match_names
+from shardwise.state.own_values import Facts, groups_of, own_of, stored_tensors
 from shardwise.state.rounding import copy_checked
-from shardwise.state.stored import Chunk, TensorSource
+from shardwise.state.stored import Chunk, Source, TensorSource
 
 _ATTRIBUTES = ""  # stands for the plain attributes of all modules among what is made of stored tensors
 
@@ -182,3 +183,62 @@ class ComputedTensor(TensorSource):
 
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
         copy_checked(out, self.load_.value(self.name, files)[index_of(box)], f"what {self.name} is computed from")
+
+
+def match_own(
+    runtime: Runtime,
+    wanted: dict[str, Wanted],
+    computed: Iterable[str],
+    source: Source,
+    rename: Rename,
+    files: OpenFiles,
+) -> tuple[Matched, OwnLoad]:
+    """As :func:`~shardwise.state.match_names.match_names`: names are first matched to those that the model stores, then the
+    modules' own methods say which of its tensors they are. ``wanted`` gets the further tensors that they compute."""
+    stored = stored_tensors(runtime)
+    homes = {entry.key: name for name, entry in stored.items() if entry.made_of is None}
+    asked = {
+        name: Wanted(e.shape, e.dtype, wanted[e.key].aliases if e.key in wanted else ()) for name, e in stored.items()
+    }
+    asked |= {name: want for name, want in wanted.items() if name not in homes and name not in stored}
+    matched = match_names(runtime.module, asked, computed, source, rename)
+    buffers = runtime.saved_buffers()
+    misfits = {name: s for name, s in matched.tensors.items() if name in asked and s.shape != asked[name].shape}
+    resized = {n: stored[n].key for n in misfits if n in stored and stored[n].key in buffers}
+    buffers |= {key: (misfits[name].shape, misfits[name].dtype) for name, key in resized.items()}
+    misfits = {name: s for name, s in misfits.items() if name not in resized}
+    passed = {name: s for name, s in matched.tensors.items() if name not in misfits or stored[name].made_of is not None}
+    tensors: dict[str, TensorSource] = {}
+    for name, tensor in passed.items():
+        tensors |= dict.fromkeys((name, *asked[name].aliases), tensor)
+    names = {name: matched.names[name] for name in matched.tensors}
+    for name in matched.unexpected:
+        tensors[matched.current[name]], names[matched.current[name]] = source.tensors[name], name
+    values = {**source.extra, **source.values}
+    own = OwnLoad(runtime, tensors, values, _metadata(source, matched), files, buffers)
+    loaded = own.sources({name: entry.dtype for name, entry in stored.items()})
+    loaded |= {stored[name].key if name in stored else name: s for name, s in misfits.items() if name not in passed}
+    for name in loaded.keys() - wanted.keys():
+        buffer = runtime.recipe.buffers[name]
+        wanted[name] = Wanted(buffer.shape, buffer.dtype, buffer.aliases)
+    origins = homes | own.found.direct
+    origins |= {name: min(made_of, default=name) for name, made_of in own.found.computed.items()}
+    matched.names = {name: names.get(origins.get(name, name), name) for name in loaded}
+    matched.doubles = {stored[n].key: others for n, others in matched.doubles.items() if n in stored}
+    matched.doubles = {name: others for name, others in matched.doubles.items() if name in own.found.direct}
+    matched.tensors = loaded
+    matched.missing = tuple(n for n in own.found.missing if n not in loaded and n not in matched.ignored)
+    matched.unexpected = tuple(name for name in matched.unexpected if matched.current[name] in own.found.unexpected)
+    return matched, own
+
+
+def _metadata(source: Source, matched: Matched) -> Mapping[str, Any] | None:
+    """The versions of modules, by the names that their tensors were given."""
+    if source.metadata is None:
+        return None
+    moved = {
+        now.rpartition(".")[0]: source.metadata[name.rpartition(".")[0]]
+        for name, now in matched.current.items()
+        if name.rpartition(".")[0] in source.metadata
+    }
+    return {**source.metadata, **moved}

@@ -16,7 +16,7 @@ from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.model import dtype_name, dtype_of
 from shardwise.model.own_state import OwnState
 from shardwise.parallel import Runtime
-from shardwise.state.to_rank0 import gather_tensors
+from shardwise.state.to_rank0 import full_tensors
 from shardwise.world.collectively import collectively
 
 Facts = Mapping[str, tuple[tuple[int, ...], str]]  # name of a buffer -> shape and dtype
@@ -92,7 +92,7 @@ def computed_values(runtime: Runtime, place: str) -> dict[str, Tensor]:
     made_of = {name: entry.made_of for name, entry in stored.items() if entry.made_of is not None}
     found: dict[str, Tensor] = {}
     for names, needed in groups_of(made_of, lambda name: _num_bytes(runtime, name)):
-        values = _gathered(runtime, sorted(needed))
+        values = full_tensors(runtime, sorted(needed))
         state = collectively(
             runtime.world,
             f"{place}, running the modules' own methods with values",
@@ -129,26 +129,10 @@ def own_of(runtime: Runtime, buffers: Facts | None = None) -> OwnState:
 
 
 def _num_bytes(runtime: Runtime, name: str) -> int:
-    param = runtime.recipe.params.get(name)
-    shape, dtype = (param.shape, param.storage) if param is not None else _fact(runtime, name)
+    params, buffers = runtime.recipe.params, runtime.recipe.buffers
+    dtype = params[name].storage if name in params else buffers[name].dtype
+    shape = params[name].shape if name in params else buffers[name].shape
     return torch.Size(shape).numel() * dtype_of(dtype).itemsize
-
-
-def _fact(runtime: Runtime, name: str) -> tuple[tuple[int, ...], str]:
-    buffer = runtime.recipe.buffers[name]
-    return buffer.shape, buffer.dtype
-
-
-def _gathered(runtime: Runtime, names: Iterable[str]) -> dict[str, Tensor]:
-    """Name -> full tensor on rank 0, with values on the CPU; ``{}`` elsewhere. All ranks must call it."""
-    names = list(names)
-    params = [name for name in names if name in runtime.recipe.params]
-    whole = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in params))
-    found = {name: tensor for name, tensor in zip(params, whole, strict=True) if tensor is not None}
-    if not runtime.world.is_main:
-        return {}
-    local = runtime.local_tensors()
-    return found | {name: local[name].detach().cpu().clone() for name in names if name not in found}
 
 
 def groups_of(made_of: Mapping[str, frozenset[str]], num_bytes: Any) -> Iterator[tuple[list[str], frozenset[str]]]:

@@ -24,14 +24,14 @@ from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.extra import extra_states
+from shardwise.state.extra_state import extra_states
 from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, file_layout_of, parts_of, stored_dtypes
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.own_values import computed_values, stored_tensors
 from shardwise.state.rounding import refuse_overflow
 from shardwise.state.sidecars import sidecar_files
-from shardwise.state.staging import Staged, check_place
+from shardwise.state.staging import TOKEN, Staged, StagedSave, check_place
 from shardwise.state.stored import is_rounded
 from shardwise.state.writing import (
     by_file,
@@ -44,8 +44,6 @@ from shardwise.state.writing import (
     write_part,
 )
 from shardwise.world.collectively import collectively
-
-TOKEN = ".shardwise-token"
 
 
 @public_call(
@@ -111,7 +109,7 @@ def save_weights(
     saving = _Saving(runtime, file_layout, Path(dest), kind, computed_values(runtime, "save_weights"))
     try:
         collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
-        saving.meet()
+        saving.absent = saving.meet("save_weights")
         collectively(world, "save_weights, writing", saving.write_own)
         collectively(world, "save_weights, receiving", saving.stream)
         collectively(world, "save_weights, putting it in place", saving.finish, on_main=True)
@@ -180,17 +178,16 @@ def _tell_versions(runtime: Runtime) -> None:
         )
 
 
-class _Saving:
+class _Saving(StagedSave):
     """One save on one rank, with a method per stage, in the order in which they are called."""
 
     def __init__(
         self, runtime: Runtime, file_layout: FileLayout, dest: Path, dtype: str | None, computed: Mapping[str, Tensor]
     ):
+        super().__init__(runtime.world, dest)
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
-        self.dest, self.computed = dest, computed
-        self.staged: Staged | None = None  # on rank 0
-        self.folder = dest  # where files are written: rank 0's path
-        self.absent: frozenset[int] = frozenset()  # ranks that do not see it
+        self.computed = computed
+        self.absent: list[int] = []  # ranks that do not see the directory
         self.notes: list[str] = []
 
     def make_files(self) -> None:
@@ -202,41 +199,25 @@ class _Saving:
         except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, an invalid name
             raise CheckpointError(f"weights to {self.dest}", why=str(error), fix="name another folder") from error
         check_place(dest)
-        try:
+        with self.errors_of_writing():
             self.staged = Staged(dest)
+            self.folder = self.staged.path
             for file in self.file_layout.files:
-                with opened(self.staged.path / file.name, os.O_CREAT) as descriptor:
+                with opened(self.folder / file.name, os.O_CREAT) as descriptor:
                     reserve(descriptor, file.size)
                     write_at(descriptor, memoryview(file.head), 0)
-        except OSError as error:
-            raise self._unwritten(error) from error
-
-    def meet(self) -> None:
-        """Finds out which ranks see the directory: by a random token in it, since its name may exist on any disk."""
-        world, token = self.world, b""
-        if self.staged is not None:
-            self.folder, token = self.staged.path, os.urandom(8)
-        self.dest, self.folder, token = world.broadcast((self.dest, self.folder, token))
-        place = "save_weights, leaving a token"
-        collectively(world, place, lambda: (self.folder / TOKEN).write_bytes(token), on_main=True)
-        seen = world.gather(sees_token(self.folder, token))
-        self.absent = frozenset(rank for rank, sees in enumerate(seen) if not sees)
 
     def write_own(self) -> None:
         """Writes this rank's pieces directly from its shards, and syncs each file when it is done."""
         if self.world.rank in self.absent:
             return
         local = {**self.runtime.local_tensors(), **self.computed}
-        try:
+        with self.errors_of_writing():
             for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, self.world.rank)):
                 with opened(path) as descriptor:
                     for part in parts:
                         write_part(descriptor, part, local[part.view.name][part.local])
                     os.fsync(descriptor)
-        except CheckpointError:  # a value out of the dtype's range
-            raise
-        except OSError as error:
-            raise self._unwritten(error) from error
 
     def stream(self) -> None:
         """Sends the pieces of ranks that do not see the directory to rank 0, in messages of bounded size, rank by
@@ -250,7 +231,8 @@ class _Saving:
             for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, rank)):
                 problem = self._receive(rank, path, parts, problem)
         if problem is not None:
-            raise self._unwritten(problem) from problem
+            with self.errors_of_writing():
+                raise problem
 
     def _send(self) -> None:
         local = self.runtime.local_tensors()
@@ -291,7 +273,7 @@ class _Saving:
     def finish(self) -> None:
         """On rank 0: writes the index, configuration and tokenizer files, then moves the directory to its place."""
         assert self.staged is not None
-        try:
+        with self.errors_of_writing():
             (self.folder / TOKEN).unlink()
             sidecars, self.notes = sidecar_files(self.runtime, self.dtype)
             index = self.file_layout.index()
@@ -302,25 +284,10 @@ class _Saving:
                     write_at(descriptor, memoryview(content), 0)
                     os.fsync(descriptor)
             self.staged.commit()
-        except OSError as error:
-            raise self._unwritten(error) from error
 
-    def close(self) -> None:
-        """Removes the directory if it has not been moved to its place."""
-        if self.staged is not None:
-            self.staged.close()
-
-    def _unwritten(self, error: OSError) -> CheckpointError:
+    def unwritten(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"weights to {self.dest}",
             why=f"writing failed: {error.strerror or error}",
             fix="free space or choose a directory you can write to; an older one there is as it was",
         )
-
-
-def sees_token(folder: Path, token: bytes) -> bool:
-    """Whether this rank sees the directory that rank 0 made, by the token in it."""
-    try:
-        return (folder / TOKEN).read_bytes() == token
-    except OSError:
-        return False

@@ -15,6 +15,13 @@ from shardwise.state.naming import naming_of, shapes_of
 _MOST = 256 << 20  # bytes of one file: a larger one is not a configuration
 
 
+class Origin:
+    """The model directory that a model's weights came from; None: there is none."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+
+
 def sidecar_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str, bytes], list[str]]:
     """File name -> content of the configuration and tokenizer files from the directory that the model was loaded from,
     and of a Hugging Face model's current configuration; and notes for the user.
@@ -25,19 +32,18 @@ def sidecar_files(runtime: Runtime, dtype: str | None = None) -> tuple[dict[str,
     """
     found: dict[str, bytes] = {}
     notes: list[str] = []
-    if runtime.loaded_from is not None:
+    folder = runtime.memory(Origin).folder
+    if folder is not None:
         try:
-            runtime.loaded_from.stat()  # it may have been removed
-            paths = sidecars_of(runtime.loaded_from)
+            folder.stat()  # it may have been removed
+            paths = sidecars_of(folder)
             if runtime.tokenizer is not None:
                 paths = [path for path in paths if path.name not in TOKENIZER_FILES]
             if isinstance(runtime.tokenizer, Path):
                 paths += tokenizer_files(runtime.tokenizer.parent)
             found = {path.name: path.read_bytes() for path in paths if path.stat().st_size <= _MOST}
         except OSError as error:
-            notes.append(
-                f"weights without the configuration and tokenizer of {runtime.loaded_from}: {error.strerror or error}"
-            )
+            notes.append(f"weights without the configuration and tokenizer of {folder}: {error.strerror or error}")
     if isinstance(runtime.tokenizer, Mapping):
         found |= runtime.tokenizer
     return {**found, **_of_hugging_face(runtime, dtype)}, notes

@@ -3,6 +3,7 @@ knows all kinds."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.state.checkpoint_weights import home_of, newest_in, open_weights
-from shardwise.state.extra import EXTRA_STATE
-from shardwise.state.formats import (
-    METADATA,
-    looks_like_safetensors,
-    looks_like_torch,
-    open_dcp,
-    open_folder,
-    open_safetensors,
-    open_torch_file,
-)
+from shardwise.state.extra_state import EXTRA_STATE
+from shardwise.state.formats.dcp import METADATA, open_dcp
+from shardwise.state.formats.folder import open_folder
+from shardwise.state.formats.safetensors import looks_like_safetensors, open_safetensors
+from shardwise.state.formats.torch_file import looks_like_torch, open_torch_file
 from shardwise.state.formats.trees import MODELS, flatten, root_of, weights_in
+from shardwise.state.integrity.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
+from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.stored import InMemoryTensor, Source
+
+_RUN, _FURTHER = "training", "extra"  # folders of a checkpoint
 
 
 def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
@@ -49,9 +48,9 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
             "shared_files=False",
         )
     path = Path(source)
-    home = home_of(path) if path.exists() else None
+    home = _checkpoint_of(path) if path.exists() else None
     if home is not None:
-        return open_weights(path, home)
+        return _open_checkpoint(path, home)
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
@@ -65,20 +64,74 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     return _open_file(path)
 
 
+def _checkpoint_of(path: Path) -> Path | None:
+    """The checkpoint that ``path`` is, or whose weights it is; None: there is none, not even a damaged one."""
+    folder = path if path.is_dir() else path.parent
+    for home in (folder, folder.parents[1] if folder.parent.name == _FURTHER else folder):
+        named = step_of(home) is not None and (home / MANIFEST).exists()
+        if named or is_manifest(home / MANIFEST) or (home / _RUN / "state.json").exists():
+            return home
+    return None
+
+
+def _newest_in(path: Path) -> Path | None:
+    """The newest checkpoint in a run's directory of checkpoints, by step; None: there is none."""
+    steps = steps_in(path)
+    return path / folder_name(steps[-1]) if steps else None
+
+
+def _open_checkpoint(path: Path, home: Path) -> Source:
+    """Opens weights in a checkpoint; their headers and the files next to them have been compared with their checksums.
+
+    Args:
+        path: a directory or a file of weights.
+        home: of the checkpoint.
+
+    Raises:
+        CheckpointError: it is not complete, or fails its checksums.
+    """
+    path, home = path.resolve(), home.resolve()  # `latest` may soon point elsewhere
+    verified = VerifiedCheckpoint(home, Manifest.read(home))
+    names = verified.manifest.files
+    if path.is_file():
+        checked, rest = [path.relative_to(home).as_posix()], {}
+    else:
+        beside = {name for name in names if (home / name).parent == path}
+        checked = sorted(beside)
+        rest = _left_out(verified) if path == home else {}
+    with VerifiedFiles(verified) as files:
+        files.check_heads(checked)
+    source = open_safetensors(path) if path.is_file() else open_folder(path)
+    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, verified=verified)
+
+
+def _left_out(verified: VerifiedCheckpoint) -> dict[str, str]:
+    tops = {tuple(name.split("/")[:2]) for name in verified.manifest.files if "/" in name}
+    found = {}
+    if any(top == _RUN for top, _ in tops):
+        found[_RUN] = "training state is not a weight"
+    found |= {
+        f"{top}/{name}": f"weights of another model: name {verified.folder / top / name} to have them"
+        for top, name in sorted(tops)
+        if top == _FURTHER
+    }
+    return found
+
+
 def _open_folder(path: Path) -> Source:
     weights = any(path.glob("*.safetensors")) or any(path.glob("*.index.json"))
     if (path / METADATA).exists() and not weights:
         return open_dcp(path)
     below = path / "checkpoints"
-    if not weights and below.is_dir() and newest_in(below) is not None:
+    if not weights and below.is_dir() and _newest_in(below) is not None:
         raise CheckpointError(
             f"weights from {path}",
             why="it is the folder of a run, whose checkpoints are in a subfolder",
             fix=f"name {below}, whose newest is meant then, or one of them",
         )
-    newest = None if weights or any(path.glob("pytorch_model.bin*")) else newest_in(path)
+    newest = None if weights or any(path.glob("pytorch_model.bin*")) else _newest_in(path)
     if newest is not None:
-        return open_weights(newest, newest)
+        return _open_checkpoint(newest, newest)
     exported = path / "weights"
     if not any(path.glob("pytorch_model*")) and not weights and exported.is_dir():
         raise CheckpointError(

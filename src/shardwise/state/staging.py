@@ -15,11 +15,15 @@ import os
 import secrets
 import shutil
 import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
 from shardwise.state.formats.folder import is_of_weights
+from shardwise.world.collectively import Peers, collectively
 
+TOKEN = ".shardwise-token"
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
@@ -84,6 +88,59 @@ class Staged:
         with contextlib.suppress(OSError):
             _lock_of(self.path).unlink()
         os.close(self._lock)
+
+
+class StagedSave(ABC):
+    """A save into a new directory next to its place, which all ranks write to. Rank 0 makes :attr:`staged`.
+
+    Attributes:
+        peers: the ranks.
+        dest: the final path of the directory: rank 0's, once the ranks have met.
+        staged: the directory, on rank 0.
+        folder: where files are written: rank 0's path.
+    """
+
+    def __init__(self, peers: Peers, dest: Path):
+        self.peers, self.dest, self.folder = peers, dest, dest
+        self.staged: Staged | None = None
+
+    def meet(self, place: str) -> list[int]:
+        """Finds out which ranks do not see the directory: by a random token in it, since its name may exist on any disk."""
+        token = os.urandom(8) if self.peers.is_main else b""
+        collectively(
+            self.peers, f"{place}, leaving a token", lambda: (self.folder / TOKEN).write_bytes(token), on_main=True
+        )
+        told = (self.dest, self.folder, token)
+        self.dest, self.folder, token = self.peers.agreement.gather(told, f"{place}, telling where it is")[0]
+        everyone = self.peers.agreement.gather(sees_token(self.folder, token), f"{place}, looking for the directory")
+        return [rank for rank, sees in enumerate(everyone) if not sees]
+
+    @contextlib.contextmanager
+    def errors_of_writing(self) -> Iterator[None]:
+        """Within: an error of the disk is raised as a CheckpointError."""
+        try:
+            yield
+        except CheckpointError:  # a value out of the dtype's range
+            raise
+        except OSError as error:
+            raise self.unwritten(error) from error
+
+    @abstractmethod
+    def unwritten(self, error: OSError) -> CheckpointError:
+        """The error for a directory that could not be written."""
+
+    def close(self) -> None:
+        """Removes the directory if it has not been moved to its place."""
+        if self.staged is not None:
+            self.staged.close()
+
+
+def sees_token(folder: Path, token: bytes) -> bool:
+    """Whether this rank sees the directory that rank 0 made, by the token in it."""
+    try:
+        return (folder / TOKEN).read_bytes() == token
+    except OSError:
+        return False
 
 
 def _lock_of(path: Path) -> Path:

@@ -43,6 +43,18 @@ def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Ite
         yield under_way.popleft().finish()
 
 
+def full_tensors(runtime: Runtime, names: Iterable[str]) -> dict[str, Tensor]:
+    """Name -> full tensor on rank 0's CPU, of parameters and of buffers; ``{}`` elsewhere. All ranks must call it."""
+    names = list(names)
+    params = [name for name in names if name in runtime.recipe.params]
+    gathered = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in params))
+    whole = {name: tensor for name, tensor in zip(params, gathered, strict=True) if tensor is not None}
+    if not runtime.world.is_main:
+        return {}
+    local = runtime.local_tensors()
+    return whole | {name: local[name].detach().cpu().clone() for name in names if name not in whole}
+
+
 _IN_FLIGHT = 64 << 20  # bytes that are sent or expected at a time
 
 

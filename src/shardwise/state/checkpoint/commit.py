@@ -28,8 +28,8 @@ from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.writer import BlockWriter
 from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest, folder_name
 from shardwise.state.integrity.sums import PartialSums, Sums, put_together
-from shardwise.state.save import TOKEN, sees_token
-from shardwise.state.staging import Staged, remove_left_overs, sync_folder
+from shardwise.state.sidecars import Origin
+from shardwise.state.staging import TOKEN, Staged, StagedSave, remove_left_overs, sync_folder
 from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
 from shardwise.world.collectively import Peers, collectively
@@ -62,34 +62,31 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
     place = f"the checkpoint of step {contents.step}"
     try:
         collectively(peers, f"{place}, making the files", commit.make_files, on_main=True)
-        commit.meet(place)
+        commit.refuse_absent(commit.meet(place))
         told = collectively(peers, f"{place}, writing", commit.write_own)
         everyone = peers.agreement.gather(told, f"{place}, telling checksums")
         collectively(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
     finally:
         commit.close()
     for group in contents.groups:  # the older checkpoint that the model's tokenizer files are in may be pruned now
-        origin = group.runtime.loaded_from
-        if origin is not None and origin.is_relative_to(root):
-            group.runtime.loaded_from = commit.dest / group.prefix
+        origin = group.runtime.memory(Origin)
+        if origin.folder is not None and origin.folder.is_relative_to(root):
+            origin.folder = commit.dest / group.prefix
     at_fault_point("acknowledged")
     return commit.dest
 
 
-class _Commit:
+class _Commit(StagedSave):
     """One save on one rank, with a method per stage of the protocol."""
 
     def __init__(self, peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str):
-        self.peers, self.root, self.contents = peers, root, contents
-        self.layout, self.fingerprint = layout, fingerprint
-        self.dest = root / folder_name(contents.step)
-        self.staged: Staged | None = None  # on rank 0
-        self.folder = self.dest
+        super().__init__(peers, root / folder_name(contents.step))
+        self.root, self.contents, self.layout, self.fingerprint = root, contents, layout, fingerprint
 
     def make_files(self) -> None:
         """On rank 0: makes the directory, and its files in their final size."""
         at_fault_point("begun")
-        try:
+        with self.errors_of_writing():
             remove_left_overs(self.root)
             sizes = self.contents.sizes()
             self._refuse_full(sum(sizes.values()))
@@ -102,8 +99,6 @@ class _Commit:
                 with opened(target, os.O_CREAT) as descriptor:
                     reserve(descriptor, size) if size else None
             at_fault_point("reserved")
-        except OSError as error:
-            raise self._unwritten(error) from error
 
     def _refuse_full(self, num_bytes: int) -> None:
         usage = shutil.disk_usage(self.root)
@@ -116,36 +111,25 @@ class _Commit:
                 fix="free space, keep fewer checkpoints (keep=), or name another directory",
             )
 
-    def meet(self, place: str) -> None:
-        """Checks that every rank sees the directory: by a random token in it, since its name may exist on any disk."""
-        token = os.urandom(8) if self.staged is not None else b""
-        collectively(
-            self.peers, f"{place}, leaving a token", lambda: (self.folder / TOKEN).write_bytes(token), on_main=True
-        )
-        self.folder, token = self.peers.agreement.gather((self.folder, token), f"{place}, telling where it is")[0]
-        collectively(self.peers, f"{place}, looking for the directory", lambda: self._look_for(token))
-        at_fault_point("met")
-
-    def _look_for(self, token: bytes) -> None:
-        if not sees_token(self.folder, token):
+    def refuse_absent(self, ranks: list[int]) -> None:
+        """Raises CheckpointError if there are ranks that do not see the directory."""
+        if ranks:
             raise CheckpointError(
                 f"the checkpoint {self.dest}",
-                why=f"rank {self.peers.rank} does not see the directory that rank 0 has made there",
+                why=f"rank {ranks[0]} does not see the directory that rank 0 has made there",
                 fix="name a directory on a file system that every node mounts",
             )
+        at_fault_point("met")
 
     def write_own(self) -> PartialSums:
         """Writes this rank's shards, and on rank 0 all that is not sharded; returns the checksums."""
         sums = Sums()
         sizes = self.contents.sizes() if self.peers.is_main else {}
-        try:
-            with BlockWriter(sums) as writer:
-                for path, size, found in self._files(sizes):
-                    with writer.file(self.folder / path, path, size):
-                        for offset, memory in found:
-                            writer.write(offset, memory)
-        except OSError as error:
-            raise self._unwritten(error) from error
+        with self.errors_of_writing(), BlockWriter(sums) as writer:
+            for path, size, found in self._files(sizes):
+                with writer.file(self.folder / path, path, size):
+                    for offset, memory in found:
+                        writer.write(offset, memory)
         return sums.partial_sums()
 
     def _files(self, sizes: dict[str, int]) -> Iterator[tuple[str, int, Iterator[tuple[int, memoryview]]]]:
@@ -181,7 +165,7 @@ class _Commit:
             files={path: FileFact(size, sums[path]) for path, size in sizes.items()},
         )
         data = memoryview(manifest.to_bytes())
-        try:
+        with self.errors_of_writing():
             (self.folder / TOKEN).unlink()
             with opened(self.folder / MANIFEST, os.O_CREAT | os.O_EXCL) as descriptor:
                 write_at(descriptor, data[: len(data) // 2], 0)
@@ -198,17 +182,8 @@ class _Commit:
             at_fault_point("durable")
             point_to(self.root, self.dest.name)
             at_fault_point("latest")
-        except OSError as error:
-            raise self._unwritten(error) from error
 
-    def close(self) -> None:
-        """Removes the directory if it has not been renamed to its place."""
-        if self.staged is not None:
-            self.staged.close()
-
-    def _unwritten(self, error: OSError) -> CheckpointError:
-        if isinstance(error, CheckpointError):
-            return error
+    def unwritten(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint {self.dest}",
             why=f"writing failed: {error.strerror or error}",

@@ -1,34 +1,28 @@
 """``CheckpointManager``: saves a run's checkpoints in one directory, removes old ones, and resumes from the newest."""
 
 import contextlib
-import functools
 import os
 import sys
-import time
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
-from shardwise.errors import ConfigError, Stopped, UsageError
+from shardwise.errors import ConfigError, Stopped
 from shardwise.parallel import runtime_of
-from shardwise.state.checkpoint.background import Background
-from shardwise.state.checkpoint.commit import write_checkpoint
-from shardwise.state.checkpoint.contents import Contents, check_extra, check_texts, contents_of
+from shardwise.state.checkpoint.contents import check_texts
 from shardwise.state.checkpoint.directory import Directory
-from shardwise.state.checkpoint.fault_points import at_fault_point
+from shardwise.state.checkpoint.extra_objects import check_extra
 from shardwise.state.checkpoint.resume import ResumePoint, Step, check_step
-from shardwise.state.checkpoint.retention import RetentionPolicy
-from shardwise.world.collectively import Peers
+from shardwise.state.checkpoint.retention import RetentionPolicy, checked_metrics, figures_of
+from shardwise.state.checkpoint.saves import Saves, warn
 
-_SAVED = "leave it out: save() saves the model, optimizer and step that the manager was made with, in its directory"
 _SAVES = {
     **dict.fromkeys(
         ("*", "model", "optim", "optimizer", "step", "path", "root"),
-        _SAVED + "; figures: save(metrics={'val_loss': 0.25})",
+        "leave it out: save() saves the model, optimizer and step that the manager was made with, in its directory; "
+        "figures: save(metrics={'val_loss': 0.25})",
     ),
     "best": "CheckpointManager(root, step, best='val_loss'), and the figure here: metrics={'val_loss': 0.25}",
 }
@@ -110,22 +104,18 @@ class CheckpointManager:
         check_extra(extra or {})
         check_step(step)
         check_texts(texts or {})
-        _check_limit(stop_after_s)
-        _check_sigusr1(sigusr1)
+        _check_stop(stop_after_s, sigusr1)
         self._runtime = runtime_of(step.model)
         self._world = self._runtime.world
         self._retention = RetentionPolicy(last=keep, every=keep_every, best=best)
-        self._texts = {path: text.encode() for path, text in (texts or {}).items()}
-        self._saved_step: int | None = None
-        self._said: set[str] = set()  # notes that are given once
-        self._late_notes: list[str] = []  # notes of the writer thread, shown by the next call
         self._directory = Directory(self._world, Path(root))
-        self._resume_point = ResumePoint(self._directory, step, extra or {})
-        self._warn([self._directory.note] if self._directory.note is not None else [])
-        self._background = Background(self._world) if async_save else None
-        if self._background is not None:
-            weakref.finalize(self, self._background.tell)
-        self._is_closed = False
+        self.root, self.step, self.extra = self._directory.root, step, dict(extra or {})
+        self._resume_point = ResumePoint(self._directory, step, self.extra)
+        warn(self._world, [self._directory.note] if self._directory.note is not None else [])
+        self._saves = Saves(
+            self, self._directory, self._resume_point, self._retention, texts or {}, in_background=async_save
+        )
+        weakref.finalize(self, self._saves.report_lost)
         self._until_closed = contextlib.ExitStack()
         self._until_closed.enter_context(
             self._world.stop.handle_stop_signals(stop_after_s, usr1_saves=sigusr1 == "save")
@@ -141,7 +131,7 @@ class CheckpointManager:
             return
         # The other ranks may be anywhere: wait for the save that is being written, without communication.
         try:
-            problem = self._background.outcome(self._world.timeout_s) if self._background is not None else None
+            problem = self._saves.outcome(self._world.timeout_s)
         finally:
             self._let_go()
         if problem is not None and error is not None:  # the error of the with block is the one to raise
@@ -155,7 +145,7 @@ class CheckpointManager:
             Stopped: the run was asked to stop after its last window; what was trained since the last save has been
                 saved.
         """
-        if self._is_closed:
+        if self._saves.is_closed:
             return
         try:
             self.wait()
@@ -166,36 +156,21 @@ class CheckpointManager:
             request.agree(self._world.agreement.sum(entry, "closing a checkpoint manager")["stop"])
             reason = request.agreed
             if (reason is not None or request.saves) and not self._runtime.in_window:
-                if self._saved_step != self._runtime.step:
-                    self._save({}, is_asked=True)
+                if self._saves.last_step != self._runtime.step:
+                    self._saves.save({}, is_asked=True)
                     self.wait()
                 if reason is not None:
                     self._stop(reason)
-            if self._background is not None:
-                self._background.close()
+            self._saves.close()
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._is_closed = True
+        self._saves.let_go()
         self._until_closed.close()
         with contextlib.suppress(ValueError):
             self._world.before_close.remove(weakref.WeakMethod(self.close))
-        if self._background is not None:
-            self._background.let_go()
         self._directory.close()
-
-    @property
-    def root(self) -> Path:
-        return self._directory.root
-
-    @property
-    def step(self) -> Step:
-        return self._resume_point.step
-
-    @property
-    def extra(self) -> Mapping[str, Any]:
-        return self._resume_point.extra
 
     # ---- saving ----------------------------------------------------------------------------------------------
 
@@ -221,10 +196,10 @@ class CheckpointManager:
         """
         if num_steps is not None and (not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1):
             raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
-        figures = {**_figures_of(out), **_checked(metrics)}
+        figures = {**figures_of(out), **checked_metrics(metrics)}
         reason = self._world.stop.agreed
         if not figures and num_steps and self._retention.best is not None:
-            self._warn_once(
+            self._saves.warn_once(
                 f"best={self._retention.best!r}, and this save_every({num_steps}) is given no figures: where it saves, they are needed. Pass what the "
                 f"step returned, save_every({num_steps}, out), or metrics={{name: value}}"
             )
@@ -232,7 +207,7 @@ class CheckpointManager:
             return None
         # A request counts once, even if the save fails.
         is_asked, self._world.stop.saves = self._world.stop.saves, False
-        saved = self._save(figures, is_asked=is_asked or reason is not None)
+        saved = self._saves.save(figures, is_asked=is_asked or reason is not None)
         if is_asked:
             self.wait()  # the one who asked may end the job once there is a new checkpoint
         if reason is not None:
@@ -277,117 +252,14 @@ class CheckpointManager:
             UnsupportedError: some state is neither JSON nor a tensor; with its name.
         """
         reason = self._world.stop.agreed
-        saved = self._save(_checked(metrics), is_asked=reason is not None)
+        saved = self._saves.save(checked_metrics(metrics), is_asked=reason is not None)
         if reason is not None:
             self._stop(reason)
         return saved
 
-    def _save(self, metrics: Mapping[str, float], *, is_asked: bool) -> Path:
-        if self._is_closed:
-            raise UsageError(
-                f"a checkpoint in {self.root} after its manager was closed",
-                why="the directory was given back, and another run may be using it",
-                fix="save inside the `with` block, or make another manager",
-            )
-        self._world.refuse_imagined("a checkpoint")
-        self.wait()
-        if self._runtime.in_window:
-            raise UsageError(
-                "a checkpoint in the middle of a window",
-                why="its gradients are half summed, and a resumed run would begin the window again",
-                fix="save after the step",
-            )
-        figure, fault = None, None
-        try:
-            figure = self._figure(metrics, is_asked=is_asked)
-        except ConfigError as error:  # on all ranks; what was trained is saved first
-            fault = error
-        if figure is not None and figure != figure:
-            self._warn_once(f"best={self._retention.best!r}: a NaN, at step {self._runtime.step}, is never the best")
-        contents = contents_of(
-            self.step.model,
-            self.step.optim,
-            own=lambda: {
-                "step": self.step.state_dict(),
-                "loader": self._resume_point.position(),
-                "given": self._resume_point.given_state(),
-                "figure": figure,
-                "best": self._retention.best,
-                "time": _now(),
-            },
-            extra=self.extra,
-            texts=self._texts,
-            of_rank=self._resume_point.dataset_states,
-        )
-        going_on = self._resume_point.restored is not None or self._saved_step is not None
-        self._directory.refuse_behind(contents.step, going_on, self._resume_point.left_behind)
-        self._warn([*contents.notes, *self._resume_point.notes])
-        self._resume_point.notes.clear()
-        write = functools.partial(self._write, figure)
-        if self._background is None:
-            write(self._world, contents)
-        else:
-            self._background.begin(contents, write)
-        self._saved_step, self._world.stop.saves = contents.step, False
-        if fault is not None:
-            self.wait()
-            fault.add_note(
-                f"the checkpoint of step {contents.step} is on disk, as the newest: a run can be resumed from it"
-            )
-            raise fault
-        return self._directory.folder(contents.step)
-
-    def _figure(self, metrics: Mapping[str, float], *, is_asked: bool) -> float | None:
-        """The figure of a checkpoint, the same on all ranks, or an error on all of them."""
-        if self._retention.best is None:
-            return None
-        figure, error = None, None
-        try:
-            figure = self._retention.figure(metrics, is_asked=is_asked)
-        except ConfigError as found:
-            error = found
-        told = self._world.agreement.gather((repr(figure), error), "a checkpoint, comparing figures")
-        if error is None:
-            error = next((each for _, each in told if each is not None), None)
-        if error is not None:
-            raise error
-        if len({text for text, _ in told}) > 1:
-            name = self._retention.best.removeprefix("-")
-            raise ConfigError(
-                f"best={self._retention.best!r} and a save whose {name} differs between ranks",
-                why=f"by rank it is {', '.join(text for text, _ in told)}: ranks would keep other checkpoints as the best",
-                fix=f'give what all ranks share, such as a mean over them: save(metrics={{{name!r}: sw.evaluate(model, loader)["loss"]}})',
-            )
-        return figure
-
     def wait(self) -> None:
         """Waits for the save that is being written, and raises its error. All ranks must call it."""
-        try:
-            if self._background is not None:
-                self._background.wait()
-        except BaseException:
-            self._saved_step = None if self._saved_step is None else -1  # the last trained step is not saved
-            raise
-        notes, self._late_notes = self._late_notes, []
-        self._warn(notes)
-
-    def _write(self, figure: float | None, peers: Peers, contents: Contents) -> Path:
-        runtime, world = self._runtime, self._world
-        dest = write_checkpoint(peers, self.root, contents, str(world.layout), runtime.recipe.fingerprint)
-        if peers.is_main:
-            self._prune(contents.step, figure)
-        return dest
-
-    def _prune(self, newest: int, figure: float | None) -> None:
-        """Removes old checkpoints; on rank 0, when the newest is on disk. An error here does not make the save fail:
-        the next call reports it."""
-        at_fault_point("pruning")
-        try:
-            self._directory.put_aside(newest, self._resume_point.left_behind)
-            self._directory.prune(self._retention, newest, figure)
-        except OSError as error:
-            self._late_notes.append(f"older checkpoints in {self.root} were not removed: {error}")
-        at_fault_point("pruned")
+        self._saves.wait()
 
     # ---- loading ---------------------------------------------------------------------------------------------
 
@@ -410,7 +282,7 @@ class CheckpointManager:
         """
         if self._resume_point.loader is None:  # the first epoch: a checkpoint may be loaded
             self.wait()
-        self._warn(self._resume_point.take(loader, override))
+        warn(self._world, self._resume_point.take(loader, override))
         return iter(loader)
 
     @public_call(
@@ -440,43 +312,11 @@ class CheckpointManager:
         self.wait()
         back = self._resume_point
         loaded, notes = back.load_newest(override) if step is None else back.load(step, override)
-        self._warn(notes)
+        warn(self._world, notes)
         return loaded
 
-    def _warn_once(self, note: str) -> None:
-        kind = note.partition(",")[0]
-        self._warn([] if kind in self._said else [note])
-        self._said.add(kind)
 
-    def _warn(self, notes: Iterable[str]) -> None:
-        for note in notes if self._world.is_main else ():
-            warnings.warn(note, stacklevel=level_of_caller())
-
-
-def _figures_of(out: Any) -> dict[str, float]:
-    """What a step returned, by name."""
-    if out is None:
-        return {}
-    if not hasattr(out, "loss") or not isinstance(getattr(out, "metrics", None), Mapping):
-        raise ConfigError(
-            f"save_every(n, {out!r:.60})",
-            why="the second argument is what the step returned, of which loss and metrics are taken",
-            fix="out = step(window); manager.save_every(100, out); a figure of your own: save_every(100, metrics={'loss': value})",
-        )
-    return {"loss": out.loss, **out.metrics}
-
-
-def _checked(metrics: Any) -> Mapping[str, float]:
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError(
-            f"metrics={metrics!r:.60} of a checkpoint",
-            why="it maps names of figures to numbers",
-            fix="metrics={'val_loss': 0.25}",
-        )
-    return metrics or {}
-
-
-def _check_limit(stop_after_s: float | None) -> None:
+def _check_stop(stop_after_s: float | None, sigusr1: str) -> None:
     is_number = isinstance(stop_after_s, int | float) and not isinstance(stop_after_s, bool)
     if stop_after_s is not None and not (is_number and stop_after_s > 0):
         raise ConfigError(
@@ -484,12 +324,5 @@ def _check_limit(stop_after_s: float | None) -> None:
             why="it is a number of seconds above 0",
             fix="use 3600, or None for no limit",
         )
-
-
-def _check_sigusr1(sigusr1: str) -> None:
     if sigusr1 not in ("stop", "save"):
         raise ConfigError(f"sigusr1={sigusr1!r}", why="there is no such choice", fix='use "stop" or "save"')
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

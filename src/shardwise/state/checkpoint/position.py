@@ -8,7 +8,7 @@ import torch
 
 from shardwise.data.dataset_state import DatasetState, load_states
 from shardwise.errors import ConfigError
-from shardwise.state.checkpoint.plain import to_plain, to_text
+from shardwise.state.checkpoint.json_state import to_plain, to_text
 from shardwise.world.rng import is_generator
 
 

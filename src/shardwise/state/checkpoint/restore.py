@@ -13,23 +13,32 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.model import dtype_of
-from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.state.checkpoint.contents import CUT, EXACT, EXTRA, held_extra, saved_of
-from shardwise.state.checkpoint.extras import Take, is_sharded, owner_of, refit, refuse_numbered, wrapped
-from shardwise.state.checkpoint.opened import SavedRun
-from shardwise.state.checkpoint.plain import CutTensor
-from shardwise.state.extra import set_extra_states
-from shardwise.state.formats import open_folder
+from shardwise.state.checkpoint.extra_objects import (
+    EXTRA,
+    Take,
+    held_extra,
+    is_sharded,
+    owner_of,
+    refit,
+    refuse_numbered,
+    saved_of,
+    wrapped,
+)
+from shardwise.state.checkpoint.json_state import CutTensor
+from shardwise.state.checkpoint.optimizers import SavedOptimizer, part_of
+from shardwise.state.checkpoint.saved_run import SavedRun
+from shardwise.state.checkpoint.sharded_files import CUT, EXACT
+from shardwise.state.extra_state import set_extra_states
+from shardwise.state.formats.folder import open_folder
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import DamagedError, damaged
-from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
-from shardwise.state.optimizer import install_state, match_state
+from shardwise.state.optimizer import install_state
 from shardwise.state.own_load import give_attributes
-from shardwise.state.stored import FileTensor, InMemoryTensor, TensorSource
+from shardwise.state.sidecars import Origin
+from shardwise.state.stored import InMemoryTensor
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
 
@@ -112,7 +121,7 @@ class _Reading:
         self._models: dict[str, tuple[Runtime, LoadPlan]] = {}
         self._values: dict[str, dict[str, Tensor]] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
-        self._optimizers: dict[str, _SavedOptimizer] = {}  # by the names of extra; "": the run's own
+        self._optimizers: dict[str, SavedOptimizer] = {}  # by the names of extra; "": the run's own
         self._extra: dict[str, Any] = {}
 
     def match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
@@ -144,11 +153,13 @@ class _Reading:
             self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
         if self.optim is not None:
             told = state["optimizer"]
-            self._optimizers[""] = _SavedOptimizer(self.saved, self.runtime, self.optim, told, moments, "")
+            self._optimizers[""] = SavedOptimizer(self.saved.folder, self.runtime, self.optim, told, moments, "")
         for name, value in self.extra.items():
             if (owner := owner_of(name, value)) is not None:
                 told = state["optimizers"][name]
-                self._optimizers[name] = _SavedOptimizer(self.saved, owner, value, told, self._cut, f"{EXTRA}/{name}/")
+                self._optimizers[name] = SavedOptimizer(
+                    self.saved.folder, owner, value, told, self._cut, f"{EXTRA}/{name}/"
+                )
             elif not is_sharded(value) and not isinstance(value, torch.optim.Optimizer):
                 refuse_numbered(f"{EXTRA}/{name}", state["extra"][name], self._runtimes)
                 self._refit(name, state["extra"][name], _only_checked)
@@ -203,20 +214,12 @@ class _Reading:
         """Reads all of this rank's shards into new memory."""
         files = self.saved.files
         for prefix, (runtime, plan) in self._models.items():
-            local = runtime.local_tensors()
             self._values[prefix] = {}
             for name, stored in plan.tensors.items():
-                fits = name in runtime.recipe.params  # a buffer has the shape that it was saved with
-                shape, dtype = (
-                    (local[name].shape, local[name].dtype) if fits else (stored.shape, dtype_of(stored.dtype))
-                )
-                fresh = empty_in_large_pages(shape, dtype)
-                for piece, part in runtime.parts(name, fresh):
-                    stored.read(piece.box, part, files)
-                self._values[prefix][name] = fresh
+                self._values[prefix][name] = part_of(stored, runtime, name, files)
             self._attributes[prefix] = plan.own.attributes(files) if plan.own is not None else {}
         for saved in self._optimizers.values():
-            saved.read()
+            saved.read(files)
         for name, value in self.extra.items():
             told = self._state["extra"].get(name)
             if isinstance(value, torch.optim.Optimizer) and name not in self._optimizers:
@@ -236,7 +239,7 @@ class _Reading:
         source = self._cut[stored.stored] if isinstance(stored, CutTensor) else InMemoryTensor.of(stored)
         if runtime is None:
             return source.load(self.saved.files)
-        return wrapped(_pieces_of(source, runtime, name, self.saved.files), own)
+        return wrapped(part_of(source, runtime, name, self.saved.files), own)
 
     def place(self) -> None:
         """Copies into the run what was read; from here on the checkpoint cannot cause an error."""
@@ -249,7 +252,7 @@ class _Reading:
                         local[name].copy_(value)
                     else:
                         buffers[name].data = value.to(local[name].device)
-            runtime.loaded_from = (self.saved.folder / prefix).resolve()
+            runtime.memory(Origin).folder = (self.saved.folder / prefix).resolve()
             give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
             states = self._state["model"].get(prefix) or {}
             if states:
@@ -276,88 +279,6 @@ class _Reading:
                 f"random streams outside of steps start from their seed: the checkpoint has those of {len(random['ranks'])} ranks, and "
                 f"there are {world.size}"
             )
-
-
-class _SavedOptimizer:
-    """The state of one optimizer in a checkpoint, and the optimizer of this run that will get it.
-
-    Args:
-        saved: the checkpoint.
-        runtime: of the model whose parameters it has.
-        optim: may be new.
-        told: what is saved of it.
-        moments: the tensors in its files.
-        prefix: of their names.
-
-    Attributes:
-        made: after :meth:`read`: name -> key -> this rank's value.
-        settings: of each parameter group.
-
-    Raises:
-        CheckpointError: it is of another model or optimizer.
-    """
-
-    def __init__(
-        self,
-        saved: SavedRun,
-        runtime: Runtime,
-        optim: torch.optim.Optimizer,
-        told: Mapping[str, Any],
-        moments: Mapping[str, FileTensor],
-        prefix: str,
-    ):
-        self.saved, self.runtime, self.optim = saved, runtime, optim
-        self._moments, self._prefix = moments, prefix
-        self.made: dict[str, dict[str, Any]] = {}
-        state = self._state(told)
-        if told["class"] != type(optim).__name__:
-            raise CheckpointError(
-                f"{saved.folder}: the state of {told['class']}",
-                why=f"this run's optimizer is {type(optim).__name__}, and its state means something else",
-                fix=f"build {told['class']}, or load the weights only: sw.load_weights(model, {str(saved.folder)!r})",
-            )
-        self._told, self.settings = match_state(runtime, optim, {"state": state, "param_groups": told["param_groups"]})
-        if prefix:  # those of the run's own are settled with it
-            self.settings = Settled([{} for _ in self.settings]).settings(self.settings)
-
-    def _state(self, told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        shapes = {name: param.shape for name, param in self.runtime.recipe.params.items()}
-        state: dict[str, dict[str, Any]] = {}
-        for name, keys in told["keys"].items():
-            for key, dtype in keys.items():
-                value = told["state"].get(name, {}).get(key)
-                if dtype is not None:
-                    stored = self._moments.get(f"{self._prefix}{name}/{key}")
-                    if stored is None or stored.dtype != dtype or name not in shapes:
-                        raise damaged(self.saved.folder, f"the optimizer's files have no {name}/{key} of {dtype}")
-                    if stored.shape != shapes[name]:
-                        raise CheckpointError(
-                            f"{self.saved.folder}: {key} of shape {list(stored.shape)}",
-                            why=f"the parameter has {list(shapes[name])}",
-                            fix="build the model that the checkpoint was saved from",
-                            name=name,
-                        )
-                    value = torch.empty(stored.shape, dtype=getattr(torch, dtype), device="meta")
-                state.setdefault(name, {})[key] = value
-        return state
-
-    def read(self) -> None:
-        """Reads this rank's shards into new memory."""
-        for name, keys in self._told.items():
-            self.made[name] = {
-                key: _pieces_of(self._moments[f"{self._prefix}{name}/{key}"], self.runtime, name, self.saved.files)
-                if isinstance(value, torch.dtype)
-                else value
-                for key, value in keys.items()
-            }
-
-
-def _pieces_of(stored: TensorSource, runtime: Runtime, name: str, files: VerifiedFiles) -> Tensor:
-    """This rank's part of a stored tensor that is cut as parameter ``name``, in new memory."""
-    fresh = empty_in_large_pages(runtime.local_tensor_of(name).shape, dtype_of(stored.dtype))
-    for piece, part in runtime.parts(name, fresh):
-        stored.read(piece.box, part, files)
-    return fresh
 
 
 def _only_checked(stored: Any, _own: Tensor, _runtime: Runtime | None, _name: str) -> Any:

@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.state.checkpoint.opened import SavedRun
+from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.integrity.manifest import Manifest, folder_name, steps_in
+from shardwise.world import World
 
 _REMOVING = ".removing-"
 
@@ -63,6 +65,29 @@ class RetentionPolicy:
                 fix=f"save(metrics={{{name!r}: 0.25}})",
             ) from None
         return -value if self.best.startswith("-") else value
+
+    def agreed_figure(self, world: World, metrics: Mapping[str, float], *, is_asked: bool) -> float | None:
+        """As :meth:`figure`, the same on all ranks, or an error on all of them. All ranks must call it."""
+        if self.best is None:
+            return None
+        figure, error = None, None
+        try:
+            figure = self.figure(metrics, is_asked=is_asked)
+        except ConfigError as wrong:
+            error = wrong
+        everyone = world.agreement.gather((repr(figure), error), "a checkpoint, comparing figures")
+        if error is None:
+            error = next((each for _, each in everyone if each is not None), None)
+        if error is not None:
+            raise error
+        if len({text for text, _ in everyone}) > 1:
+            name = self.best.removeprefix("-")
+            raise ConfigError(
+                f"best={self.best!r} and a save whose {name} differs between ranks",
+                why=f"by rank it is {', '.join(text for text, _ in everyone)}: ranks would keep other checkpoints as the best",
+                fix=f'give what all ranks share, such as a mean over them: save(metrics={{{name!r}: sw.evaluate(model, loader)["loss"]}})',
+            )
+        return figure
 
     def steps_to_remove(self, root: Path, newest: int, figure: float | None) -> list[int]:
         """Steps of the checkpoints below ``root`` to remove, now that the one of ``newest`` is on disk. Only complete
@@ -119,3 +144,27 @@ def _is_whole(folder: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def figures_of(out: Any) -> dict[str, float]:
+    """What a step returned, by name."""
+    if out is None:
+        return {}
+    if not hasattr(out, "loss") or not isinstance(getattr(out, "metrics", None), Mapping):
+        raise ConfigError(
+            f"save_every(n, {out!r:.60})",
+            why="the second argument is what the step returned, of which loss and metrics are taken",
+            fix="out = step(window); manager.save_every(100, out); a figure of your own: save_every(100, metrics={'loss': value})",
+        )
+    return {"loss": out.loss, **out.metrics}
+
+
+def checked_metrics(metrics: Any) -> Mapping[str, float]:
+    """The metrics that a save was given; refused where they are no mapping."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics={metrics!r:.60} of a checkpoint",
+            why="it maps names of figures to numbers",
+            fix="metrics={'val_loss': 0.25}",
+        )
+    return metrics or {}

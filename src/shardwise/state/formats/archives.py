@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.errors import CheckpointError
-from shardwise.state.files import Record, Stamp, stamp_of, unreadable
+from shardwise.state.files import Record, Stamp, reading, stamp_of
 
 SMALL = ("data.pkl", "byteorder")  # records that describe the others, and are read whole
 MAX_SMALL = 1 << 30  # bytes
@@ -74,6 +74,7 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
     try:
         length = stamp[0] if length is None else length
         with (
+            reading(path),
             io.BufferedReader(FileSlice(path, begin, length), 1 << 14) as file,
             zipfile.ZipFile(file) as archive,
         ):
@@ -86,8 +87,6 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
             return Archive(path, stamp, *_records(path, archive, file, begin))
     except CheckpointError:
         raise
-    except OSError as error:
-        raise unreadable(path, error) from error
     except Exception as error:  # zipfile raises many kinds
         raise refusal(path, f"{length} bytes at {begin}", f"that is no whole archive: {error}"[:200]) from error
 

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, common, whole
-from shardwise.state.files import unreadable
+from shardwise.state.files import reading
 from shardwise.state.formats.paths import inside
 from shardwise.state.formats.pickles import Named, name_of, named, read_pickle, shown
 from shardwise.state.formats.safetensors import tensors_in
@@ -63,13 +63,9 @@ def open_dcp(folder: Path) -> Source:
 
 
 def _read(metadata: Path) -> Any:
-    try:
+    with reading(metadata):
         inside(metadata.parent, metadata.name, metadata)
         data = metadata.read_bytes()
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise unreadable(metadata, error) from error
     return read_pickle(data, str(metadata), _stand_in)
 
 

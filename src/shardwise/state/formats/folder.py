@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shardwise.config.tokenizer import TOKENIZER_FILES
 from shardwise.errors import CheckpointError
-from shardwise.state.files import unreadable
+from shardwise.state.files import reading
 from shardwise.state.formats.paths import inside
 from shardwise.state.formats.safetensors import open_safetensors
 from shardwise.state.formats.torch_file import open_torch_file
@@ -113,9 +113,8 @@ def _naming(folder: Path) -> _Naming:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_pairs)
-    except OSError as error:
-        raise unreadable(index, error) from error
+        with reading(index):
+            content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_pairs)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the index {index}", why=f"it is not JSON: {error}"[:300], fix="copy it again"

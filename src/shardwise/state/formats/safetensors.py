@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import whole
-from shardwise.state.files import stamp_of, unreadable
+from shardwise.state.files import reading, stamp_of
 from shardwise.state.stored import Chunk, FileTensor, Source
 
 DTYPES = {
@@ -116,25 +116,20 @@ def _opened(path: Path, at: int) -> tuple[dict[str, FileTensor], dict[str, str]]
 def _read_header(path: Path, at: int) -> tuple[int, dict[str, Any], int]:
     """Reads the header; returns the file's size from ``at`` on, the header, and where the tensors begin relative to
     ``at``."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size - at
-            file.seek(at)
-            length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
-            if length < 0 or length > size - 8:
-                raise _refusal(
-                    path,
-                    f"{size} bytes" if length < 0 else f"a header of {length} bytes in a file of {size}",
-                    "a safetensors file begins with the length of its header, and the header itself",
-                    None,
-                )
-            if length > MAX_HEADER:
-                raise _refusal(path, f"a header of {length} bytes", f"the format allows {MAX_HEADER}", None)
-            text = file.read(length)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size - at
+        file.seek(at)
+        length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+        if length < 0 or length > size - 8:
+            raise _refusal(
+                path,
+                f"{size} bytes" if length < 0 else f"a header of {length} bytes in a file of {size}",
+                "a safetensors file begins with the length of its header, and the header itself",
+                None,
+            )
+        if length > MAX_HEADER:
+            raise _refusal(path, f"a header of {length} bytes", f"the format allows {MAX_HEADER}", None)
+        text = file.read(length)
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import row_strides, whole
-from shardwise.state.files import unreadable
+from shardwise.state.files import reading
 from shardwise.state.formats.archives import Archive, open_archive, refusal
 from shardwise.state.formats.pickles import Named, Ordered, Persistent, name_of, named, read_pickle, shown
 from shardwise.state.formats.trees import MODELS, flatten, weights_in
@@ -160,11 +160,8 @@ def _content(
 
 
 def _refuse_other_formats(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            head = file.read(16)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with reading(path), path.open("rb") as file:
+        head = file.read(16)
     if head.startswith(_PICKLE):
         raise CheckpointError(
             f"the file {path}",

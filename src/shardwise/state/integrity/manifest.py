@@ -5,11 +5,12 @@ It is JSON in exactly one spelling, so that it can contain its own SHA-256: anot
 refused too.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -138,12 +139,19 @@ def damaged(path: Path, why: str) -> DamagedError:
     )
 
 
-def _unreadable(path: Path, error: OSError) -> DamagedError:
-    return DamagedError(
-        str(path),
-        why=f"reading failed: {error.strerror or error}",
-        fix="look whether it is there, and whether you may read it",
-    )
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Within: an OSError is raised as the error of a checkpoint that cannot be read."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise DamagedError(
+            str(path),
+            why=f"reading failed: {error.strerror or error}",
+            fix="look whether it is there, and whether you may read it",
+        ) from error
 
 
 def _signed(content: dict[str, Any]) -> bytes:
@@ -156,7 +164,7 @@ def _text(content: Mapping[str, Any]) -> bytes:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    try:
+    with _reading(path):
         if path.is_symlink() or not path.exists():
             raise DamagedError(
                 f"the checkpoint {path.parent}",
@@ -170,10 +178,6 @@ def _content(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MOST:
             raise damaged(path, f"it has {path.stat().st_size} bytes, and no manifest is that long")
         data = path.read_bytes()
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise _unreadable(path, error) from error
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -233,7 +237,7 @@ def _count(value: Any) -> int:
 def _check_files(folder: Path, files: Mapping[str, FileFact]) -> None:
     """Refuses a directory that does not contain exactly the named files, as plain files (no links) of those sizes."""
     found: dict[str, int] = {}
-    try:
+    with _reading(folder):
         for place, folders, names in os.walk(folder):
             for name in (*folders, *names):
                 path = Path(place) / name
@@ -242,10 +246,6 @@ def _check_files(folder: Path, files: Mapping[str, FileFact]) -> None:
             for name in names:
                 path = Path(place) / name
                 found[path.relative_to(folder).as_posix()] = path.stat().st_size
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise _unreadable(folder, error) from error
     found.pop(MANIFEST, None)
     for name in files:
         if name not in found:

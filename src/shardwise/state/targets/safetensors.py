@@ -1,12 +1,18 @@
-"""Plans safetensors files: a single file, or a Hugging Face directory of several with an index."""
+"""Plans safetensors files: a single file, a Hugging Face directory, or a checkpoint of weights only, from which no run can
+resume: such a directory, and a manifest with a checksum of every block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 from shardwise.errors import UnsupportedError
 from shardwise.recipe.boxes import whole
-from shardwise.state.formats.folder import INDEX, index_of, lay_out
+from shardwise.state.file_layout import FileLayout, PlannedFile, planned_files
+from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES, place_tensors
+from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest
+from shardwise.state.integrity.sums import Sums, put_together
 from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
+from shardwise.world import package_versions
 
 
 def plan_safetensors(facts: Mapping[str, Fact], file: str, modules: str | None = None) -> ConversionPlan:
@@ -15,7 +21,9 @@ def plan_safetensors(facts: Mapping[str, Fact], file: str, modules: str | None =
     Raises:
         UnsupportedError: the format does not have the dtype of a tensor; with its name.
     """
-    return _plan({file: facts}, [], modules)
+    _check_dtypes(facts)
+    head, placed, size = place_tensors(facts, modules=modules)
+    return _plan((PlannedFile(file, head, tuple(placed), size),))
 
 
 def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int, modules: str | None = None) -> ConversionPlan:
@@ -25,26 +33,43 @@ def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int, modules: str | 
     Raises:
         UnsupportedError: as for :func:`plan_safetensors`.
     """
-    layout = lay_out({name: fact.num_bytes for name, fact in facts.items()}, max_shard_bytes)
-    index = index_of(layout, sum(fact.num_bytes for fact in facts.values()))
-    files = {file: {name: facts[name] for name in names} for file, names in layout.items()}
-    return _plan(files, [Fixed(INDEX, 0, index)] if index is not None else [], modules)
+    _check_dtypes(facts)
+    return _plan(planned_files(facts, max_shard_bytes=max_shard_bytes, modules=modules))
 
 
-def _plan(files: Mapping[str, Mapping[str, Fact]], sidecars: list[Fixed], modules: str | None) -> ConversionPlan:
-    sizes = {fixed.file: len(fixed.data) for fixed in sidecars}
-    heads: list[Fixed] = []
-    pieces: list[Piece] = []
-    for file, facts in files.items():
-        _check_dtypes(facts)
-        head, placed, sizes[file] = place_tensors(facts, modules=modules)
-        heads.append(Fixed(file, 0, head))
-        pieces += [Piece(tensor.name, whole(tensor.shape), tensor.dtype, file, tensor.offset) for tensor in placed]
+def plan_checkpoint(
+    facts: Mapping[str, Fact], max_shard_bytes: int, step: int, modules: str | None = None
+) -> ConversionPlan:
+    """Plans a checkpoint of weights only: a directory as of :func:`plan_folder`, and its manifest. ``step``: number of
+    windows that they were trained for.
 
-    def finish(sums: Sequence[int]) -> list[Fixed]:
-        return [*heads, *sidecars]
+    Raises:
+        UnsupportedError: as for :func:`plan_safetensors`.
+    """
 
-    return ConversionPlan(sizes, tuple(piece for piece in pieces if piece.num_bytes), finish)
+    def manifest(sizes: Mapping[str, int], sums: Sums) -> Fixed:
+        found = put_together(sizes, [sums.partial_sums()])
+        content = Manifest(
+            step=step,
+            layout="",
+            num_ranks=0,
+            fingerprint="",
+            versions=package_versions(),
+            files={file: FileFact(size, found[file]) for file, size in sizes.items()},
+        )
+        return Fixed(MANIFEST, 0, content.to_bytes())
+
+    return replace(plan_folder(facts, max_shard_bytes, modules), summed=True, manifest=manifest)
+
+
+def _plan(files: tuple[PlannedFile, ...]) -> ConversionPlan:
+    index = FileLayout(files, {}).index()
+    fixed = [Fixed(file.name, 0, file.head) for file in files]
+    fixed += [Fixed(INDEX, 0, index)] if index is not None else []
+    sizes = {file.name: file.size for file in files} | ({INDEX: len(index)} if index is not None else {})
+    placed = [(file.name, tensor) for file in files for tensor in file.tensors if tensor.num_bytes]
+    pieces = [Piece(tensor.name, whole(tensor.shape), tensor.dtype, file, tensor.offset) for file, tensor in placed]
+    return ConversionPlan(sizes, tuple(pieces), lambda sums: list(fixed))
 
 
 def _check_dtypes(facts: Mapping[str, Fact]) -> None:

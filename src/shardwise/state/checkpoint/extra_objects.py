@@ -15,9 +15,11 @@ from shardwise.parallel import Runtime
 from shardwise.parallel.part_values import cut_of_part, marked_as
 from shardwise.parallel.runtime import has_runtime, runtimes_in_use
 from shardwise.parallel.stale import replaced_name
-from shardwise.state.checkpoint.plain import CutTensor
-from shardwise.state.file_layout import SHARD_BYTES, FileLayout, PlannedFile, planned_files
-from shardwise.state.views import View, view_of_all
+from shardwise.state.checkpoint.json_state import CutTensor
+
+EXTRA = "extra"  # the folder of weights of further models, and the first part of the names of what extra objects keep
+STATE_OF_ITS_OWN, WEIGHTS_OF_A_MODEL = "its own state", "the weights of a sharded model"
+STATE_OF_AN_OPTIMIZER = "the state of a sharded model's optimizer, by the names of its parameters"
 
 
 def is_sharded(value: Any) -> bool:
@@ -52,6 +54,48 @@ def owner_of(name: str, value: Any) -> Runtime | None:
     )
 
 
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuses ``extra`` objects that could not be saved.
+
+    Raises:
+        ConfigError: an object has no ``state_dict``, or its name cannot be a directory's.
+    """
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"extra={extra!r:.80}", why="objects are saved under names", fix="use a mapping: extra={'average': average}"
+        )
+    for name, value in extra.items():
+        has_both = all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict"))
+        if not has_both:
+            raise ConfigError(
+                f"extra[{name!r}]: a {type(value).__name__}",
+                why="it has no state_dict() and load_state_dict(), by which it is saved and restored",
+                fix="give it both methods, or leave it out",
+            )
+        owner_of(name, value)  # raises for an optimizer that cannot be saved
+        if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
+            raise ConfigError(
+                f"extra[{name!r}]", why="the name becomes that of a file", fix="use letters, digits, - and _"
+            )
+
+
+def held_extra(state: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> what is saved of it, for the ``extra`` objects in a checkpoint with this state; see :func:`saved_of`."""
+    weights = [prefix.removeprefix(f"{EXTRA}/").removesuffix("/") for prefix in state["model"] if prefix]
+    return (
+        dict.fromkeys(state["extra"], STATE_OF_ITS_OWN)
+        | dict.fromkeys(weights, WEIGHTS_OF_A_MODEL)
+        | dict.fromkeys(state.get("optimizers") or {}, STATE_OF_AN_OPTIMIZER)
+    )
+
+
+def saved_of(name: str, value: Any) -> str:
+    """What is saved of an ``extra`` object."""
+    if is_sharded(value):
+        return WEIGHTS_OF_A_MODEL
+    return STATE_OF_ITS_OWN if owner_of(name, value) is None else STATE_OF_AN_OPTIMIZER
+
+
 class CutTensors:
     """The tensors of ``extra`` objects that are cut as parameters are; equal on every rank but for the values. ``models``: those that
     are saved with them."""
@@ -73,22 +117,9 @@ class CutTensors:
         self.add(runtime, place, name, tensor)
         return CutTensor(place, dtype_name(tensor.dtype), runtime.recipe.params[name].shape)
 
-    def layouts(
-        self, stem: str, align: Callable[[Iterable[int]], int]
-    ) -> list[tuple[Runtime, FileLayout, dict[str, Tensor]]]:
-        """The files of each model's tensors, and this rank's parts by their names there."""
-        made = []
-        for number, (runtime, tensors) in enumerate(self._found.values()):
-            views: dict[str, View] = {
-                n: view_of_all(p, runtime.recipe.params[p].shape) for n, (p, _) in tensors.items()
-            }
-            facts = {n: (views[n].shape, dtype_name(tensor.dtype)) for n, (_, tensor) in tensors.items()}
-            sizes = (torch.Size(views[n].shape).numel() * tensor.itemsize for n, (_, tensor) in tensors.items())
-            files: tuple[PlannedFile, ...] = planned_files(
-                facts, max_shard_bytes=SHARD_BYTES, align=align(sizes), stem=f"{stem}{number or ''}"
-            )
-            made.append((runtime, FileLayout(files, views), {n: tensor for n, (_, tensor) in tensors.items()}))
-        return made
+    def of_models(self) -> Iterable[tuple[Runtime, dict[str, tuple[str, Tensor]]]]:
+        """Each model, and by their names in the files: the parameter that a tensor is cut as, and this rank's part."""
+        return self._found.values()
 
 
 def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runtime, str] | None:

@@ -1,6 +1,7 @@
 """Reads a checkpoint of a run; bytes whose checksum differs are never used."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import msgspec
 from torch import Tensor
 
 from shardwise.errors import CheckpointError
-from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE, held_extra
-from shardwise.state.checkpoint.plain import from_plain, parse
+from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
+from shardwise.state.checkpoint.extra_objects import held_extra
+from shardwise.state.checkpoint.json_state import from_plain, parse
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.integrity.manifest import Manifest, damaged
@@ -89,30 +91,25 @@ class SavedRun:
         """
         if not self.has_run:
             return {}
-        plain = self._plain()
-        try:
-            known = {
-                name: from_plain(plain[name], _none) for name in ("time", "loader", "figure", "best") if name in plain
-            }
+        with self._as_written():
+            plain = parse(self.files.whole(self.folder / STATE))
+            shown = [name for name in ("time", "loader", "figure", "best") if name in plain]
             optimizer = plain.get("optimizer")
-            return known | {
+            return {name: from_plain(plain[name], _none) for name in shown} | {
                 "optimizer": None if optimizer is None else optimizer["class"],
                 "extra": sorted(held_extra(plain)),
             }
-        except Exception as error:
-            raise self._unlike(error) from error
 
-    def _plain(self) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Within: any error of a state file that this library cannot have written is one of a damaged file."""
         try:
-            return dict(parse(self.files.whole(self.folder / STATE)))
+            yield
         except CheckpointError:
             raise
         except Exception as error:
-            raise self._unlike(error) from error
-
-    def _unlike(self, error: Exception) -> CheckpointError:
-        """The error for a state file that this library cannot have written."""
-        return damaged(self.folder / STATE, f"it is not what a save writes: {type(error).__name__}: {error}")
+            why = f"it is not what a save writes: {type(error).__name__}: {error}"
+            raise damaged(self.folder / STATE, why) from error
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
         """Everything except the models' weights: the state as it was saved, with its full tensors; and the tensors in
@@ -129,15 +126,11 @@ class SavedRun:
             )
         self.files.check_heads(self.manifest.files)
         rest = tensors_in(self.folder / REST)
-        plain = self._plain()
-        try:
-            found = {name: self._decoded(value, rest) for name, value in plain.items()}
-            msgspec.convert(found, _State)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._unlike(error) from error
-        return found, self.tensors(OPTIMIZER)
+        with self._as_written():
+            plain = dict(parse(self.files.whole(self.folder / STATE)))
+            state = {n: from_plain(v, lambda name: rest[name].load(self.files)) for n, v in plain.items()}
+            msgspec.convert(state, _State)
+        return state, self.tensors(OPTIMIZER)
 
     def tensors(self, stem: str) -> dict[str, FileTensor]:
         """Name -> tensor of all files whose path begins with ``stem``."""
@@ -147,12 +140,6 @@ class SavedRun:
             if name.startswith(stem) and name.endswith(".safetensors")
             for key, tensor in tensors_in(self.folder / name).items()
         }
-
-    def _decoded(self, value: Any, rest: Mapping[str, FileTensor]) -> Any:
-        def load(name: str) -> Tensor:
-            return rest[name].load(self.files)
-
-        return from_plain(value, load)
 
 
 def _none(name: str) -> Tensor:

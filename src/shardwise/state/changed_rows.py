@@ -1,4 +1,5 @@
-"""A stored table of which the model has more rows: a vocabulary that has grown."""
+"""Stored tensors of which other rows are loaded or written: in another order (rotary embeddings), or more of them (a vocabulary
+that has grown)."""
 
 from dataclasses import dataclass, field
 
@@ -60,7 +61,7 @@ class GrownTable(TensorSource):
         return self._means[columns]
 
 
-def grown(stored: TensorSource, shape: tuple[int, ...], rows: tuple[int, int] | None) -> TensorSource:
+def with_added_rows(stored: TensorSource, shape: tuple[int, ...], rows: tuple[int, int] | None) -> TensorSource:
     """``stored`` with the rows that ``shape``, the model's, has more; itself where it is no table of a vocabulary that has grown.
 
     Args:
@@ -72,3 +73,29 @@ def grown(stored: TensorSource, shape: tuple[int, ...], rows: tuple[int, int] | 
     if not fits or stored.shape[1:] != shape[1:] or not is_rounded(stored.dtype):
         return stored
     return GrownTable(shape, stored.dtype, stored)
+
+
+@dataclass(frozen=True, eq=False)
+class Reordered(TensorSource):
+    """A tensor with the rows of ``inner`` reordered within each of ``heads`` equal parts: rotary embeddings store the
+    two elements of a pair either in two halves or next to each other."""
+
+    inner: TensorSource
+    heads: int
+    to_pairs: bool
+
+    @property
+    def origins(self) -> tuple[Chunk, ...]:
+        return self.inner.origins
+
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        rows = self.shape[0] // self.heads
+        end = box.starts[0] + box.sizes[0]
+        for head in range(box.starts[0] // rows, -(-end // rows)):
+            # One head at a time: its rows can come from anywhere in it, and a head is small.
+            whole_head = Box((head * rows, *box.starts[1:]), (rows, *box.sizes[1:]))
+            halves = self.inner.load(files, whole_head)
+            grid = (2, rows // 2) if self.to_pairs else (rows // 2, 2)
+            ordered = halves.view(*grid, *box.sizes[1:]).transpose(0, 1).reshape(whole_head.sizes)
+            first, last = max(box.starts[0], head * rows), min(end, (head + 1) * rows)
+            out[first - box.starts[0] : last - box.starts[0]] = ordered[first - head * rows : last - head * rows]

@@ -1,0 +1,144 @@
+"""The state of an optimizer of a sharded model in a checkpoint: what is written of it, by the names of its parameters, and how
+another one gets it, under any layout."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise._torch.dtensor import local_tensor
+from shardwise.errors import CheckpointError
+from shardwise.model import dtype_name, dtype_of
+from shardwise.model.large_pages import empty_in_large_pages
+from shardwise.parallel import Runtime
+from shardwise.state.checkpoint.extra_objects import CutTensors
+from shardwise.state.checkpoint.json_state import to_plain
+from shardwise.state.given import Settled
+from shardwise.state.integrity.manifest import damaged
+from shardwise.state.integrity.reading import VerifiedFiles
+from shardwise.state.optimizer import agreed_kinds, match_state, settings_of
+from shardwise.state.stored import FileTensor, TensorSource
+
+
+def optimizer_state(
+    runtime: Runtime, place: str, prefix: str, optim: torch.optim.Optimizer, tensors: dict[str, Tensor], cut: CutTensors
+) -> Any:
+    """What is saved of an optimizer of a sharded model, at ``place``; its sharded tensors are added to ``cut``, their names behind
+    ``prefix``."""
+    parts: dict[str, tuple[str, Tensor]] = {}
+    state = _state_by_name(runtime, optim, prefix, parts)
+    for stored, (param, tensor) in parts.items():
+        cut.add(runtime, stored, param, tensor)
+    return to_plain(state, place, tensors)
+
+
+def _state_by_name(
+    runtime: Runtime, optim: torch.optim.Optimizer, prefix: str, parts: dict[str, tuple[str, Tensor]]
+) -> dict[str, Any]:
+    """The state of an optimizer by the names of parameters; what is sharded is added to ``parts``, by ``prefix`` and its name:
+    the parameter that it is sharded as, and this rank's part."""
+    kinds = agreed_kinds(runtime, optim, "a checkpoint, taking down the optimizer's state")
+    kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
+    keys: dict[str, dict[str, str | None]] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, values in kept.items():
+        for key, value in values.items():
+            if kinds[name][key]:
+                parts[f"{prefix}{name}/{key}"] = name, local_tensor(value).detach()
+            else:
+                plain.setdefault(name, {})[key] = local_tensor(value) if isinstance(value, Tensor) else value
+            keys.setdefault(name, {})[key] = dtype_name(value.dtype) if kinds[name][key] else None
+    return {
+        "class": type(optim).__name__,
+        "keys": keys,
+        "state": plain,
+        "param_groups": [settings_of(runtime, group, kinds) for group in optim.param_groups],
+    }
+
+
+class SavedOptimizer:
+    """The state of one optimizer in a checkpoint, and the optimizer of this run that will get it.
+
+    Args:
+        folder: of the checkpoint.
+        runtime: of the model whose parameters it has.
+        optim: may be new.
+        saved: what is saved of it.
+        moments: the tensors in its files.
+        prefix: of their names.
+
+    Attributes:
+        made: after :meth:`read`: name -> key -> this rank's value.
+        settings: of each parameter group.
+
+    Raises:
+        CheckpointError: it is of another model or optimizer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        runtime: Runtime,
+        optim: torch.optim.Optimizer,
+        saved: Mapping[str, Any],
+        moments: Mapping[str, FileTensor],
+        prefix: str,
+    ):
+        self._folder, self.runtime, self.optim = folder, runtime, optim
+        self._moments, self._prefix = moments, prefix
+        self.made: dict[str, dict[str, Any]] = {}
+        state = self._state(saved)
+        if saved["class"] != type(optim).__name__:
+            raise CheckpointError(
+                f"{folder}: the state of {saved['class']}",
+                why=f"this run's optimizer is {type(optim).__name__}, and its state means something else",
+                fix=f"build {saved['class']}, or load the weights only: sw.load_weights(model, {str(folder)!r})",
+            )
+        self._values, self.settings = match_state(
+            runtime, optim, {"state": state, "param_groups": saved["param_groups"]}
+        )
+        if prefix:  # those of the run's own are settled with it
+            self.settings = Settled([{} for _ in self.settings]).settings(self.settings)
+
+    def _state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        shapes = {name: param.shape for name, param in self.runtime.recipe.params.items()}
+        state: dict[str, dict[str, Any]] = {}
+        for name, keys in saved["keys"].items():
+            for key, dtype in keys.items():
+                value = saved["state"].get(name, {}).get(key)
+                if dtype is not None:
+                    stored = self._moments.get(f"{self._prefix}{name}/{key}")
+                    if stored is None or stored.dtype != dtype or name not in shapes:
+                        raise damaged(self._folder, f"the optimizer's files have no {name}/{key} of {dtype}")
+                    if stored.shape != shapes[name]:
+                        raise CheckpointError(
+                            f"{self._folder}: {key} of shape {list(stored.shape)}",
+                            why=f"the parameter has {list(shapes[name])}",
+                            fix="build the model that the checkpoint was saved from",
+                            name=name,
+                        )
+                    value = torch.empty(stored.shape, dtype=getattr(torch, dtype), device="meta")
+                state.setdefault(name, {})[key] = value
+        return state
+
+    def read(self, files: VerifiedFiles) -> None:
+        """Reads this rank's shards into new memory."""
+        for name, keys in self._values.items():
+            self.made[name] = {
+                key: part_of(self._moments[f"{self._prefix}{name}/{key}"], self.runtime, name, files)
+                if isinstance(value, torch.dtype)
+                else value
+                for key, value in keys.items()
+            }
+
+
+def part_of(stored: TensorSource, runtime: Runtime, name: str, files: VerifiedFiles) -> Tensor:
+    """This rank's part of a stored tensor, in new memory: cut as parameter ``name``; of a buffer all of it, in the shape that it
+    was saved with."""
+    shape = runtime.local_tensor_of(name).shape if name in runtime.recipe.params else stored.shape
+    fresh = empty_in_large_pages(shape, dtype_of(stored.dtype))
+    for piece, part in runtime.parts(name, fresh):
+        stored.read(piece.box, part, files)
+    return fresh
