@@ -2544,6 +2544,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a run of the search computes with what another one has kept in the model",
     ),
     Mutant(
+        "names-put-together-elsewhere",
+        'if names & _STORE_BY_TEXT and not is_opaque(space.get("__name__")):',
+        "if False:",
+        "tests/techniques/tp/test_places.py -k put_together_elsewhere-cut-True",
+        "what a forward keeps in another module, by a name that it puts together, is one of the search's",
+    ),
+    Mutant(
+        "text-files-not-put-back",
+        "            part.write(content[0])\n",
+        "",
+        "tests/techniques/tp/test_places.py -k in_text",
+        "what a forward keeps as text in memory is lost by the search",
+    ),
+    Mutant(
         "search-sees-one-forward",
         "if whole.keeps and not (why or alone):",
         "if False:",

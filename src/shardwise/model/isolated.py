@@ -179,6 +179,8 @@ class Isolated:
                         self._note_space(f"{space.get('__name__')}.{name}", value)
             if space is not home:
                 self._note_names(stored, space)
+                if names & _STORE_BY_TEXT and not is_opaque(space.get("__name__")):
+                    self._note_space(f"{space.get('__name__')}", space)
         # A function that another one has made while it ran is gone with that.
         self._inner |= {id(each) for each in code.co_consts if isinstance(each, types.CodeType)}
         if code.co_freevars and id(code) not in self._codes | self._inner:

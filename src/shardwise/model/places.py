@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import io
 import operator
 import os
 import threading
@@ -19,6 +20,7 @@ LONGEST = 1000  # items of a container that are looked at one by one
 _LARGEST = 1 << 20  # bytes of an array
 _ABSENT = object()
 _OPAQUE = frozenset({"torch", "shardwise", "builtins", "numpy", "sympy", "mpmath", "einops", "einx"})
+_FILES = (io.StringIO, io.BytesIO)
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 
 
@@ -39,7 +41,7 @@ def is_place(value: Any) -> bool:
     """Whether a value may hold something else later. Large arrays are data."""
     if type(value).__name__ == "ndarray" and value.nbytes > _LARGEST:
         return False
-    return is_mutable(value) or isinstance(value, (*_WEAK, threading.local)) or is_iterator(type(value))
+    return is_mutable(value) or isinstance(value, (*_WEAK, *_FILES, threading.local)) or is_iterator(type(value))
 
 
 class Key:
@@ -140,6 +142,11 @@ class Place:
                 put(table, content)
         elif isinstance(part, _WEAK):
             put(part.data, content)  # type: ignore[attr-defined]
+        elif isinstance(part, _FILES):
+            part.seek(0)
+            part.truncate()
+            part.write(content[0])
+            part.seek(content[1])
         elif is_iterator(type(part)):
             raise moves_on(self.name, f"a {type(part).__name__}")
         else:
@@ -168,6 +175,8 @@ def _content(part: Any) -> Any:
         return _bytes(part.cache_info().misses) if (table := _table(part)) is None else dict(table)
     if isinstance(part, _WEAK):
         return part.data.copy()  # type: ignore[attr-defined]
+    if isinstance(part, _FILES):
+        return ["", 0] if part.closed else [part.getvalue(), part.tell()]
     if isinstance(part, types.GeneratorType):
         frame = part.gi_frame
         return _bytes(None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values())))
@@ -206,6 +215,10 @@ def _mark_of_class(part: type) -> list[int]:
     return [*map(id, vars(part).values())]
 
 
+def _mark_of_file(part: Any) -> Any:
+    return _content(part)
+
+
 def _mark_of_items(part: Iterable[Any]) -> list[int]:
     return [*map(id, part)]
 
@@ -226,4 +239,6 @@ _MARKS: dict[type, Callable[[Any], Any]] = {
     list: _mark_of_items,
     set: _mark_of_items,
     Key: _mark_of_key,
+    io.StringIO: _mark_of_file,
+    io.BytesIO: _mark_of_file,
 }

@@ -4,6 +4,7 @@ tp and beside it in one process."""
 import argparse
 import contextvars
 import functools
+import io
 import itertools
 import os
 import sys
@@ -323,6 +324,30 @@ def put_together(block, make):
     return globals().setdefault(f"VALUE_{block.number % 1}_OF_A_USER", make())
 
 
+def put_together_elsewhere(block, make):
+    import holder_of_values as holder
+
+    name = f"value_{block.number % 1}_of_a_user"
+    if not hasattr(holder, name):
+        setattr(holder, name, make())
+    return getattr(holder, name)
+
+
+_text, _bytes = io.StringIO(), io.BytesIO()
+
+
+def in_text(block, make):
+    if not _text.getvalue():
+        _text.write(repr(make()))
+    return float(_text.getvalue())
+
+
+def in_bytes(block, make):
+    if not _bytes.tell():
+        _bytes.write(repr(make()).encode())
+    return float(_bytes.getvalue())
+
+
 def on_torch_class(block, make):
     nn.Linear.value_of_a_user = getattr(nn.Linear, "value_of_a_user", None) or make()
     return nn.Linear.value_of_a_user
@@ -387,7 +412,7 @@ KEPT = {
         attribute, own_dict, nested, own_slots, own_property, class_attribute, class_dict, other_class, metaclass, method_cache,
         function_cache, module_global, global_list, global_dict, global_deque, global_slots, default_argument, keyword_default,
         function_attribute, weak_dict, context_variable, thread_local, namespace, other_module, library_module, counter, generator, second_forward, second_count, registered, registered_for_good,
-        in_dispatch, in_environ, put_together, on_torch_class, on_class_of_layer, on_torch_function,
+        in_dispatch, in_environ, put_together, put_together_elsewhere, in_text, in_bytes, on_torch_class, on_class_of_layer, on_torch_function,
         on_layer, on_parameter, on_namespace, on_user_dict, on_global_args, in_thread, history, second_function,
     )
 } | {"closure_cell": closure_cell}  # fmt: skip
@@ -690,6 +715,10 @@ def reset():
     os.environ.pop("VALUE_OF_A_USER", None)
     _of_kind[0] = _dispatch()
     globals().pop("VALUE_0_OF_A_USER", None)
+    vars(HOLDER).pop("value_0_of_a_user", None)
+    for file in (_text, _bytes):
+        file.seek(0)
+        file.truncate()
     vars(F.softmax).pop("value_of_a_user", None)
     if hasattr(nn.Linear, "value_of_a_user"):
         del nn.Linear.value_of_a_user
@@ -714,6 +743,7 @@ def everything():
     )
     values = [VALUE, Block.value, Shared.value, _GENERATOR[0], VARIABLE.get(), *map(len, held)]
     values += [hasattr(each, "value") for each in (LOCAL, SLOTS, HOLDER, Meta)]
+    values += [hasattr(HOLDER, "value_0_of_a_user"), len(_text.getvalue()), len(_bytes.getvalue())]
     values += [len(_of_kind[0].registry), "VALUE_OF_A_USER" in os.environ, "VALUE_0_OF_A_USER" in globals()]
     values += [hasattr(each, "value_of_a_user") for each in (nn.Linear, F.softmax)]
     return [*values, hasattr(torch, "_value_of_a_user"), _once.cache_info().currsize, Block.once.cache_info().currsize]
