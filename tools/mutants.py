@@ -2552,10 +2552,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "text-files-not-put-back",
-        "            part.write(content[0])\n",
+        "            part.truncate()\n",
         "",
         "tests/techniques/tp/test_places.py -k in_text",
-        "what a forward keeps as text in memory is lost by the search",
+        "what a forward keeps as text in memory is one of the search's",
     ),
     Mutant(
         "search-sees-one-forward",
