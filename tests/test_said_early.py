@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.state.checkpoint.saves import Saves
 
 pytestmark = [pytest.mark.timeout(60)]
 X = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4)
@@ -291,7 +292,7 @@ def test_a_save_that_finds_the_disk_full_says_that_the_run_stops(world, tmp_path
     with sw.CheckpointManager(tmp_path, step) as saved:
         step([BATCH])
         with monkeypatch.context() as patched:
-            patched.setattr(sw.CheckpointManager, "_write", full)
+            patched.setattr(Saves, "_write", full)
             saved.save()
             with pytest.raises(sw.CheckpointError) as told:
                 saved.wait()
