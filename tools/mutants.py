@@ -1065,6 +1065,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a backward that raised is taken for one that still runs, and its gradients are summed with the next",
     ),
     Mutant(
+        "aside-at-any-backward",
+        "if not stash.has_any or _comes_to(stash.runtime, backward):",
+        "if True:",
+        "tests/techniques/data/test_zero_grad.py -k cleared_wherever",
+        "gradients that a loop clears by hand come back at the end of its window",
+    ),
+    Mutant(
+        "second-model-counts-anew",
+        'runtime.step = self._state.get("windows", {}).get(prefix, runtime.step)',
+        "pass",
+        "tests/state/test_checkpoint_extra.py -k draws_on",
+        "a second model draws other random numbers after a resume",
+    ),
+    Mutant(
         "aside-is-lost",
         "            add_to_gradient(self.runtime.parameters[name], grad)",
         "            pass",

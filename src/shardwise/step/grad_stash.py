@@ -5,10 +5,11 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from shardwise._torch.autograd import Backward, before_backward
+from shardwise._torch.autograd import Backward, before_backward, path_of
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import UsageError
 from shardwise.parallel import Runtime
+from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.parallel.step_checks import LastStep
 from shardwise.techniques.data.gradients import add_to_gradient
 
@@ -16,7 +17,7 @@ _waiting: "weakref.WeakSet[GradStash]" = weakref.WeakSet()
 
 
 class GradStash:
-    """Gradients from before a window that are still there when its first backward, or ``torch.autograd.grad``, begins: they have been
+    """Gradients from before a window that are still there when its first backward, or ``torch.autograd.grad`` of parameters, begins: they have been
     summed over the ranks already, so only what the window adds to them must be. Until then they stay in ``.grad``, where the loop may
     clear them, in whichever way.
 
@@ -43,6 +44,11 @@ class GradStash:
             return
         _waiting.add(self)
         before_backward(_begin)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there were gradients when the window began."""
+        return bool(self._before)
 
     def take(self) -> None:
         """Puts the gradients aside, unless that was done. Called before any gradient of the window is summed.
@@ -115,10 +121,32 @@ class GradStash:
             return {name: grad for name, param in self.runtime.parameters.items() if (grad := param.grad) is not None}
 
 
-def _begin(_backward: Backward) -> None:
-    """Before a backward: gradients of windows that wait for their first one are put aside."""
+def _begin(backward: Backward) -> None:
+    """Before a backward: gradients of windows that wait for their first one are put aside, of models that it comes to."""
     for stash in list(_waiting):
-        stash.take()
+        if not stash.has_any or _comes_to(stash.runtime, backward):
+            stash.take()
+
+
+def _comes_to(runtime: Runtime, backward: Backward) -> bool:
+    """Whether a backward computes gradients of parameters of the model."""
+    if backward.inputs or not backward.accumulates:
+        # An edge of the graph may stand for a leaf.
+        return not _owned(runtime).isdisjoint(
+            id(getattr(getattr(x, "node", None), "variable", x)) for x in backward.inputs
+        )
+    path = path_of(backward.outputs, past_marks=True)
+    leaves = set(map(id, path.leaves))
+    if not _owned(runtime).isdisjoint(leaves):
+        return True
+    # A reentrant checkpoint shows no leaves: what comes through a model's output comes to the model, unless another one's show.
+    others = (each for each in runtimes_in_use() if each is not runtime)
+    return path.mark is not None and all(_owned(each).isdisjoint(leaves) for each in others)
+
+
+def _owned(runtime: Runtime) -> set[int]:
+    """The ``id()`` of each parameter, and of the copies that a forward computes with."""
+    return {*map(id, runtime.parameters.values()), *(id(copy) for copy, _ in runtime.engine.gathered())}
 
 
 def _is_not_zero(grad: Tensor) -> bool:

@@ -16,11 +16,19 @@ from shardwise.step.window import window
 from shardwise.world import init
 
 LAYOUTS = [*WHERE, ("dp_shard=1", None), HSDP]
-PLACES = ("before the window", "its first line", "in the loop", "to zeros", "by the model", "to zeros by the model")
+PLACES = (
+    "before the window", "its first line", "in the loop", "to zeros", "by the model", "to zeros by the model",
+    "by hand after a backward of another module", "by hand in the loop, after a gradient of its input",
+)  # fmt: skip
 STEPS, NUM = 3, 4
 
 
 def clear(model: nn.Module, optim: torch.optim.Optimizer, place: str) -> None:
+    if "by hand" in place:
+        nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()
+        for param in model.parameters():
+            param.grad = None
+        return
     (model if "model" in place else optim).zero_grad(set_to_none="zeros" not in place)
 
 
@@ -57,10 +65,13 @@ def looped(layout: str, unit: int | None, place: str) -> list[dict[str, Tensor |
             if place == "before the window":
                 clear(model, optim, place)
             with window(model, mine, count=count) as w:
-                if place not in ("before the window", "in the loop"):
+                if place != "before the window" and "in the loop" not in place:
                     clear(model, optim, place)
                 for number, given in enumerate(w):
-                    if place == "in the loop" and number == 0:
+                    if "of its input" in place:
+                        x = given["x"].clone().requires_grad_()
+                        torch.autograd.grad(loss(model, {**given, "x": x}, step), x)
+                    if "in the loop" in place and number == 0:
                         clear(model, optim, place)
                     (loss(model, given, step) / w.num_tokens).backward()
             found.append({name: None if grad is None else grad.clone() for name, grad in whole(model).items()})

@@ -185,6 +185,8 @@ def _plain_states(
         prefix: to_plain(extra_states(other), f"extra state{prefix and ' of ' + prefix}", tensors)
         for prefix, other in models.items()
     }
+    # Their random numbers are named by how many windows they have had, as those of the run's model are by its steps.
+    plain["windows"] = {prefix: runtime_of(other).step for prefix, other in models.items() if prefix}
     plain["extra"] = {
         name: to_plain(_state_of(name, value, cut.models), f"{EXTRA}/{name}", tensors, cut.note)
         for name, value in extra.items()

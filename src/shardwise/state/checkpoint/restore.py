@@ -151,6 +151,9 @@ class _Reading:
         models |= {f"{EXTRA}/{n}/": runtime_of(other) for n, other in self.extra.items() if is_sharded(other)}
         for prefix, runtime in models.items():
             self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
+        windows = state.get("windows", {})  # of other models; a checkpoint of an earlier version has none
+        if not isinstance(windows, dict) or any(type(num) is not int or num < 0 for num in windows.values()):
+            raise damaged(self.saved.folder, "its numbers of windows are none")
         if self.optim is not None:
             told = state["optimizer"]
             self._optimizers[""] = SavedOptimizer(self.saved.folder, self.runtime, self.optim, told, moments, "")
@@ -167,7 +170,7 @@ class _Reading:
         self.own = {
             name: value
             for name, value in state.items()
-            if name not in ("optimizer", "optimizers", "model", "extra", "random")
+            if name not in ("optimizer", "optimizers", "model", "extra", "random", "windows")
         }
         settled = check(self.own)
         if settled is not None and self.optim is not None:
@@ -254,6 +257,7 @@ class _Reading:
                         buffers[name].data = value.to(local[name].device)
             runtime.memory(Origin).folder = (self.saved.folder / prefix).resolve()
             give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
+            runtime.step = self._state.get("windows", {}).get(prefix, runtime.step)
             states = self._state["model"].get(prefix) or {}
             if states:
                 set_extra_states(runtime.module, states)
