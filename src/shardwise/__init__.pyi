@@ -64,6 +64,7 @@ from shardwise.techniques.compile.options import Compile as Compile
 from shardwise.techniques.data.options import DDP as DDP
 from shardwise.techniques.data.options import Prefetch as Prefetch
 from shardwise.techniques.data.options import Sharding as Sharding
+from shardwise.techniques.lora.options import LoRA as LoRA
 from shardwise.techniques.precision.options import Precision as Precision
 from shardwise.techniques.remat.options import Remat as Remat
 from shardwise.techniques.tp.by_hand import column_parallel_linear as column_parallel_linear

@@ -1,12 +1,36 @@
 """Linear layers as a forward calls them, found by what is computed and not by the classes that they are in."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+Role = tuple[Literal["out", "in"] | None, ...]
+"""What lies along each dim of a tensor of a layer: its outputs, its inputs, or something else."""
+
+
+class Further(NamedTuple):
+    """A further parameter of a layer: it is cut as the outputs, or the inputs, of the layer are."""
+
+    name: str
+    role: Role
+
+    def dim(self, side: Literal["out", "in"]) -> int | None:
+        """The dim along which the outputs, or inputs, lie; None: there is none."""
+        return self.role.index(side) if side in self.role else None
+
+
+LAYER_FUNCTIONS: dict[Callable[..., Tensor], tuple[Role, ...]] = {}
+"""Functions ``f(x, weight, bias, *further, how, training)`` that are linear layers with further tensors -> the role of each of these.
+``how`` is a frozen dataclass: ``out_dim``, the dim of the weight along which the outputs lie; ``dropout``, of its inputs in training; and
+``sum_over_inputs``, which sums over ranks of which each has a part of the inputs, or None. A tensor or the bias may be None.
+
+Given the part of all its tensors that belongs to a part of the outputs, such a function must give that part; given what belongs to a part of the
+inputs, and no bias, a part of the sum. The search for cuts shows it."""
 
 
 class Layer(NamedTuple):
@@ -18,6 +42,8 @@ class Layer(NamedTuple):
         is_embedding: its inputs are indices.
         padding_idx: of an embedding: the row that gets no gradient.
         has_options: it is an embedding with a largest norm or the like.
+        further: its further parameters.
+        function: of :data:`LAYER_FUNCTIONS`, and ``how``; None: it is a plain linear layer or an embedding.
 
     A norm over a whole width may be taken for a layer too (see :class:`~shardwise.model.trial.Trial`): then ``weight`` is
     the name of its module with a dot behind it.
@@ -29,6 +55,13 @@ class Layer(NamedTuple):
     is_embedding: bool = False
     padding_idx: int | None = None
     has_options: bool = False
+    further: tuple[Further, ...] = ()
+    function: tuple[Callable[..., Tensor], Any] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Its parameters."""
+        return [name for name in (self.weight, self.bias, *(each.name for each in self.further)) if name is not None]
 
     @property
     def is_norm(self) -> bool:
@@ -58,8 +91,9 @@ class LayerCalls(TorchFunctionMode):
         self._name_of = name_of
         self._turned: list[tuple[Tensor, str]] = []  # weights that were transposed
 
-    def called(self, layer: Layer, x: Tensor) -> Any:
-        """The outputs of a layer for the inputs ``x``; NotImplemented: the function is called as it is."""
+    def called(self, layer: Layer, x: Tensor, compute: "Compute | None") -> Any:
+        """The outputs of a layer for the inputs ``x``; NotImplemented: the function is called as it is. ``compute``: of a layer function,
+        calls it."""
         return NotImplemented
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,10 +111,19 @@ class LayerCalls(TorchFunctionMode):
         result = NotImplemented if found is None else self.called(*found)
         return self.other(func, args, kwargs) if result is NotImplemented else result
 
-    def _layer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Layer, Tensor] | None:
-        """The layer that a function call is, and its input; None: it is none."""
+    def _layer(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Layer, Tensor, "Compute | None"] | None:
+        """The layer that a function call is, its input, and how it is computed; None: it is no layer."""
         bias, turned, padding, has_options = None, True, None, False
-        if func is functional.linear:
+        function, further, compute = None, tuple[Further, ...](), None
+        if func in LAYER_FUNCTIONS:
+            x, weight, bias, *more, how, training = args
+            turned, function = how.out_dim == 1, (func, how)
+            of_each = zip(more, LAYER_FUNCTIONS[func], strict=True)
+            further = tuple(Further(self._name_of(t) or "", role) for t, role in of_each if t is not None)
+            compute = functools.partial(_compute, func, weight, *more, how, training)
+        elif func is functional.linear:
             x, weight, bias = bound(("input", "weight", "bias"), args, kwargs)
             turned = False
         elif func is functional.embedding:
@@ -101,7 +144,18 @@ class LayerCalls(TorchFunctionMode):
         if bias is not None and (self._name_of(bias) is None or bias.dim() != 1):
             return None
         padding = None if padding is None else int(padding) % weight.shape[0]
-        return Layer(name, self._name_of(bias), int(turned), func is functional.embedding, padding, has_options), x
+        is_embedding = func is functional.embedding
+        layer = Layer(name, self._name_of(bias), int(turned), is_embedding, padding, has_options, further, function)
+        return layer, x, compute
+
+
+Compute = Callable[[Tensor, Tensor | None], Tensor]
+"""The outputs of a layer function for an input and a bias, and all its other tensors as they were given."""
+
+
+def _compute(func: Any, weight: Tensor, *rest: Any) -> Tensor:
+    *rest, x, bias = rest
+    return func(x, weight, bias, *rest)
 
 
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")

@@ -64,8 +64,10 @@ class Leaves(LayerCalls):
         func, args, kwargs = lifted(func, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
-    def called(self, layer: Layer, x: Tensor) -> Any:
+    def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         name = layer.weight
+        if not all(each.name for each in layer.further):
+            return NotImplemented  # one that is computed: its gradient goes on
         self._trial.layers.setdefault(name, layer)
         self._trial.uses.setdefault(name, {})[layer] = None
         self._note(layer)

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import UnsupportedError, UsageError, first_line
+from shardwise.model.adapted import Adapted, adapted_layers
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
 from shardwise.model.isolated import Isolated
@@ -44,6 +45,7 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
         class_paths={name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in classes.items()},
         module_aliases=_module_aliases(module),
         containers=tuple(name for name, child in canonical_modules(module) if has_no_forward(child)),
+        adapted=tuple(adapted_layers(module)),
     )
 
 
@@ -101,6 +103,7 @@ def user_class(module: nn.Module) -> type:
     """The class that the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put on top of it."""
     mro = type(module).__mro__
     cls = mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
+    cls = cls.__mro__[2] if issubclass(cls, Adapted) else cls
     return cls.__mro__[1] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 

@@ -277,7 +277,7 @@ class Trial:
 
     def others(self) -> dict[str, Tensor]:
         """Floating parameters and buffers that are part of no layer, by canonical name."""
-        layers = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)}
+        layers = {name for layer in self.layers.values() for name in layer.names}
         norms = tuple(f"{name}." for name in self.norms)
         found: dict[str, Tensor] = {}
         for kind in ("_parameters", "_buffers"):
@@ -291,7 +291,7 @@ class Trial:
 
     def unused(self) -> list[str]:
         """Parameters that no run has used."""
-        layers = {name for layer in self.layers.values() for name in (layer.weight, layer.bias)}
+        layers = {name for layer in self.layers.values() for name in layer.names}
         norms = tuple(f"{name}." for name in self.norms)
         names = {self.name_of(param) for param in self.module.parameters()} - layers - self.read - {None}
         return sorted(name for name in names if name is not None and not name.startswith(norms))
@@ -309,7 +309,7 @@ class Trial:
                     continue
                 is_weight = kind == "_parameters" and tensor.dim() > 1 and name not in with_values
                 made = _without_values(tensor) if is_weight else _with_values(tensor, generator)
-                memo[id(tensor)] = nn.Parameter(made) if kind == "_parameters" else made
+                memo[id(tensor)] = nn.Parameter(made, made.is_floating_point()) if kind == "_parameters" else made
                 if kind == "_parameters":
                     param = memo[id(tensor)]
                     self._names[id(param)] = param, name

@@ -63,6 +63,9 @@ class Anatomy(Record, frozen=True):
     ] = {}  # module name -> class name with its package, as in "torch.nn.modules.linear.Linear"
     module_aliases: dict[str, str] = {}  # other name of a module that has several names -> its first name
     containers: tuple[str, ...] = ()  # modules without a forward, such as a ModuleList
+    adapted: tuple[
+        str, ...
+    ] = ()  # layers with an adapter beside their weight; what is not trained is the base of these
 
 
 class Part(Record, frozen=True):

@@ -16,6 +16,7 @@ TECHNIQUES: tuple[Technique, ...] = tuple(
     import_module(f"{__name__}.{name}").TECHNIQUE
     for name in (
         "transforms",  # the user's own functions that change the module
+        "lora",  # low-rank adapters beside frozen linear layers
         "precision",  # mixed precision: dtypes of storage, compute and gradient sums
         "tp",  # tensor parallelism: linear layers cut over ranks with the same data
         "data",  # data parallelism: shards (FSDP2) or full copies (DDP), units, buffers

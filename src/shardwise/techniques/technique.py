@@ -21,7 +21,7 @@ Files with torch are named by text and loaded when they are first used, so that 
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -149,6 +149,11 @@ class Act:
         ``for_loss``, what of a micro-batch this rank's forward and loss get. Parameters of which each rank along an axis has a part of the
         gradient go into ``runtime.partial``: they are summed at the end of a window, once, and a forward that records
         gradients outside of one is then refused."""
+
+    def own_names(self, recipe: Recipe) -> Sequence[str]:
+        """Parameters that the technique has added to the user's module: a source of weights need not have them, but has either all of
+        them or none."""
+        return ()
 
     def explain(self, error: BaseException) -> "ShardwiseError | None":
         """The ShardwiseError for an error of torch, if the technique knows its cause; else None."""

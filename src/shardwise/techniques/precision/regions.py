@@ -49,7 +49,7 @@ class Regions:
 
     def dtypes(self, name: str) -> Dtypes:
         """The dtypes in which a parameter is stored, computed with and reduced. Frozen ones keep their stored dtype."""
-        return _dtypes(self.anatomy.params[name], self.of(name))
+        return _dtypes(self.anatomy.params[name], self.of(name), bool(self.anatomy.adapted))
 
     def edits(self) -> tuple[Edit, ...]:
         """The casts at the inputs and outputs of each part, as edits."""
@@ -118,7 +118,7 @@ class Regions:
     def _refuse_split_ties(self) -> None:
         for name, fact in self.anatomy.params.items():
             for alias in fact.aliases:
-                if _dtypes(fact, self.of(alias)) != self.dtypes(name):
+                if _dtypes(fact, self.of(alias), bool(self.anatomy.adapted)) != self.dtypes(name):
                     inside, outside = (name, alias) if self._home(name) is not None else (alias, name)
                     raise PlanError(
                         f"Precision(parts={{{self._patterns.get(self._home(inside) or '')!r}: ...}})",
@@ -143,7 +143,7 @@ class Regions:
         outer = self._home(module)
         around = self._precisions[outer] if outer else self.base
         held = {n: f for n, f in self.anatomy.params.items() if self._home(n) == module and f.dtype in FLOATING}
-        if any(_dtypes(fact, around) != self.dtypes(name) for name, fact in held.items()):
+        if any(_dtypes(fact, around, bool(self.anatomy.adapted)) != self.dtypes(name) for name, fact in held.items()):
             return True
         return self._precisions[module].compute != self._surrounding(outer)
 
@@ -167,9 +167,10 @@ def stored_as(anatomy: Anatomy, base: Precision) -> dict[str, str]:
     return {name: dtype for name, dtype in found.items() if dtype != anatomy.params[name].dtype}
 
 
-def _dtypes(fact: TensorFact, precision: Precision) -> Dtypes:
+def _dtypes(fact: TensorFact, precision: Precision, is_base: bool) -> Dtypes:
+    """Of a parameter; ``is_base``: those that are not trained are the base of adapters, and stored as they are computed."""
     if fact.dtype not in FLOATING:
         return Dtypes(fact.dtype, fact.dtype, fact.dtype)
-    storage = (precision.storage if fact.trainable else None) or fact.dtype
+    storage = (precision.storage if fact.trainable else precision.compute if is_base else None) or fact.dtype
     compute = precision.compute or storage
     return Dtypes(storage, compute, precision.reduce or compute)

@@ -1,6 +1,8 @@
 """Cuts a module over the ranks along ``tp``, in place, as the recipe says; names, classes and hooks stay."""
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.autograd import num_hooks
-from shardwise._torch.collectives import group_name
+from shardwise._torch.collectives import group_name, sum_over
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
+from shardwise.model.adapted import Adapted
 from shardwise.model.attention import write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
@@ -42,7 +45,9 @@ class TensorParallelAct(Act):
     """Cuts linear layers, and what lies between them."""
 
     def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
-        drops = [edit.module for edit in recipe.edits_of("tp") if edit.args.get("drops_part")]
+        drops = [
+            edit.module for edit in recipe.edits_of("tp") if edit.args.get("drops_part") or edit.args.get("drops_input")
+        ]
         compiled = [edit.module for edit in recipe.edits if edit.action == "compile"]
         for name in drops:
             if any(name.startswith(f"{block}.") for block in compiled):
@@ -70,13 +75,16 @@ class TensorParallelAct(Act):
         axis, coord = world.axis("tp"), recipe.grid.coord(world.rank)
         _cut_parameters(module, recipe, coord)
         modules = dict(canonical_modules(module))
-        draws = any(edit.args.get("drops_part") for edit in edits)
+        draws = any(edit.args.get("drops_part") or edit.args.get("drops_input") for edit in edits)
         shared = Shared(group_name(axis.group), PartStream(world.device, axis.rank) if draws else None)
         for edit in edits:
             if edit.action == "set":
                 _set(modules[edit.module], edit.args)
             elif edit.action == "attention":
                 write_out(modules[edit.module], is_cut=True)  # type: ignore[arg-type]
+            elif edit.action == "row" and isinstance(adapted := modules[edit.module], Adapted):
+                total = functools.partial(sum_over, group=shared.group)
+                adapted.adapter = dataclasses.replace(adapted.adapter, sum_over_inputs=total)
         held = {name: (owner, attr) for name, owner, attr in canonical_tensors(module, "_parameters")}
         called: dict[str, dict[str, LayerOfRank]] = {}
         for edit in edits:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.model.layers import Layer, LayerCalls
+from shardwise.model.adapted import Adapted
+from shardwise.model.layers import Compute, Layer, LayerCalls
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
 
@@ -97,6 +98,7 @@ class CutLayer:
         shares_input: whether the next layer gets the same input.
         sums_output: whether the gradient of its outputs is.
         drops_part: whether dropout follows it that is applied to a rank's part.
+        drops_input: whether it applies dropout to its inputs itself, of which this rank has a part.
         names: ``weight``, ``bias``, ``callers``: not read here.
     """
 
@@ -111,26 +113,33 @@ class CutLayer:
         shares_input: bool,
         sums_output: bool,
         drops_part: bool,
+        drops_input: bool = False,
         **names: Any,
     ):
         self._shared, self._is_row = shared, action == "row"
         self._out_dim, self._is_embedding = out_dim, embedding
         self._sums_input, self._shares_input = sums_input and not embedding, shares_input
-        self._sums_output, self._drops_part = sums_output, drops_part
+        self._sums_output, self._drops_part, self._drops_input = sums_output, drops_part, drops_input
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Its outputs for the inputs ``x``."""
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None = None) -> Tensor:
+        """Its outputs for the inputs ``x``. ``compute``: of a layer with further parameters."""
         with self._shared.calling():
-            return self._outputs(x, weight, bias)
+            return self._outputs(x, weight, bias, compute)
 
-    def _outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None) -> Tensor:
         shared = self._shared
         if shared.stream is not None:
             shared.stream.leave()
         x = shared.whole(x)
         if self._sums_input:
             x = shared.sum_gradient(x, again=self._shares_input)
-        if self._is_embedding:
+        if compute is not None:
+            if self._drops_input and shared.stream is not None:
+                shared.stream.enter()
+            y = compute(x, None if self._is_row else bias)
+            if self._drops_input and shared.stream is not None:
+                shared.stream.leave()
+        elif self._is_embedding:
             y = functional.embedding(x, weight)
         else:
             turned = weight if self._out_dim == 0 else weight.t()
@@ -156,9 +165,11 @@ class WholeReader:
     def __init__(self, shared: Shared, *, out_dim: int, **names: Any):
         self._shared, self._out_dim = shared, out_dim
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Its outputs."""
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None = None) -> Tensor:
+        """Its outputs. ``compute``: of a layer with further parameters."""
         with self._shared.calling():
+            if compute is not None:
+                return compute(self._shared.whole(x), bias)
             return functional.linear(self._shared.whole(x), weight if self._out_dim == 0 else weight.t(), bias)
 
 
@@ -216,8 +227,8 @@ class CutHead:
             return y.narrow(-1, 0, self._num_outputs)
 
 
-LayerOfRank = Callable[[Tensor, Tensor, Any], Tensor]
-"""The outputs of a layer for its input, this rank's part of its weight, and of its bias."""
+LayerOfRank = Callable[..., Tensor]
+"""The outputs of a layer for its input, this rank's part of its weight, and of its bias; for one with further parameters, how it computes."""
 
 
 class _Calls(LayerCalls):
@@ -234,10 +245,11 @@ class _Calls(LayerCalls):
     def _tensor(self, name: str | None) -> Any:
         return None if name is None else getattr(*self._held[name])
 
-    def called(self, layer: Layer, x: Tensor) -> Any:
+    def called(self, layer: Layer, x: Tensor, compute: Compute | None) -> Any:
         if layer.weight not in self._layers or self._shared.is_calling:
             return NotImplemented
-        return self._layers[layer.weight](x, self._tensor(layer.weight), self._tensor(layer.bias))
+        given = x, self._tensor(layer.weight), self._tensor(layer.bias)
+        return self._layers[layer.weight](*given, *(() if compute is None else (compute,)))
 
 
 def within_layers(
@@ -246,11 +258,13 @@ def within_layers(
     """Makes ``module`` call ``layers``, by the names of their weights, where its forward calls linear layers. ``held``: where
     their weights and biases are."""
     inner = module.forward
-    if _is_plain(module) and len(layers) == 1:
+    is_adapted = isinstance(module, Adapted) and "forward" not in vars(module)
+    if (is_adapted or _is_plain(module)) and len(layers) == 1:
         (layer,) = layers.values()
 
         def forward(input: Tensor) -> Tensor:
-            return layer(input, module.weight, getattr(module, "bias", None))  # type: ignore[arg-type]
+            given = (module.compute,) if is_adapted and not module.adapter_is_off else ()
+            return layer(input, module.weight, getattr(module, "bias", None), *given)  # type: ignore[arg-type]
 
         forward.is_layer_of_rank = True  # type: ignore[attr-defined]
         module.forward = forward

@@ -134,6 +134,14 @@ def _add_layer(facts: Facts, found: Found, region: Region, weight: str, original
     partial = list(originals or ())
     if action == "whole" or any(part.replicas > 1 for part in rows):
         partial += [name for name in (weight, layer.bias) if name is not None and not (originals and name == weight)]
+    for each in layer.further:
+        dim = {"column": each.dim("out"), "row": each.dim("in"), "whole": None}[action]
+        if dim is not None:
+            facts["cuts"][each.name] = [dim, _as_json(rows)]
+        if dim is None or any(part.replicas > 1 for part in rows):
+            partial.append(
+                each.name
+            )  # whole beside what is cut, or held by several ranks: a part of the gradient comes to it
     facts["partial"] += partial
     callers = list(found.callers[weight])
     arguments = {
@@ -147,6 +155,8 @@ def _add_layer(facts: Facts, found: Found, region: Region, weight: str, original
         "sums_output": action == "row" and weight in region.whole,
         "drops_part": weight in region.dropouts,
     }
+    if layer.function is not None:
+        arguments["drops_input"] = action == "row" and layer.function[1].dropout > 0
     if originals is not None:
         arguments["computed"] = cut
     facts["edits"].append([layer.module, action, arguments])

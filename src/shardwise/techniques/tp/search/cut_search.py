@@ -222,7 +222,8 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
             for layer in found.layers.values():
                 if is_in_block(layer.weight, blocks[0]):
                     bias = layer.bias and in_block(layer.bias, blocks[0], block)
-                    moved = layer._replace(weight=in_block(layer.weight, blocks[0], block), bias=bias)
+                    further = tuple(x._replace(name=in_block(x.name, blocks[0], block)) for x in layer.further)
+                    moved = layer._replace(weight=in_block(layer.weight, blocks[0], block), bias=bias, further=further)
                     layers[moved.weight] = moved
                     callers[moved.weight] = tuple(
                         in_block(name, blocks[0], block) for name in found.callers.get(layer.weight, ())

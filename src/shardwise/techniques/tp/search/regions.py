@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardwise.model.blocks import has_no_forward
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial
+from shardwise.techniques.tp.search.layer_functions import parts_differ
 from shardwise.techniques.tp.search.region_records import Cut, Found, Region, Rows, Whole, part_of, parts_of
 
 _DRAWS = 16  # of the random outputs, at most: of one sample ReLU hides an output in every second draw
@@ -225,13 +226,15 @@ class _Search:
                 return f"{name}: {self._varies[name]}"
             if name in trial.foreign:
                 return f"{name} is used by {trial.foreign[name]} too"
-            if measured := trial.measured & {name, trial.layers[name].bias}:
+            if measured := trial.measured & set(trial.layers[name].names):
                 return f"the code reads the shape of {min(measured)}, which would be that of a part"
-            if len({(use.bias, use.out_dim) for use in trial.uses.get(name, ())}) > 1:
+            if len({(use.bias, use.out_dim, use.further) for use in trial.uses.get(name, ())}) > 1:
                 return f"{name} is the weight of layers of two kinds"
-            bias = trial.layers[name].bias
-            if bias in trial.read or (bias and sum(bias == other.bias for other in trial.layers.values()) > 1):
-                return f"{bias} is used outside of its layer too"
+            for beside in trial.layers[name].names[1:]:
+                if beside in trial.read or sum(beside in other.names for other in trial.layers.values()) > 1:
+                    return f"{beside} is used outside of its layer too"
+            if why := parts_differ(trial.layers[name], self._degree):
+                return why
         module = _with_forward(trial.module, common_module((*partly, *rows)))
         if unused := [name for name in self._unused if _is_within(name, module)]:
             return f"{unused[0]} beside it was not used for the example, so where it leads to is not known"

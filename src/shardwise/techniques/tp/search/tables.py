@@ -83,6 +83,8 @@ def _table(
         if len(layers) > 1 or id(tensor) not in owners.get(caller, ()):
             return f"{caller or 'the model'} uses it beside what it is of its own module"
         (layer,) = layers
+        if layer.further:
+            return "it has an adapter, or other further parameters"
         if layer.has_options:
             return "rows are looked up with a largest norm, or another option"
         dims.add(0 if layer.is_embedding else layer.out_dim)

@@ -39,7 +39,7 @@ def holds_for_all(trial: Trial, degree: int, found: Found, uses: Uses) -> bool:
         cut = {weight for region in regions for weight in (*region.layers, *region.readers)}
         if any({*uses.get(weight, ())} != {*found.callers.get(weight, ())} for weight in cut):
             return False  # a hook calls a layer, in some blocks
-        if trial.measured & {name for each in regions for w in each.layers for name in (w, trial.layers[w].bias)}:
+        if trial.measured & {name for each in regions for w in each.layers for name in trial.layers[w].names}:
             return False  # some blocks read the shape of what is cut
         if not _is_right(trial, regions, degree, training):
             return False

@@ -1,0 +1,163 @@
+"""Linear layers with a low-rank adapter beside their weight (LoRA, DoRA): one function of all their tensors, and the class of such layers.
+
+``y = W x + s B A x`` with ``s = alpha / rank``, or ``alpha / sqrt(rank)`` (LoRA, https://arxiv.org/abs/2106.09685; rsLoRA,
+https://arxiv.org/abs/2312.03732). DoRA (https://arxiv.org/abs/2402.09353) multiplies each output by ``m / n``, its magnitude over the norm of
+its row of ``W + s B A``, through which no gradient goes. The numbers are those of PEFT.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardwise.model.layers import LAYER_FUNCTIONS
+from shardwise.model.names import canonical_modules
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How an adapter is computed.
+
+    Attributes:
+        scale: of its product.
+        dropout: probability with which inputs of A are dropped in training.
+        out_dim: the dim of the weight along which the outputs lie: 0 of nn.Linear, 1 of GPT-2's Conv1D.
+        sum_over_inputs: sums over ranks of which each has a part of the inputs; None: all inputs are here.
+    """
+
+    scale: float
+    dropout: float = 0.0
+    out_dim: int = 0
+    sum_over_inputs: Callable[[Tensor], Tensor] | None = None
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low: Tensor,
+    high: Tensor,
+    magnitude: Tensor | None,
+    how: Adapter,
+    training: bool,
+) -> Tensor:
+    """The outputs of a linear layer with an adapter.
+
+    Args:
+        x: inputs ``[..., in]``.
+        weight: ``[out, in]``, or ``[in, out]`` where ``how.out_dim`` is 1.
+        bias: ``[out]``, or None.
+        low: A, ``[rank, in]``.
+        high: B, ``[out, rank]``.
+        magnitude: m of DoRA, ``[out]``, or None.
+        how: the rest.
+        training: whether inputs of A are dropped.
+    """
+    given = tuple(each for each in (x, weight, bias, low, high, magnitude) if each is not None)
+    if has_torch_function(given):
+        return handle_torch_function(adapted_linear, given, x, weight, bias, low, high, magnitude, how, training)
+    dropped = functional.dropout(x, how.dropout, training) if how.dropout else x
+    part = functional.linear(functional.linear(dropped.to(low.dtype), low), high) * how.scale
+    if magnitude is None:
+        y = _linear(x, weight, bias, how)
+        return (y + part).to(y.dtype)
+    y = _linear(x, weight, None, how)
+    factor = magnitude / row_norms(weight, low, high, how).to(magnitude.dtype)
+    base = y if dropped is x or not training else _linear(dropped, weight, None, how)
+    result = y + (factor - 1) * base + factor * part
+    return (result if bias is None else result + bias).to(y.dtype)
+
+
+LAYER_FUNCTIONS[adapted_linear] = ((None, "in"), ("out", None), ("out",))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Adapter) -> Tensor:
+    if how.out_dim == 0:
+        return functional.linear(x, weight, bias)
+    if bias is None:
+        return x @ weight
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
+
+
+def row_norms(weight: Tensor, low: Tensor | None, high: Tensor | None, how: Adapter) -> Tensor:
+    """The norm ``[out]`` of each output's row of ``W + s B A``, or of W alone, in float32 or more, without gradients."""
+    with torch.no_grad():
+        rows = weight if how.out_dim == 0 else weight.t()
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if low is not None and high is not None:
+            rows = rows + how.scale * (high @ low).to(rows.dtype)
+        if how.sum_over_inputs is None:
+            return torch.linalg.norm(rows, dim=1)
+        return how.sum_over_inputs(rows.square().sum(1)).sqrt()
+
+
+class AdapterTensor(nn.Module):
+    """Holds one tensor of an adapter, under the name that PEFT gives it: ``weight``."""
+
+    def __init__(self, *shape: int, like: Tensor):
+        super().__init__()
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=like.device))
+
+
+class Adapted:
+    """Over the class of a linear layer: adds what the adapter beside it computes.
+
+    Attributes:
+        adapter: how it is computed.
+        adapter_name: in the names of its tensors: ``lora_A.NAME.weight``.
+        adapter_is_off: the layer is computed without it.
+    """
+
+    adapter: Adapter
+    adapter_name: str
+    adapter_is_off: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs of the layer and of its adapter."""
+        if self.adapter_is_off:
+            return super().forward(x)  # type: ignore[misc]
+        return self.compute(x, self.bias)  # type: ignore[attr-defined]
+
+    def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The outputs for an input, with this bias."""
+        return adapted_linear(x, self.weight, bias, *adapter_tensors(self), self.adapter, self.training)  # type: ignore[attr-defined, arg-type]
+
+
+def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
+    """A, B and m of an adapted layer."""
+    name = layer.adapter_name
+    vector = getattr(layer, "lora_magnitude_vector", None)
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, None if vector is None else vector[name].weight
+
+
+@functools.cache
+def adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a layer of class ``cls`` with an adapter, under the same name."""
+    return type(cls.__name__, (Adapted, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """Name -> layer, of each layer of a module that has an adapter."""
+    first: dict[int, str] = {}
+    found = [(name, layer) for name, layer in canonical_modules(module) if isinstance(layer, Adapted)]
+    return {name: layer for name, layer in found if first.setdefault(id(layer), name) == name}
+
+
+@contextlib.contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Context manager: layers are computed without their adapters."""
+    layers = [layer for layer in adapted_layers(module).values() if not layer.adapter_is_off]
+    for layer in layers:
+        layer.adapter_is_off = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.adapter_is_off = False

@@ -1,0 +1,31 @@
+"""LoRA: low-rank adapters beside the linear layers of a model whose own weights are frozen."""
+
+from typing import Annotated
+
+from shardwise.config.record import doc
+from shardwise.techniques.lora.options import LoRA, lora_of
+from shardwise.techniques.lora.rule import LoRAEntry, lines, rule
+from shardwise.techniques.technique import Option, Technique
+
+__all__ = ["TECHNIQUE"]
+
+TECHNIQUE = Technique(
+    name="lora",
+    options=(
+        Option(
+            key="lora",
+            hint=Annotated[
+                LoRA | None, doc("train low-rank adapters beside frozen linear layers, as {rank: 16}; null: none")
+            ],
+            takes="LoRA | None",
+            help="a :class:`~shardwise.LoRA`: low-rank adapters beside linear layers are trained, and the layers' own weights are frozen.",
+            check=lora_of,
+            settle=lora_of,
+        ),
+    ),
+    entry=LoRAEntry,
+    rule=rule,
+    lines=lines,
+    prepare="shardwise.techniques.lora.prepare:prepare",
+    act="shardwise.techniques.lora.act:LoRAAct",
+)

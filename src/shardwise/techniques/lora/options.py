@@ -1,0 +1,131 @@
+"""Options of LoRA: which layers get an adapter, and of which kind. Torch-free.
+
+>>> LoRA(rank=16, targets="q_proj,v_proj").targets
+('q_proj', 'v_proj')
+>>> LoRA(rank=16, alpha=32).scale, LoRA(rank=16, alpha=32, rslora=True).scale
+(2.0, 8.0)
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from shardwise.config.record import Options, doc
+from shardwise.config.torch_options import Replacement
+from shardwise.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+
+
+class LoRA(Options, frozen=True, kw_only=True):
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): beside each chosen linear layer ``W`` the factors ``A [rank, in]`` and ``B [out,
+    rank]`` are trained, ``y = W x + alpha / rank * B A x``, and ``W`` is frozen. Names and numbers are those of PEFT."""
+
+    patterns: ClassVar[frozenset[str]] = frozenset({"targets", "exclude", "train"})
+    foreign: ClassVar[Mapping[str, str | Replacement]] = {
+        "r": Replacement("it is called rank here: {}", "rank=16", "parallel.lora.rank", "16"),
+        "lora_alpha": Replacement("it is called alpha here: {}", "alpha=32", "parallel.lora.alpha", "32"),
+        "lora_dropout": Replacement("it is called dropout here: {}", "dropout=0.05", "parallel.lora.dropout", "0.05"),
+        "target_modules": Replacement(
+            "it is called targets here: {}", 'targets=("q_proj", "v_proj")', "parallel.lora.targets", "[q_proj, v_proj]"
+        ),
+        "exclude_modules": Replacement(
+            "it is called exclude here: {}", 'exclude=("lm_head",)', "parallel.lora.exclude", "[lm_head]"
+        ),
+        "modules_to_save": Replacement(
+            "what is trained in full beside the adapters is called train here: {}",
+            'train=("*norm*",)',
+            "parallel.lora.train",
+            '["*norm*"]',
+        ),
+        "use_rslora": Replacement("it is called rslora here: {}", "rslora=True", "parallel.lora.rslora", "true"),
+        "use_dora": Replacement("it is called dora here: {}", "dora=True", "parallel.lora.dora", "true"),
+        "init_lora_weights": Replacement(
+            "it is called init here: {}", 'init="default"', "parallel.lora.init", "default"
+        ),
+        "bias": 'biases are trained by their names: train=("*.bias",)',
+        "task_type": "leave it out: the model says what it computes",
+        "fan_in_fan_out": "leave it out: the layer's class says it",
+    }
+
+    rank: Annotated[Annotated[int, msgspec.Meta(ge=1)], doc("r: rows of A, columns of B")] = 8
+    alpha: Annotated[
+        float | None, doc("the product is scaled by alpha / rank, or alpha / sqrt(rank) with rslora; null: 2 x rank")
+    ] = None
+    targets: Annotated[
+        str | tuple[str, ...],
+        doc(
+            "layers with an adapter: all-linear: all linear layers but the head, and the routers of experts; else names, last parts of names, or "
+            "patterns of them (*.q_proj), or classes, as a list or with commas"
+        ),
+    ] = ALL_LINEAR
+    exclude: Annotated[tuple[str, ...], doc("of these targets, those without one: names as in targets")] = ()
+    dropout: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, lt=1)], doc("probability with which inputs of A are dropped in training")
+    ] = 0.0
+    rslora: Annotated[bool, doc("scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732)")] = False
+    dora: Annotated[
+        bool, doc("train the norm of each output's weights too (DoRA, https://arxiv.org/abs/2402.09353)")
+    ] = False
+    train: Annotated[
+        tuple[str, ...],
+        doc(
+            "what is trained in full beside the adapters: names of modules or parameters as in targets, such as *norm* or *.bias"
+        ),
+    ] = ()
+    init: Annotated[
+        Literal["default", "gaussian"],
+        doc("of A: default: uniform, as nn.Linear; gaussian: normal with a deviation of 1 / rank. B begins at 0"),
+    ] = "default"
+    name: Annotated[str, doc("the adapter's name in the names of its tensors: LAYER.lora_A.NAME.weight")] = "default"
+
+    def check(self) -> None:
+        if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
+            msgspec.structs.force_setattr(self, "targets", tuple(part.strip() for part in self.targets.split(",")))
+        for key in ("targets", "exclude", "train"):
+            value = getattr(self, key)
+            if isinstance(value, tuple) and not (all(value) and (value or key != "targets")):
+                raise ConfigError(
+                    f"LoRA({key}={list(value)})",
+                    why="no name, or an empty one, means no layer",
+                    fix='name layers, as targets=("q_proj", "v_proj"), or use targets="all-linear"',
+                )
+        if self.alpha is not None and not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ConfigError(
+                f"LoRA(alpha={self.alpha})",
+                why="the adapters' product is scaled by it: with 0 nothing is trained",
+                fix="use a positive number: 2 x rank is common",
+            )
+        if not self.name or "." in self.name:
+            raise ConfigError(
+                f"LoRA(name={self.name!r})",
+                why="it is one part of a tensor's name",
+                fix='use a name without dots: "default"',
+            )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product B A x."""
+        return self.alpha_used / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def alpha_used(self) -> float:
+        """``alpha``, or its default."""
+        return float(2 * self.rank) if self.alpha is None else self.alpha
+
+
+def lora_of(value: Any) -> LoRA | None:
+    """The record that a value of ``lora=`` means.
+
+    Raises:
+        ConfigError: it is no LoRA record.
+    """
+    if value is None or isinstance(value, LoRA):
+        return value
+    raise ConfigError(
+        f"lora={value!r}",
+        why=f"that is a {type(value).__name__}, and no LoRA record",
+        fix=f"write lora=sw.LoRA(rank={value if isinstance(value, int) and not isinstance(value, bool) else 16}), or leave it out",
+    )

@@ -1,0 +1,218 @@
+"""Puts adapters beside linear layers, before the module is read, and freezes all else."""
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from shardwise.errors import PlanError, UnsupportedError, UsageError
+from shardwise.model.adapted import Adapted, Adapter, AdapterTensor, adapted_class, row_norms
+from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
+from shardwise.world import World
+from shardwise.world.rng import derive_seed
+
+
+def prepare(module: nn.Module, world: World | None, device: torch.device | None, *, lora: LoRA | None) -> nn.Module:
+    """``module``, whose chosen layers have an adapter, and of which nothing else is trained than ``lora.train`` names.
+
+    The class of such a layer becomes a subclass of itself, of the same name; names of modules and tensors stay.
+
+    Raises:
+        PlanError: a name that means no layer.
+        UnsupportedError: a layer that is computed in a way which an adapter beside it would not be part of.
+        UsageError: the module has adapters of PEFT.
+    """
+    if lora is None:
+        return module
+    _refuse_adapted(module)
+    layers = _chosen(module, lora)
+    trained = _trained(module, lora)
+    for param in module.parameters():
+        param.requires_grad_(False)
+    for name in trained:
+        module.get_parameter(name).requires_grad_()
+    for name, layer in layers.items():
+        _attach(layer, name, lora, 0 if world is None else world.seed)
+    for child in module.modules():
+        if isinstance(child, nn.TransformerEncoderLayer) and any(isinstance(part, Adapted) for part in child.modules()):
+            # In eval mode torch would compute the block by one function of all its weights, without adapters.
+            child.activation_relu_or_gelu = 0
+    return module
+
+
+def _refuse_adapted(module: nn.Module) -> None:
+    for name, child in canonical_modules(module):
+        if isinstance(child, Adapted) or hasattr(child, "lora_A"):
+            raise UsageError(
+                "lora= with a module that has adapters",
+                why="another set of them beside the first would be trained",
+                fix="leave lora= out: what the module has is trained as it is; or give the module without adapters",
+                name=name,
+            )
+
+
+def out_dim_of(layer: nn.Module) -> int | None:
+    """The dim of a linear layer's weight along which its outputs lie: 0 of nn.Linear, 1 of transformers' Conv1D; None: it is none of these."""
+    if isinstance(layer, nn.Linear):
+        return 0
+    return (
+        1
+        if any(
+            cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(layer).__mro__
+        )
+        else None
+    )
+
+
+# ---- which layers -----------------------------------------------------------------------------------------------------
+
+
+def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
+    """The layers that get an adapter, by name."""
+    first: dict[int, str] = {}
+    modules = {n: m for n, m in canonical_modules(module) if first.setdefault(id(m), n) == n}
+    linear = {name: layer for name, layer in modules.items() if out_dim_of(layer) is not None and name}
+    left = _left_out(module, modules, linear)
+    if lora.targets == ALL_LINEAR:
+        found = {
+            name: layer for name, layer in linear.items() if name not in left and not _why_not(layer, modules, name)
+        }
+        if not found:
+            raise PlanError(
+                'LoRA(targets="all-linear")',
+                why=f"{type(module).__name__} has no linear layer of its own class that is not a head"
+                + (f": {next(iter(left))} {next(iter(left.values()))}" if left else ""),
+                fix="name layers: targets=(...); layers are nn.Linear and Conv1D",
+            )
+    else:
+        found = {}
+        for pattern in lora.targets:
+            matching = _matching(modules, pattern)
+            hits = {name: linear[name] for name in matching if name in linear}
+            if not hits:
+                raise _matches_nothing("targets", pattern, modules, matching, linear)
+            found |= hits
+    for pattern in lora.exclude:
+        if not (hits := _matching(found, pattern)):
+            raise _matches_nothing("exclude", pattern, found, [], found)
+        found = {name: layer for name, layer in found.items() if name not in hits}
+    if not found:
+        raise PlanError(
+            f"LoRA(exclude={list(lora.exclude)})", why="it excludes all targets", fix="leave some layers in"
+        )
+    found = {name: layer for name, layer in linear.items() if name in found}  # in the order of the module
+    for name, layer in found.items():
+        if why := _why_not(layer, modules, name):
+            raise UnsupportedError(
+                f"LoRA of a {type(layer).__name__}",
+                why=f"{why}, and an adapter beside it would not be part of that",
+                fix="leave it out of the targets: LoRA(exclude=(...))",
+                name=name,
+            )
+    return found
+
+
+def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str) -> str:
+    """Why an adapter would have no effect, or another one than beside a linear layer; "" if there is no reason."""
+    outer = modules.get(name.rpartition(".")[0])
+    if isinstance(outer, nn.MultiheadAttention):
+        return "nn.MultiheadAttention reads its weight and does not call it"
+    if "forward" in vars(layer):
+        return "a forward was set on it"
+    plain = (
+        nn.Linear if isinstance(layer, nn.Linear) else next(c for c in type(layer).__mro__ if c.__name__ == "Conv1D")
+    )
+    if type(layer).forward is not plain.forward:
+        return f"{type(layer).__name__} has a forward of its own"
+    if hasattr(layer, "parametrizations"):
+        return "its weight is computed from other tensors"
+    return ""
+
+
+def _left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The linear layers that "all-linear" does not mean -> why: heads, and routers of experts."""
+    left = {}
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    tables = [child for child in modules.values() if isinstance(child, nn.Embedding)]
+    rows, weights = {table.num_embeddings for table in tables}, {id(table.weight) for table in tables}
+    for name, layer in linear.items():
+        outer = modules.get(name.rpartition(".")[0])
+        experts = getattr(outer, "experts", None)
+        num_experts = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", None)
+        num_outputs = layer.weight.shape[out_dim_of(layer) or 0]  # type: ignore[union-attr, index]
+        if layer is head or id(layer.weight) in weights or (num_outputs in rows and "." not in name):
+            left[name] = "makes the numbers of tokens"
+        elif num_experts is not None and num_outputs == num_experts:
+            left[name] = "chooses experts"
+    return left
+
+
+def _matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names whose last parts match those of a pattern."""
+    parts = pattern.split(".")
+    return [
+        name
+        for name in names
+        if len(name.split(".")) >= len(parts) and all(map(fnmatch.fnmatchcase, name.split(".")[-len(parts) :], parts))
+    ]
+
+
+def _matches_nothing(
+    key: str, pattern: str, names: Iterable[str], others: list[str], usable: Mapping[str, object]
+) -> PlanError:
+    last = sorted({name.rpartition(".")[2] for name in usable})
+    close = difflib.get_close_matches(pattern.rpartition(".")[2], last, n=2, cutoff=0.5)
+    return PlanError(
+        f"LoRA({key}=({pattern!r},))",
+        why=f"it means {others[0]}, which is no linear layer" if others else "it means no layer of this model",
+        fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
+        + f"linear layers are called {', '.join(last[:12])}",
+        name=others[0] if others else None,
+    )
+
+
+def _trained(module: nn.Module, lora: LoRA) -> list[str]:
+    """Canonical names of the parameters that ``train`` means: by their own name, or that of a module around them."""
+    found: dict[str, None] = {}
+    first: dict[int, str] = {}
+    names = {}
+    for name, owner, attr in canonical_tensors(module, "_parameters"):
+        names[name] = first.setdefault(id(owner._parameters[attr]), name)
+    for pattern in lora.train:
+        hits = set(_matching({*names, *(n for n, _ in canonical_modules(module) if n)}, pattern))
+        inside = [n for n in names if any(n == hit or n.startswith(f"{hit}.") for hit in hits)]
+        if not inside:
+            raise _matches_nothing("train", pattern, names, [], {n.rpartition(".")[0]: None for n in names})
+        found |= dict.fromkeys(names[n] for n in inside)
+    return [name for name in found if module.get_parameter(name).is_floating_point()]
+
+
+# ---- their tensors -----------------------------------------------------------------------------------------------------
+
+
+def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
+    """Makes a layer an adapted one, with values as PEFT begins with: B is 0, so that nothing changes at first."""
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    out_dim = out_dim_of(layer) or 0
+    num_outputs, num_inputs = weight.shape[out_dim], weight.shape[1 - out_dim]
+    low, high = AdapterTensor(lora.rank, num_inputs, like=weight), AdapterTensor(num_outputs, lora.rank, like=weight)
+    # On meta a tape records what is drawn; a module with values draws the same under every layout, and leaves the user's generator alone.
+    generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(derive_seed(seed, "lora", name))
+    if lora.init == "gaussian":
+        nn.init.normal_(low.weight, std=1 / lora.rank, generator=generator)
+    else:
+        nn.init.kaiming_uniform_(low.weight, a=math.sqrt(5), generator=generator)
+    nn.init.zeros_(high.weight)
+    how = Adapter(lora.scale, lora.dropout, out_dim)
+    layer.lora_A, layer.lora_B = nn.ModuleDict({lora.name: low}), nn.ModuleDict({lora.name: high})
+    if lora.dora:
+        magnitude = AdapterTensor(num_outputs, like=weight)
+        with torch.no_grad():
+            magnitude.weight.copy_(row_norms(weight, None, None, how))
+        layer.lora_magnitude_vector = nn.ModuleDict({lora.name: magnitude})
+    layer.adapter, layer.adapter_name = how, lora.name  # type: ignore[assignment]
+    layer.__class__ = adapted_class(type(layer))

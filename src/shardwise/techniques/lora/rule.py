@@ -1,0 +1,87 @@
+"""Adds to the recipe which layers have an adapter, and what is trained."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shardwise.recipe import Draft, Recipe
+from shardwise.recipe.records import Record
+from shardwise.techniques.lora.options import LoRA
+
+
+class LoRAEntry(Record, frozen=True):
+    """The recipe's data about adapters.
+
+    Attributes:
+        layers: names of the layers with an adapter.
+        option: the option, as JSON: all ranks must have the same.
+    """
+
+    layers: tuple[str, ...] = ()
+    option: dict[str, Any] = {}
+
+    @property
+    def lora(self) -> LoRA:
+        """The option."""
+        return msgspec.convert(self.option, LoRA)
+
+
+PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
+
+
+def rule(draft: Draft, _facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
+    """Notes the adapters of the draft's module, which ``prepare`` has put there."""
+    if lora is None:
+        return
+    draft.entries["lora"] = LoRAEntry(layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora))
+    wide = sorted(
+        {
+            fact.dtype
+            for name, fact in draft.anatomy.params.items()
+            if not fact.trainable and draft.dtypes[name].storage != fact.dtype
+        }
+    )
+    if wide:
+        draft.note(
+            "lora",
+            f"frozen weights of {', '.join(wide)} are stored in the dtype that they are computed in",
+            option="lora",
+        )
+
+
+def lines(recipe: Recipe) -> list[str]:
+    """The lines about adapters at the head of ``describe``."""
+    if "lora" not in recipe.techniques:
+        return []
+    entry = recipe.entry("lora", LoRAEntry)
+    lora = entry.lora
+    sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
+    trained = sum(sizes[name] for name, param in recipe.params.items() if param.trainable)
+    kind = "DoRA" if lora.dora else "rsLoRA" if lora.rslora else "LoRA"
+    beside = sum(1 for name in trained_beside(recipe))
+    return [
+        f"{kind}: rank {lora.rank}, scale {lora.scale:g}, beside {len(entry.layers)} linear layers"
+        + (f", and {beside} parameters in full" if beside else "")
+        + f": {trained:,} of {sum(sizes.values()):,} numbers ({trained / max(sum(sizes.values()), 1):.2%}) are trained"
+    ]
+
+
+def own_names(recipe: Recipe) -> list[str]:
+    """The parameters of adapters."""
+    if "lora" not in recipe.techniques:
+        return []
+    entry = recipe.entry("lora", LoRAEntry)
+    return [
+        name
+        for layer in entry.layers
+        for part in PARTS
+        if (name := f"{layer}.{part}.{entry.lora.name}.weight") in recipe.params
+    ]
+
+
+def trained_beside(recipe: Recipe) -> list[str]:
+    """The parameters that are trained in full beside the adapters."""
+    own = set(own_names(recipe))
+    return [name for name, param in recipe.params.items() if param.trainable and name not in own]
