@@ -1,7 +1,7 @@
 """Linear layers as a forward calls them, found by what is computed and not by the classes that they are in."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -111,6 +111,10 @@ class LayerCalls(TorchFunctionMode):
         result = NotImplemented if found is None else self.called(*found)
         return self.other(func, args, kwargs) if result is NotImplemented else result
 
+    def weight_of(self, tensor: Tensor) -> str | None:
+        """The name of a weight, also of one that was transposed; None: it is none."""
+        return next((name for other, name in self._turned if other is tensor), None) or self._name_of(tensor)
+
     def _layer(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Layer, Tensor, "Compute | None"] | None:
@@ -158,10 +162,22 @@ def _compute(func: Any, weight: Tensor, *rest: Any) -> Tensor:
     return func(x, weight, bias, *rest)
 
 
+LOOKS = frozenset({"size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__"})
+"""Names of functions that look at a tensor and not at its values."""
+
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm)
 _SWAPS = (Tensor.transpose, torch.transpose)
 _TURNS = (Tensor.t, torch.t, *_SWAPS, *(getattr(Tensor, name).__get__ for name in ("T", "mT")))
+
+
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in tuples and lists among them."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from flat(value)
+        else:
+            yield value
 
 
 def bound(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -3,14 +3,14 @@
 import functools
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardwise.model.layers import Layer, LayerCalls, bound
+from shardwise.model.layers import LOOKS, Layer, LayerCalls, bound, flat
 from shardwise.model.lift import lifted
 from shardwise.model.run import Call, Run
 
@@ -134,8 +134,8 @@ class Leaves(LayerCalls):
             return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
         if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
             return seen
-        if what not in _LOOKS:
-            for value in _flat((*args, *kwargs.values())):
+        if what not in LOOKS:
+            for value in flat((*args, *kwargs.values())):
                 if (name := self._trial.name_of(value)) is not None:
                     self._trial.read.add(name)
                     self._trial.on_read(name)
@@ -158,9 +158,6 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 _SIZES = frozenset({"size", "numel", "stride", "__len__", "nelement"})
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
-_LOOKS = frozenset({"size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__"})
-"""Names of functions that look at a tensor and not at its values."""
-
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
@@ -176,14 +173,6 @@ def _normalised(
     x = (x - mean.view(shape)) / (var.view(shape) + (1e-5 if eps is None else eps)).sqrt()
     x = x if weight is None else x * weight.view(shape)
     return x if bias is None else x + bias.view(shape)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 @functools.cache

@@ -20,7 +20,7 @@ class LoRAEntry(Record, frozen=True):
     """
 
     layers: tuple[str, ...] = ()
-    option: dict[str, Any] = {}
+    option: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def lora(self) -> LoRA:

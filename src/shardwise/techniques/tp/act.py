@@ -112,6 +112,7 @@ class TensorParallelAct(Act):
                 work_on_parts(modules[edit.module], shared, coord, edit.args, dict(modules))
         module.register_forward_hook(lambda *_: shared.end(), always_call=True)
         module.register_forward_pre_hook(_refusing_more(recipe), with_kwargs=True)
+        _refuse_uncalled(module, {weight: layer for layers in called.values() for weight, layer in layers.items()})
 
     def begin(self, runtime: Any) -> None:
         names = runtime.recipe.entry("tp", TensorParallelEntry).partial
@@ -120,6 +121,33 @@ class TensorParallelAct(Act):
             runtime.partial.setdefault("tp", []).extend(trained)
         if runtime.recipe.edits_of("tp"):
             refuse_other_inputs(runtime)
+
+
+def _refuse_uncalled(module: nn.Module, layers: Mapping[str, LayerOfRank]) -> None:
+    """Refuses, at the end of the first forward with gradients, a layer that it did not call although it called others beside it: its
+    weight may have been used in another way than the one that was seen, and what this rank has of it would be taken for all of it."""
+    beside: dict[str, list[tuple[str, CutLayer]]] = {}
+    for weight, layer in layers.items():
+        if isinstance(layer, CutLayer):
+            beside.setdefault(".".join(weight.split(".")[:-2]), []).append((weight, layer))
+
+    def check(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        for group in beside.values():
+            uncalled = [weight for weight, layer in group if not layer.was_called]
+            if uncalled and len(uncalled) < len(group):
+                raise UnsupportedError(
+                    "a layer that is cut over tp, and was not called where the layers beside it were",
+                    why="it was called when the code was run to find what can be cut; if its weight is used in another way, this rank's part would be "
+                    "taken for all of it",
+                    fix="let the forward do the same in every dtype, mode and branch; or leave the layer whole: "
+                    "tensor_parallel=sw.TensorParallel(plan={...})",
+                    name=uncalled[0],
+                )
+
+    handle = module.register_forward_hook(check)
 
 
 def _refusing_more(recipe: Recipe) -> Callable[..., None]:

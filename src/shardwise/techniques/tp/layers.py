@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.errors import UnsupportedError
 from shardwise.model.adapted import Adapted
-from shardwise.model.layers import Compute, Layer, LayerCalls
+from shardwise.model.layers import LOOKS, Compute, Layer, LayerCalls, flat
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
 
@@ -120,6 +121,7 @@ class CutLayer:
         self._out_dim, self._is_embedding = out_dim, embedding
         self._sums_input, self._shares_input = sums_input and not embedding, shares_input
         self._sums_output, self._drops_part, self._drops_input = sums_output, drops_part, drops_input
+        self.was_called = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None = None) -> Tensor:
         """Its outputs for the inputs ``x``. ``compute``: of a layer with further parameters."""
@@ -127,7 +129,7 @@ class CutLayer:
             return self._outputs(x, weight, bias, compute)
 
     def _outputs(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None) -> Tensor:
-        shared = self._shared
+        shared, self.was_called = self._shared, True
         if shared.stream is not None:
             shared.stream.leave()
         x = shared.whole(x)
@@ -227,6 +229,15 @@ class CutHead:
             return y.narrow(-1, 0, self._num_outputs)
 
 
+def _used_otherwise(name: str, function: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{function} of a weight that is cut over tp",
+        why="this rank has a part of it, and only the linear layer that it is of was seen to use it when the code was run to find what can be cut",
+        fix="use it through its layer in every dtype, mode and branch; or leave it whole: tensor_parallel=sw.TensorParallel(plan={...})",
+        name=name,
+    )
+
+
 LayerOfRank = Callable[..., Tensor]
 """The outputs of a layer for its input, this rank's part of its weight, and of its bias; for one with further parameters, how it computes."""
 
@@ -250,6 +261,17 @@ class _Calls(LayerCalls):
             return NotImplemented
         given = x, self._tensor(layer.weight), self._tensor(layer.bias)
         return self._layers[layer.weight](*given, *(() if compute is None else (compute,)))
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        what = getattr(func, "__name__", "")
+        if self._shared.is_calling or what in LOOKS:
+            return func(*args, **kwargs)
+        if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
+            return seen
+        for value in flat((*args, *kwargs.values())):
+            if isinstance(value, Tensor) and (name := self.weight_of(value)) in self._layers:
+                raise _used_otherwise(name, what)
+        return func(*args, **kwargs)
 
 
 def within_layers(
