@@ -153,6 +153,7 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
     from shardwise.run.datasets import open_data, vocab_of
     from shardwise.run.vocabulary import vocabulary_of
     from shardwise.step.loss import count_of, next_token_loss, with_count
+    from shardwise.techniques.fold import with_values_of_proof
     from shardwise.verify import Task
     from shardwise.verify.oracle import cast_batches
 
@@ -177,7 +178,7 @@ def _task(config: "RunConfig", world: "World", num_steps: int, most: int) -> Any
             if len(windows) == num_steps:
                 break
     return Task(
-        build=lambda: build_plain(config, world).eval(),
+        build=lambda: with_values_of_proof(build_plain(config, world)).eval(),
         windows=cast_batches(windows, torch.float64),
         loss=loss,
         count=count_of(loss, functions.get("count")),

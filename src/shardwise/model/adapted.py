@@ -107,7 +107,7 @@ class AdapterTensor(nn.Module):
 
 
 class Adapted:
-    """Over the class of a linear layer: adds what the adapter beside it computes.
+    """Over the class of a linear layer, whose forward is that of nn.Linear or Conv1D: computes it and its adapter as one function.
 
     Attributes:
         adapter: how it is computed.
@@ -130,6 +130,20 @@ class Adapted:
         return adapted_linear(x, self.weight, bias, *adapter_tensors(self), self.adapter, self.training)  # type: ignore[attr-defined, arg-type]
 
 
+class AdaptedAround(Adapted):
+    """Over the class of a linear layer with a forward of its own: adds the product of the adapter to what that returns. To tensor
+    parallelism A and B are layers of their own then."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = super(Adapted, self).forward(x, *args, **kwargs)  # type: ignore[misc]
+        if self.adapter_is_off:
+            return y
+        low, high, _ = adapter_tensors(self)
+        dropped = functional.dropout(x, self.adapter.dropout, self.training)  # type: ignore[attr-defined]
+        part = functional.linear(functional.linear(dropped.to(low.dtype), low), high) * self.adapter.scale
+        return (y + part).to(y.dtype)
+
+
 def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
     """A, B and m of an adapted layer."""
     name = layer.adapter_name
@@ -137,10 +151,31 @@ def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Paramete
     return layer.lora_A[name].weight, layer.lora_B[name].weight, None if vector is None else vector[name].weight
 
 
+def out_dim_of(layer: nn.Module) -> int | None:
+    """The dim of a linear layer's weight along which its outputs lie: 0 of nn.Linear, 1 of transformers' Conv1D; None: it is none of these."""
+    kind = _linear_class(type(layer))
+    return None if kind is None else int(kind is not nn.Linear)
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether a linear layer's class computes something else than nn.Linear, or Conv1D, does."""
+    kind = _linear_class(type(layer))
+    return kind is None or type(layer).forward is not kind.forward
+
+
+def _linear_class(cls: type) -> Any:
+    """nn.Linear or Conv1D, whichever a class is derived from."""
+    conv = (
+        each for each in cls.__mro__ if (each.__module__, each.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    )
+    return nn.Linear if issubclass(cls, nn.Linear) else next(conv, None)
+
+
 @functools.cache
 def adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a layer of class ``cls`` with an adapter, under the same name."""
-    return type(cls.__name__, (Adapted, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    over = Adapted if cls.forward is _linear_class(cls).forward else AdaptedAround
+    return type(cls.__name__, (over, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def user_class(module: nn.Module) -> type:
     """The class that the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put on top of it."""
     mro = type(module).__mro__
     cls = mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
-    cls = cls.__mro__[2] if issubclass(cls, Adapted) else cls
+    cls = next(c for c in cls.__mro__ if not issubclass(c, Adapted)) if issubclass(cls, Adapted) else cls
     return cls.__mro__[1] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 

@@ -88,15 +88,24 @@ def prepared(
     return module
 
 
+def with_values_of_proof(module: "nn.Module") -> "nn.Module":
+    """``module``, whose tensors have values with which a comparison of two runs sees all gradients; see
+    :attr:`~shardwise.techniques.technique.Technique.values_of_proof`."""
+    for technique in TECHNIQUES:
+        if (draw := technique.load("values_of_proof")) is not None:
+            draw(module)
+    return module
+
+
 @dataclass(frozen=True)
 class Prepared:
-    """A callable that builds a module and applies the options that change its structure, before casts and sharding."""
+    """A callable that builds a module for a comparison, and applies the options that change its structure, before casts and sharding."""
 
     build: Callable[[], "nn.Module"]
     parallel: Any
 
     def __call__(self) -> "nn.Module":
-        return prepared(self.build(), self.parallel)
+        return with_values_of_proof(prepared(self.build(), self.parallel))
 
 
 def adjusted(module: "nn.Module", anatomy: Anatomy, parallel: Any) -> Anatomy:

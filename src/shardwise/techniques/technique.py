@@ -175,6 +175,8 @@ class Technique:
         lines: ``lines(recipe)``: its lines at the head of ``describe``.
         prepare: place of ``prepare(module, world, device, **options) -> module``, called before anything is read. World
             is None in the one plain process of ``verify``.
+        values_of_proof: place of ``values_of_proof(module)``: draws what the technique lets begin at 0, in place, where two runs are to be
+            compared: a gradient that is multiplied by it would be 0 in both.
         adjust: place of ``adjust(module, anatomy, **options) -> anatomy``: changes tensors in place.
         probe: place of ``probe(module, example, draft, world, **options) -> dict``, of JSON data. ``example`` is an
             :class:`Example`.
@@ -198,6 +200,7 @@ class Technique:
     edit: Callable[..., None] | None = None
     lines: Callable[[Recipe], list[str]] = lambda _: []
     prepare: str = ""
+    values_of_proof: str = ""
     adjust: str = ""
     probe: str = ""
     act: str = ""
@@ -207,7 +210,7 @@ class Technique:
     without: str = ""
 
     def load(self, part: str) -> Any:
-        """The object that the attribute ``part`` ("prepare", "adjust", "probe", "act") names; None: it is empty."""
+        """The object that the attribute ``part`` ("prepare", "values_of_proof", "adjust", "probe", "act") names; None: it is empty."""
         module, _, name = getattr(self, part).partition(":")
         return getattr(importlib.import_module(module), name) if module else None
 

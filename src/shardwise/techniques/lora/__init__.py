@@ -27,5 +27,6 @@ TECHNIQUE = Technique(
     rule=rule,
     lines=lines,
     prepare="shardwise.techniques.lora.prepare:prepare",
+    values_of_proof="shardwise.techniques.lora.prepare:values_of_proof",
     act="shardwise.techniques.lora.act:LoRAAct",
 )

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError, UnsupportedError, UsageError
-from shardwise.model.adapted import Adapted, Adapter, AdapterTensor, adapted_class, row_norms
+from shardwise.model.adapted import (
+    Adapted,
+    Adapter,
+    AdapterTensor,
+    adapted_class,
+    adapted_layers,
+    adapter_tensors,
+    out_dim_of,
+    row_norms,
+)
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.world import World
@@ -44,6 +53,16 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
     return module
 
 
+def values_of_proof(module: nn.Module) -> None:
+    """Draws B, which begins at 0, so that the gradient of A is not 0; and magnitudes, which begin at the norms that they are divided by."""
+    with torch.no_grad():
+        for layer in adapted_layers(module).values():
+            _, high, magnitude = adapter_tensors(layer)
+            high.normal_(std=0.1)
+            if magnitude is not None:
+                magnitude.mul_(1 + 0.1 * torch.randn_like(magnitude))
+
+
 def _refuse_adapted(module: nn.Module) -> None:
     for name, child in canonical_modules(module):
         if isinstance(child, Adapted) or hasattr(child, "lora_A"):
@@ -53,19 +72,6 @@ def _refuse_adapted(module: nn.Module) -> None:
                 fix="leave lora= out: what the module has is trained as it is; or give the module without adapters",
                 name=name,
             )
-
-
-def out_dim_of(layer: nn.Module) -> int | None:
-    """The dim of a linear layer's weight along which its outputs lie: 0 of nn.Linear, 1 of transformers' Conv1D; None: it is none of these."""
-    if isinstance(layer, nn.Linear):
-        return 0
-    return (
-        1
-        if any(
-            cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(layer).__mro__
-        )
-        else None
-    )
 
 
 # ---- which layers -----------------------------------------------------------------------------------------------------
@@ -79,12 +85,14 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     left = _left_out(module, modules, linear)
     if lora.targets == ALL_LINEAR:
         found = {
-            name: layer for name, layer in linear.items() if name not in left and not _why_not(layer, modules, name)
+            name: layer
+            for name, layer in linear.items()
+            if name not in left and not _why_not(layer, modules, name, lora.dora)
         }
         if not found:
             raise PlanError(
                 'LoRA(targets="all-linear")',
-                why=f"{type(module).__name__} has no linear layer of its own class that is not a head"
+                why=f"{type(module).__name__} has no linear layer, other than heads, that can have one"
                 + (f": {next(iter(left))} {next(iter(left.values()))}" if left else ""),
                 fix="name layers: targets=(...); layers are nn.Linear and Conv1D",
             )
@@ -106,7 +114,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         )
     found = {name: layer for name, layer in linear.items() if name in found}  # in the order of the module
     for name, layer in found.items():
-        if why := _why_not(layer, modules, name):
+        if why := _why_not(layer, modules, name, lora.dora):
             raise UnsupportedError(
                 f"LoRA of a {type(layer).__name__}",
                 why=f"{why}, and an adapter beside it would not be part of that",
@@ -116,7 +124,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     return found
 
 
-def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str) -> str:
+def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, dora: bool) -> str:
     """Why an adapter would have no effect, or another one than beside a linear layer; "" if there is no reason."""
     outer = modules.get(name.rpartition(".")[0])
     if isinstance(outer, nn.MultiheadAttention):
@@ -144,7 +152,8 @@ def _left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mappi
         experts = getattr(outer, "experts", None)
         num_experts = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", None)
         num_outputs = layer.weight.shape[out_dim_of(layer) or 0]  # type: ignore[union-attr, index]
-        if layer is head or id(layer.weight) in weights or (num_outputs in rows and "." not in name):
+        in_block = any(part.isdigit() for part in name.split("."))
+        if layer is head or id(layer.weight) in weights or (num_outputs in rows and not in_block):
             left[name] = "makes the numbers of tokens"
         elif num_experts is not None and num_outputs == num_experts:
             left[name] = "chooses experts"

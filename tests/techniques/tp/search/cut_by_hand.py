@@ -178,7 +178,7 @@ class Cut(LayerCalls):
 
         return tuple(walk(x, (i,)) for i, x in enumerate(args)), {k: walk(x, (k,)) for k, x in kwargs.items()}
 
-    def called(self, layer: Layer, x: Tensor) -> Tensor:
+    def called(self, layer: Layer, x: Tensor, compute: Any) -> Tensor:
         weight = self.module.get_parameter(layer.weight)
         bias = self.module.get_parameter(layer.bias) if layer.bias is not None else None
         columns, rows, whole, inner = set(), set(), set(), set()
