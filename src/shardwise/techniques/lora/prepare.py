@@ -16,6 +16,7 @@ from shardwise.model.adapted import (
     adapted_class,
     adapted_layers,
     adapter_tensors,
+    has_own_forward,
     out_dim_of,
     row_norms,
 )
@@ -131,12 +132,9 @@ def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, dora
         return "nn.MultiheadAttention reads its weight and does not call it"
     if "forward" in vars(layer):
         return "a forward was set on it"
-    plain = (
-        nn.Linear if isinstance(layer, nn.Linear) else next(c for c in type(layer).__mro__ if c.__name__ == "Conv1D")
-    )
-    if type(layer).forward is not plain.forward:
-        return f"{type(layer).__name__} has a forward of its own"
-    if hasattr(layer, "parametrizations"):
+    if dora and has_own_forward(layer):
+        return f"{type(layer).__name__} has a forward of its own, of which DoRA would need the norms"
+    if "weight" not in layer._parameters:
         return "its weight is computed from other tensors"
     return ""
 
