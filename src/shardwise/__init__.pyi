@@ -22,6 +22,7 @@ from shardwise.errors import UnsupportedError as UnsupportedError
 from shardwise.errors import UsageError as UsageError
 from shardwise.errors import VerifyError as VerifyError
 from shardwise.layout import Layout as Layout
+from shardwise.model.adapted import adapter_off as adapter_off
 from shardwise.parallel import describe as describe
 from shardwise.parallel import parallelize as parallelize
 from shardwise.parallel import recipe_of as recipe_of

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardwise.config.keywords import public_call
+from shardwise.errors import UsageError
 from shardwise.model.layers import LAYER_FUNCTIONS
 from shardwise.model.names import canonical_modules
 
@@ -107,7 +109,7 @@ class AdapterTensor(nn.Module):
 
 
 class Adapted:
-    """Over the class of a linear layer, whose forward is that of nn.Linear or Conv1D: computes it and its adapter as one function.
+    """Over the class of a layer with an adapter.
 
     Attributes:
         adapter: how it is computed.
@@ -118,6 +120,10 @@ class Adapted:
     adapter: Adapter
     adapter_name: str
     adapter_is_off: bool = False
+
+
+class AdaptedLinear(Adapted):
+    """Over the class of a linear layer, whose forward is that of nn.Linear or Conv1D: computes it and its adapter as one function."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs of the layer and of its adapter."""
@@ -144,9 +150,23 @@ class AdaptedAround(Adapted):
         return (y + part).to(y.dtype)
 
 
+class AdaptedEmbedding(Adapted):
+    """Over the class of an embedding: adds the rows of the product ``(B A).T``, A being ``[rank, tokens]`` and B ``[width, rank]``."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = super().forward(ids)  # type: ignore[misc]
+        if self.adapter_is_off:
+            return y
+        low, high, _ = adapter_tensors(self)
+        rows = functional.embedding(ids, low.t(), self.padding_idx)  # type: ignore[attr-defined]
+        return (y + functional.linear(rows, high) * self.adapter.scale).to(y.dtype)
+
+
 def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
     """A, B and m of an adapted layer."""
     name = layer.adapter_name
+    if isinstance(layer, AdaptedEmbedding):
+        return layer.lora_embedding_A[name], layer.lora_embedding_B[name], None  # type: ignore[attr-defined]
     vector = getattr(layer, "lora_magnitude_vector", None)
     return layer.lora_A[name].weight, layer.lora_B[name].weight, None if vector is None else vector[name].weight
 
@@ -174,7 +194,8 @@ def _linear_class(cls: type) -> Any:
 @functools.cache
 def adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of a layer of class ``cls`` with an adapter, under the same name."""
-    over = Adapted if cls.forward is _linear_class(cls).forward else AdaptedAround
+    kind = _linear_class(cls)
+    over = AdaptedEmbedding if kind is None else AdaptedLinear if cls.forward is kind.forward else AdaptedAround
     return type(cls.__name__, (over, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
@@ -185,10 +206,29 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in found if first.setdefault(id(layer), name) == name}
 
 
+@public_call()
 @contextlib.contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Context manager: layers are computed without their adapters."""
-    layers = [layer for layer in adapted_layers(module).values() if not layer.adapter_is_off]
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Context manager: layers are computed without their adapters, so that the model gives the answers of its frozen base: a reference
+    model that needs no memory.
+
+    Args:
+        model: with adapters (``parallelize(..., lora=...)``). Every rank must enter it.
+
+    Raises:
+        UsageError: it has no adapters.
+
+    Example:
+        >>> with adapter_off(model), torch.no_grad():  # doctest: +SKIP
+        ...     reference = model(**batch)
+    """
+    layers = [layer for layer in adapted_layers(model).values() if not layer.adapter_is_off]
+    if not layers:
+        raise UsageError(
+            f"adapter_off of a {type(model).__name__}",
+            why="none of its layers has an adapter that is on",
+            fix="give the model that parallelize(..., lora=sw.LoRA(...)) returned",
+        )
     for layer in layers:
         layer.adapter_is_off = True
     try:

@@ -11,6 +11,7 @@ from torch import nn
 from shardwise.errors import PlanError, UnsupportedError, UsageError
 from shardwise.model.adapted import (
     Adapted,
+    AdaptedEmbedding,
     Adapter,
     AdapterTensor,
     adapted_class,
@@ -58,8 +59,8 @@ def values_of_proof(module: nn.Module) -> None:
     """Draws B, which begins at 0, so that the gradient of A is not 0; and magnitudes, which begin at the norms that they are divided by."""
     with torch.no_grad():
         for layer in adapted_layers(module).values():
-            _, high, magnitude = adapter_tensors(layer)
-            high.normal_(std=0.1)
+            low, high, magnitude = adapter_tensors(layer)
+            (low if isinstance(layer, AdaptedEmbedding) else high).normal_(std=0.1)
             if magnitude is not None:
                 magnitude.mul_(1 + 0.1 * torch.randn_like(magnitude))
 
@@ -95,13 +96,13 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
                 'LoRA(targets="all-linear")',
                 why=f"{type(module).__name__} has no linear layer, other than heads, that can have one"
                 + (f": {next(iter(left))} {next(iter(left.values()))}" if left else ""),
-                fix="name layers: targets=(...); layers are nn.Linear and Conv1D",
+                fix="name layers: targets=(...); layers are nn.Linear, transformers' Conv1D, and nn.Embedding",
             )
     else:
         found = {}
         for pattern in lora.targets:
             matching = _matching(modules, pattern)
-            hits = {name: linear[name] for name in matching if name in linear}
+            hits = {n: modules[n] for n in matching if n in linear or isinstance(modules[n], nn.Embedding)}
             if not hits:
                 raise _matches_nothing("targets", pattern, modules, matching, linear)
             found |= hits
@@ -113,7 +114,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         raise PlanError(
             f"LoRA(exclude={list(lora.exclude)})", why="it excludes all targets", fix="leave some layers in"
         )
-    found = {name: layer for name, layer in linear.items() if name in found}  # in the order of the module
+    found = {name: layer for name, layer in modules.items() if name in found}  # in the order of the module
     for name, layer in found.items():
         if why := _why_not(layer, modules, name, lora.dora):
             raise UnsupportedError(
@@ -132,6 +133,12 @@ def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, dora
         return "nn.MultiheadAttention reads its weight and does not call it"
     if "forward" in vars(layer):
         return "a forward was set on it"
+    if isinstance(layer, nn.Embedding):
+        if type(layer).forward is not nn.Embedding.forward:
+            return f"{type(layer).__name__} has a forward of its own"
+        if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
+            return "its rows are looked up with a largest norm, or another option"
+        return "DoRA is not defined for embeddings here" if dora else ""
     if dora and has_own_forward(layer):
         return f"{type(layer).__name__} has a forward of its own, of which DoRA would need the norms"
     if "weight" not in layer._parameters:
@@ -175,7 +182,9 @@ def _matches_nothing(
     close = difflib.get_close_matches(pattern.rpartition(".")[2], last, n=2, cutoff=0.5)
     return PlanError(
         f"LoRA({key}=({pattern!r},))",
-        why=f"it means {others[0]}, which is no linear layer" if others else "it means no layer of this model",
+        why=f"it means {others[0]}, which is no linear layer and no embedding"
+        if others
+        else "it means no layer of this model",
         fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
         + f"linear layers are called {', '.join(last[:12])}",
         name=others[0] if others else None,
@@ -202,13 +211,26 @@ def _trained(module: nn.Module, lora: LoRA) -> list[str]:
 
 
 def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
-    """Makes a layer an adapted one, with values as PEFT begins with: B is 0, so that nothing changes at first."""
+    """Makes a layer an adapted one, with values as PEFT begins with: B is 0, of embeddings A, so that nothing changes at first."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    # On meta a tape records what is drawn; a module with values draws the same under every layout, and leaves the user's generator alone.
+    generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(derive_seed(seed, "lora", name))
+    layer.adapter_name = lora.name  # type: ignore[assignment]
+    if isinstance(layer, nn.Embedding):
+        low, high = (
+            AdapterTensor(lora.rank, len(weight), like=weight),
+            AdapterTensor(weight.shape[1], lora.rank, like=weight),
+        )
+        nn.init.zeros_(low.weight)
+        nn.init.normal_(high.weight, generator=generator)
+        layer.lora_embedding_A = nn.ParameterDict({lora.name: low.weight})
+        layer.lora_embedding_B = nn.ParameterDict({lora.name: high.weight})
+        layer.adapter = Adapter(lora.scale)  # type: ignore[assignment]
+        layer.__class__ = adapted_class(type(layer))
+        return
     out_dim = out_dim_of(layer) or 0
     num_outputs, num_inputs = weight.shape[out_dim], weight.shape[1 - out_dim]
     low, high = AdapterTensor(lora.rank, num_inputs, like=weight), AdapterTensor(num_outputs, lora.rank, like=weight)
-    # On meta a tape records what is drawn; a module with values draws the same under every layout, and leaves the user's generator alone.
-    generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(derive_seed(seed, "lora", name))
     if lora.init == "gaussian":
         nn.init.normal_(low.weight, std=1 / lora.rank, generator=generator)
     else:
@@ -221,5 +243,5 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
         with torch.no_grad():
             magnitude.weight.copy_(row_norms(weight, None, None, how))
         layer.lora_magnitude_vector = nn.ModuleDict({lora.name: magnitude})
-    layer.adapter, layer.adapter_name = how, lora.name  # type: ignore[assignment]
+    layer.adapter = how  # type: ignore[assignment]
     layer.__class__ = adapted_class(type(layer))

@@ -28,9 +28,6 @@ class LoRAEntry(Record, frozen=True):
         return msgspec.convert(self.option, LoRA)
 
 
-PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-
-
 def rule(draft: Draft, _facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     """Notes the adapters of the draft's module, which ``prepare`` has put there."""
     if lora is None:
@@ -62,7 +59,7 @@ def lines(recipe: Recipe) -> list[str]:
     kind = "DoRA" if lora.dora else "rsLoRA" if lora.rslora else "LoRA"
     beside = sum(1 for name in trained_beside(recipe))
     return [
-        f"{kind}: rank {lora.rank}, scale {lora.scale:g}, beside {len(entry.layers)} linear layers"
+        f"{kind}: rank {lora.rank}, scale {lora.scale:g}, beside {len(entry.layers)} layers"
         + (f", and {beside} parameters in full" if beside else "")
         + f": {trained:,} of {sum(sizes.values()):,} numbers ({trained / max(sum(sizes.values()), 1):.2%}) are trained"
     ]
@@ -72,13 +69,8 @@ def own_names(recipe: Recipe) -> list[str]:
     """The parameters of adapters."""
     if "lora" not in recipe.techniques:
         return []
-    entry = recipe.entry("lora", LoRAEntry)
-    return [
-        name
-        for layer in entry.layers
-        for part in PARTS
-        if (name := f"{layer}.{part}.{entry.lora.name}.weight") in recipe.params
-    ]
+    layers = set(recipe.entry("lora", LoRAEntry).layers)
+    return [name for name in recipe.params if (place := name.rfind(".lora_")) > 0 and name[:place] in layers]
 
 
 def trained_beside(recipe: Recipe) -> list[str]:

@@ -15,7 +15,7 @@ from shardwise._torch.collectives import group_name, sum_over
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
-from shardwise.model.adapted import Adapted
+from shardwise.model.adapted import AdaptedLinear
 from shardwise.model.attention import write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
@@ -82,7 +82,7 @@ class TensorParallelAct(Act):
                 _set(modules[edit.module], edit.args)
             elif edit.action == "attention":
                 write_out(modules[edit.module], is_cut=True)  # type: ignore[arg-type]
-            elif edit.action == "row" and isinstance(adapted := modules[edit.module], Adapted):
+            elif edit.action == "row" and isinstance(adapted := modules[edit.module], AdaptedLinear):
                 total = functools.partial(sum_over, group=shared.group)
                 adapted.adapter = dataclasses.replace(adapted.adapter, sum_over_inputs=total)
         held = {name: (owner, attr) for name, owner, attr in canonical_tensors(module, "_parameters")}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.errors import UnsupportedError
-from shardwise.model.adapted import Adapted
+from shardwise.model.adapted import AdaptedLinear
 from shardwise.model.layers import LOOKS, Compute, Layer, LayerCalls, flat
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
@@ -142,7 +142,7 @@ class CutLayer:
             if self._drops_input and shared.stream is not None:
                 shared.stream.leave()
         elif self._is_embedding:
-            y = functional.embedding(x, weight)
+            y = functional.embedding(x, weight if self._out_dim else weight.t())
         else:
             turned = weight if self._out_dim == 0 else weight.t()
             y = functional.linear(x, turned, None if self._is_row else bias)
@@ -280,7 +280,7 @@ def within_layers(
     """Makes ``module`` call ``layers``, by the names of their weights, where its forward calls linear layers. ``held``: where
     their weights and biases are."""
     inner = module.forward
-    is_adapted = type(module).forward is Adapted.forward and "forward" not in vars(module)
+    is_adapted = type(module).forward is AdaptedLinear.forward and "forward" not in vars(module)
     if (is_adapted or _is_plain(module)) and len(layers) == 1:
         (layer,) = layers.values()
 
