@@ -128,10 +128,27 @@ def begun(case: str, layout: str, base_folder: str) -> dict[str, Any]:
         return found
 
 
-def refusals(case: str, layout: str, calls: list[tuple[str, Any, dict[str, Any]]]) -> list[str]:
+def rounded(layout: str, folder: str) -> tuple[str, dict[str, set[torch.dtype]], set[torch.dtype]]:
+    """Loads a base of float32 into a model that is computed in bfloat16, and writes it merged."""
+    with sw.init(layout, device="cpu") as world:
+        options = {"lora": option("dora"), "precision": "bf16", "init": "load", "sharding": EVERY}
+        model = sw.parallelize(lambda: base("dora").float(), world, **options)
+        text = str(sw.load_weights(model, Path(folder, "base")))
+        sw.save_weights(model, Path(folder, "merged"))
+        dtypes: dict[str, set[torch.dtype]] = {"base": set(), "own": set()}
+        for name, value in sw.full_state_dict(model).items():
+            dtypes["own" if "lora_" in name else "base"].add(value.dtype)
+        from safetensors.torch import load_file
+
+        return text, dtypes, {value.dtype for value in load_file(Path(folder, "merged/model.safetensors")).values()}
+
+
+def refusals(
+    case: str, layout: str, calls: list[tuple[str, Any, dict[str, Any]]], lora: sw.LoRA | None = None
+) -> list[str]:
     """The texts of the errors of calls ``(name, argument, options)``; "" where there is none."""
     with sw.init(layout, device="cpu") as world:
-        model, texts = sharded(case, world), []
+        model, texts = sharded(case, world, lora=lora), []
         for name, argument, options in calls:
             try:
                 getattr(sw, name)(model, argument, **options)

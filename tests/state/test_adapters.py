@@ -3,12 +3,11 @@
 import json
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from state.adapting import CASES, base, begun, loaded, logits, option, plain, refusals, saved, trained
+from state.adapting import CASES, base, begun, loaded, logits, option, plain, refusals, rounded, saved, trained
 
 import shardwise as sw
 
@@ -142,3 +141,129 @@ def test_a_checkpoint_of_adapters_resumes_under_another_layout(ranks, tmp_path, 
         expected[:1], rel=1e-14
     )
     assert ranks.run(trained, 2, case, "tp=2", str(tmp_path), 3, True)[0] == pytest.approx(expected[1:], rel=1e-12)
+
+
+def test_a_base_of_float32_is_rounded_where_it_is_stored_in_two_bytes_and_that_is_said(ranks, tmp_path):
+    base("dora").float().save_pretrained(tmp_path / "base")
+    text, dtypes, written = ranks.run(rounded, 2, "dp_shard=2", str(tmp_path))[0]
+    assert "cast: 21 from float32 to bfloat16" in text
+    assert "a base of float32 is stored in bfloat16; Precision(parts={...: 'fp32'}) keeps it" in text
+    assert dtypes == {"base": {torch.bfloat16}, "own": {torch.float32}} and written == {torch.bfloat16}
+    expected = {name: value.bfloat16() for name, value in base("dora").float().state_dict().items()}
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    # B is 0 and m the norms of the rounded weights: a merge, rounded once, changes no bit.
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
+
+
+def changed(folder, to, *, without=(), **config):
+    """A copy of a directory of adapters with other words in its configuration, and without some tensors."""
+    shutil.copytree(folder, to)
+    path = to / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    tensors = load_file(to / "adapter_model.safetensors")
+    save_file(
+        {n: v for n, v in tensors.items() if not n.endswith(tuple(without))} if without else tensors,
+        to / "adapter_model.safetensors",
+    )
+    return str(to)
+
+
+def test_adapters_that_are_not_the_models_are_refused_with_both_named(ranks, tmp_path, bases):
+    ranks.run(saved, 1, "lora", "dp_shard=1", str(tmp_path))
+    good, own = tmp_path / "adapter", plain("lora").state_dict()
+    pickled, damaged = tmp_path / "pickled", tmp_path / "damaged"
+    for folder in (pickled, damaged):
+        shutil.copytree(good, folder)
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    (damaged / "adapter_model.safetensors").write_bytes((good / "adapter_model.safetensors").read_bytes()[:900])
+    wide = changed(good, tmp_path / "wide")
+    tensors = load_file(good / "adapter_model.safetensors")
+    first = next(iter(tensors))
+    save_file({**tensors, first: torch.zeros(3, 5, dtype=torch.float64)}, tmp_path / "wide/adapter_model.safetensors")
+    half = {
+        name: value for name, value in own.items() if not name.endswith("layers.1.mlp.up_proj.lora_B.default.weight")
+    }
+    calls = {
+        ("load_adapter", changed(good, tmp_path / "alpha", lora_alpha=16)): ("alpha=16", "alpha=8", "sw.LoRA.of"),
+        ("load_adapter", changed(good, tmp_path / "rslora", use_rslora=True)): ("rslora=True", "rslora=False"),
+        ("load_adapter", changed(good, tmp_path / "fewer", without=("1.mlp.up_proj.lora_A.weight", "1.mlp.up_proj.lora_B.weight"))): (
+            "2 of the model's 28 tensors are not there", "layers.1.mlp.up_proj.lora_A.default.weight: adapters from",
+        ),
+        ("load_adapter", changed(good, tmp_path / "half", without=("1.mlp.up_proj.lora_B.weight",))): ("has lora_A alone",),
+        ("load_adapter", wide): ("shape [3, 5]", "float64 of shape [3, "),
+        ("load_adapter", str(pickled)): ("UnsupportedError", "adapter_model.bin", "pickle", "save_pretrained"),
+        ("load_adapter", str(damaged)): ("it is not a complete safetensors file",),
+        ("load_adapter", str(tmp_path / "nowhere")): ("adapter_config.json cannot be read",),
+        ("load_weights", str(good)): ("it holds adapters, and not the base", "sw.load_adapter"),
+        ("save_adapter", str(good / "adapter_config.json")): ("CheckpointError", "is a file"),
+    }  # fmt: skip
+    texts = ranks.run(refusals, 2, "lora", "dp_shard=2", [(name, given, {}) for name, given in calls])[0]
+    for text, (call, parts) in zip(texts, calls.items(), strict=True):
+        assert all(part in text for part in parts), (call, text)
+    text = ranks.run(refusals, 1, "lora", "dp_shard=1", [("load_full_state_dict", half, {})])[0][0]
+    assert (
+        "with 27 of 28 tensors of the adapters" in text
+        and "layers.1.mlp.up_proj.lora_B.default.weight: weights" in text
+    )
+    assert ranks.run(refusals, 1, "lora", "dp_shard=1", [("load_full_state_dict", half, {"strict": False})])[0] == [""]
+
+
+def test_what_a_merge_or_pefts_files_cannot_hold_is_refused_by_name(ranks, tmp_path):
+    head = sw.LoRA(rank=2, targets=("lm_head", "q_proj"))
+    merged, alone = ranks.run(refusals, 1, "tied", "dp_shard=1", [("save_weights", str(tmp_path / "w"), {}), ("save_weights", str(tmp_path / "w"), {"merge": False})], head)[0]  # fmt: skip
+    assert (
+        "model.embed_tokens.weight: adapters merged into a weight that is also lm_head.weight" in merged and not alone
+    )
+    biases = sw.LoRA(rank=2, train=("*.bias",))
+    text = ranks.run(refusals, 1, "gpt2", "dp_shard=1", [("save_adapter", str(tmp_path / "a"), {})], biases)[0][0]
+    assert "transformer.h.0.attn.c_attn.bias: a parameter that is trained in full" in text and "has an adapter" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"peft_type": "IA3"}, "peft_type=IA3"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha 2, 8 of different layers"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"of_tomorrow": {"x": 1}}, "of_tomorrow"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_peft_with_what_is_not_supported_is_refused_by_its_key(tmp_path, config, says):
+    write(tmp_path, config, {"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2)})
+    with pytest.raises(sw.UnsupportedError, match=says.replace("[", r"\[")):
+        sw.LoRA.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "v.lora_A.weight": (3, 4), "v.lora_B.weight": (4, 3)}, "rank 2, 3 of different layers"),
+        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "wte.lora_embedding_A": (2, 9)}, "wte.lora_embedding_A"),
+        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "q.lora_magnitude_vector": (4,)}, "use_dora=False"),
+        ({"norm.weight": (4,)}, "no lora_A and lora_B"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_no_adapters_of_one_kind_are_refused(tmp_path, shapes, says):
+    write(tmp_path, {}, shapes)
+    with pytest.raises(sw.ShardwiseError, match=says):
+        sw.LoRA.of(tmp_path)
+
+
+def write(folder, config, shapes):
+    known = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "use_dora": False, "use_rslora": False, "lora_dropout": 0.1}
+    (folder / "adapter_config.json").write_text(json.dumps({**known, **config}))
+    tensors = {f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_an_option_is_made_from_a_directory_of_peft(tmp_path):
+    write(
+        tmp_path, {"use_rslora": True}, {"a.q.lora_A.weight": (3, 4), "a.q.lora_B.weight": (4, 3), "norm.weight": (4,)}
+    )
+    assert sw.LoRA.of(tmp_path) == sw.LoRA(
+        rank=3, alpha=8.0, targets=("a.q",), dropout=0.1, rslora=True, train=("norm",)
+    )

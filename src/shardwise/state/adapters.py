@@ -5,11 +5,13 @@ import functools
 import json
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, UsageError, errors_about
 from shardwise.model import dtype_name, dtype_of
@@ -64,6 +66,8 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     tensors = {key: values[name] for key, name in files.keys.items()} if runtime.world.is_main else {}
     write = functools.partial(_write, Path(folder), tensors, config)
     collectively(runtime.world, "save_adapter, writing", write, on_main=True)
+    if runtime.world.is_main and files.note:
+        warnings.warn(files.note, stacklevel=level_of_caller())
     return Path(folder) / WEIGHTS
 
 

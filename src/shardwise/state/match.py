@@ -135,9 +135,17 @@ def plan_of(
         doubles = matched.doubles.get(name, {})
         doubles |= {other: with_added_rows(stored, wanted[name].shape, rules.rows) for other, stored in doubles.items()}
     own_names = fold.own_names(recipe)
+    if own_names and opened.folder is not None and _holds_adapters_alone(opened.folder):
+        raise CheckpointError(
+            f"weights from {opened.place}",
+            why="it holds adapters, and not the base beside which they are",
+            fix=f"load the base with sw.load_weights, then sw.load_adapter(model, {str(opened.folder)!r})",
+        )
     beside = _left_out_whole(matched, own_names, opened, rules)
-    # Techniques store the weights beside which they train in fewer bytes than the module has them.
-    rounded = {n for n, p in recipe.params.items() if own_names and not p.trainable and p.storage != p.dtype}
+    # The weights beside which adapters are trained are not trained, and so are stored in the dtype that they are computed in.
+    rounded = {
+        n for n, p in recipe.params.items() if own_names and not p.trainable and p.storage in ("bfloat16", "float16")
+    }
     drawn = [name for name in matched.missing if name in runtime.frozen_draws and runtime.frozen_draws[name]()]
     _refuse_unfit(matched, wanted, opened, rules, drawn, rounded)
     _refuse_untied(matched, opened, files, boxes)
@@ -160,6 +168,10 @@ def plan_of(
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
     extra = {name: value for name, value in given.items() if name not in matched.unexpected}
     return LoadPlan(report, ordered, extra, opened.folder, opened.verified is not None, own)
+
+
+def _holds_adapters_alone(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file() and not any(folder.glob("model*.safetensors"))
 
 
 def _left_out_whole(matched: Matched, own_names: Sequence[str], source: Source, rules: Rules) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight")
 _VECTOR = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(\.weight)?")
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Keys of a configuration that are read here, or change nothing of what an adapter computes once it has its values.
 _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -92,7 +93,19 @@ def files_of(
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
     }
-    return AdapterFiles(keys, config, lambda folder: _refuse_other(folder, lora, keys))
+    return AdapterFiles(keys, config, lambda folder: _refuse_other(folder, lora, keys), _note(layers, stored))
+
+
+def _note(layers: Iterable[str], stored: Iterable[str]) -> str:
+    """PEFT 0.18 and later take names that layers of experts once had for the one parameter that these are now, whichever layers they name."""
+    taken = sorted({layer.rpartition(".")[2] for layer in layers} & _OF_EXPERTS)
+    stacked = next((name for name in stored if name.endswith(".experts.gate_up_proj")), None)
+    if not taken or stacked is None:
+        return ""
+    return (
+        f"adapters beside layers called {', '.join(taken)}, of a model with experts in one parameter ({stacked}): PEFT takes these names for that "
+        "parameter, and leaves the layers out; sw.load_adapter reads them, and sw.save_weights writes the merged model"
+    )
 
 
 def _stored(name: str, adapter: str) -> str:
