@@ -11,7 +11,13 @@ from state.adapting import CASES, base, begun, loaded, logits, option, plain, re
 
 import shardwise as sw
 
-LAYOUTS = {"dp_shard=1": 1, "dp_shard=2": 2, "dp_replicate=2": 2, "tp=2": 2, "dp_shard=2,tp=2": 4}
+LAYOUTS = {"dp_shard=1": 1, "dp_shard=2": 2, "dp_shard=3": 3, "dp_replicate=2": 2, "tp=2": 2, "dp_shard=2,tp=2": 4}
+FEW = {
+    name: LAYOUTS[name] for name in ("dp_shard=1", "dp_shard=3", "tp=2")
+}  # shards of unequal size, and both kinds of cuts of tp
+over_layouts = pytest.mark.parametrize(
+    "layouts", [pytest.param(FEW, id="few"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)]
+)
 
 
 def of_peft(case, folder):
@@ -73,15 +79,16 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("case", ["rslora", "dora", "gpt2-dora", "trained"])
-def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case):
+@over_layouts
+@pytest.mark.parametrize("case", ["rslora", "gpt2-dora", "trained"])
+def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
     theirs = of_peft(case, None)
     for name, param in theirs.named_parameters():
         if param.requires_grad:
             torch.nn.init.normal_(param, 1.0 if "magnitude" in name or "norm" in name else 0.0, 0.2)
     theirs.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     there = load_file(tmp_path / "peft/adapter_model.safetensors")
-    for layout, num_ranks in LAYOUTS.items():
+    for layout, num_ranks in layouts.items():
         states, found = zip(
             *ranks.run(loaded, num_ranks, case, layout, bases(case), str(tmp_path / "peft")), strict=True
         )
@@ -96,10 +103,11 @@ def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases
             assert torch.equal(states[0][name], value), (layout, name)
 
 
-@pytest.mark.parametrize("case", ["dora", "gpt2-dora", "trained"])
-def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case):
+@over_layouts
+@pytest.mark.parametrize("case", ["gpt2-dora", "trained"])
+def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case, layouts):
     folders = {}
-    for i, (layout, num_ranks) in enumerate(LAYOUTS.items()):
+    for i, (layout, num_ranks) in enumerate(layouts.items()):
         folders[layout] = tmp_path / str(i)
         folders[layout].mkdir()
         assert not ranks.run(saved, num_ranks, case, layout, str(folders[layout]))[0]
@@ -113,12 +121,13 @@ def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case
             )
 
 
-@pytest.mark.parametrize("case", ["lora", "dora", "gpt2-dora"])
-def test_a_base_is_loaded_strictly_and_magnitudes_follow_it(ranks, tmp_path, bases, case):
+@over_layouts
+@pytest.mark.parametrize("case", ["dora", "gpt2-dora"])
+def test_a_base_is_loaded_strictly_and_magnitudes_follow_it(ranks, tmp_path, bases, case, layouts):
     stored = base(case).state_dict()
     of_theirs = {name: p for name, p in of_peft(case, None).named_parameters() if "magnitude" in name}
     first = None
-    for layout, num_ranks in {**LAYOUTS, "dp_shard=3": 3}.items():
+    for layout, num_ranks in layouts.items():
         found = ranks.run(begun, num_ranks, case, layout, bases(case))[0]
         for init in ("load", "seeded"):
             state = found[init]
