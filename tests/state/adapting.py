@@ -22,16 +22,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama", {"dora": True}),
     "trained": ("llama", {"train": ("*norm", "lm_head")}),
     "tied": ("tied", {"train": ("embed_tokens",)}),
+    "table": ("llama", {"targets": ("embed_tokens", "q_proj")}),
+    "own": ("own", {"targets": ("q_proj",)}),
     "gpt2": ("gpt2", {}),
     "gpt2-dora": ("gpt2", {"dora": True}),
 }
+DOUBLED = {"doubled": ("doubled", {"targets": ("q_proj",)})}
+
+
+class Turned(nn.Linear):
+    """Computes what nn.Linear does, in a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
 
 def base(case: str, seed: int = 1) -> nn.Module:
     """The model without adapters."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    kind = CASES[case][0]
+    kind = (CASES | DOUBLED)[case][0]
     torch.manual_seed(seed)
     if kind == "gpt2":
         return GPT2LMHeadModel(
@@ -50,11 +65,18 @@ def base(case: str, seed: int = 1) -> nn.Module:
         vocab_size=VOCAB, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         tie_word_embeddings=kind == "tied",
     )  # fmt: skip
-    return LlamaForCausalLM(config).double()
+    model = LlamaForCausalLM(config).double()
+    if kind in OWN:
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.__class__ = OWN[kind]
+    return model
+
+
+OWN = {"own": Turned, "doubled": Doubled}
 
 
 def option(case: str) -> sw.LoRA:
-    return sw.LoRA(**RANK, **CASES[case][1])
+    return sw.LoRA(**RANK, **(CASES | DOUBLED)[case][1])
 
 
 def drawn(model: nn.Module) -> nn.Module:
@@ -158,16 +180,16 @@ def refusals(
         return texts
 
 
-def trained(case: str, layout: str, root: str, windows: int, resumes: bool) -> list[float]:
-    """The losses of a run that saves a checkpoint after each window."""
+def trained(case: str, layout: str, root: str, windows: int, resumes: bool, adapts: bool = True) -> list[float]:
+    """The losses of a run that saves a checkpoint after its first window."""
     with sw.init(layout, device="cpu") as world:
-        model = sharded(case, world)
+        model = sharded(case, world) if adapts else sw.parallelize(base(case), world)
         optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         step = sw.TrainStep(model, optim, loss=loss, forward=forward, count=count, max_grad_norm=1.0)
         manager = sw.CheckpointManager(root, step, async_save=False)
         if resumes:
             manager.load()
-        else:
+        elif adapts:
             sw.load_full_state_dict(model, plain(case).state_dict())
         dp, losses = world.axis("dp"), []
         for i in range(step.num_steps, windows):

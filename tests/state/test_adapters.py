@@ -65,7 +65,17 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
     truth = plain(case)
     theirs = of_peft(case, tmp_path / "adapter")
     assert (logits(theirs) - logits(truth)).abs().max() <= 1e-14
+    # A layer too many has a B of 0, and a trained module that is not wrapped gets its values all the same: names say what logits do not.
+    assert {name for name, _ in theirs.named_parameters() if "lora_" in name} == {
+        f"base_model.model.{name}" for name, _ in truth.named_parameters() if "lora_" in name
+    }
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    own = {
+        "trained": ["input_layernorm", "lm_head", "norm", "post_attention_layernorm"],
+        "tied": ["embed_tokens", "lm_head"],
+    }
+    assert config["modules_to_save"] == own.get(case) and config["ensure_weight_tying"] == (case == "tied")
+    assert config["fan_in_fan_out"] == case.startswith("gpt2")
     assert config["base_model_name_or_path"] == bases(case) and config["task_type"] == "CAUSAL_LM"
     assert not refused
     from transformers import AutoModelForCausalLM
@@ -80,13 +90,13 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
 
 
 @over_layouts
-@pytest.mark.parametrize("case", ["rslora", "gpt2-dora", "trained"])
+@pytest.mark.parametrize("case", ["rslora", "gpt2-dora", "trained", "table"])
 def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
     theirs = of_peft(case, None)
     for name, param in theirs.named_parameters():
         if param.requires_grad:
             torch.nn.init.normal_(param, 1.0 if "magnitude" in name or "norm" in name else 0.0, 0.2)
-    theirs.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    theirs.save_pretrained(tmp_path / "peft", save_embedding_layers=case == "table")
     there = load_file(tmp_path / "peft/adapter_model.safetensors")
     for layout, num_ranks in layouts.items():
         states, found = zip(
@@ -99,6 +109,10 @@ def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases
                 .replace(".lora_A.", ".lora_A.default.")
                 .replace(".lora_B.", ".lora_B.default.")
             )
+            name = name.replace(".lora_embedding_A", ".lora_embedding_A.default").replace(
+                ".lora_embedding_B", ".lora_embedding_B.default"
+            )
+            name = name.replace(".base_layer.", ".")
             name = name.replace("lora_magnitude_vector", "lora_magnitude_vector.default.weight")
             assert torch.equal(states[0][name], value), (layout, name)
 
@@ -140,6 +154,12 @@ def test_a_base_is_loaded_strictly_and_magnitudes_follow_it(ranks, tmp_path, bas
             first = own if first is None else first
             assert all(torch.equal(first[name], value) for name, value in own.items()), layout
         assert set(found["kept"]) == set(own)
+
+
+def test_a_run_with_adapters_does_not_resume_from_one_without(ranks, tmp_path):
+    ranks.run(trained, 1, "lora", "dp_shard=1", str(tmp_path), 1, False, False)
+    with pytest.raises(sw.RankError, match=r"lora_A\.default\.weight: weights from"):
+        ranks.run(trained, 1, "lora", "dp_shard=1", str(tmp_path), 2, True)
 
 
 @pytest.mark.parametrize("case", ["dora", "trained"])
@@ -223,6 +243,8 @@ def test_what_a_merge_or_pefts_files_cannot_hold_is_refused_by_name(ranks, tmp_p
     assert (
         "model.embed_tokens.weight: adapters merged into a weight that is also lm_head.weight" in merged and not alone
     )
+    text = ranks.run(refusals, 1, "doubled", "dp_shard=1", [("save_weights", str(tmp_path / "w"), {})])[0][0]
+    assert "model.layers.0.self_attn.q_proj: adapters merged into a Doubled" in text
     biases = sw.LoRA(rank=2, train=("*.bias",))
     text = ranks.run(refusals, 1, "gpt2", "dp_shard=1", [("save_adapter", str(tmp_path / "a"), {})], biases)[0][0]
     assert "transformer.h.0.attn.c_attn.bias: a parameter that is trained in full" in text and "has an adapter" in text
@@ -251,7 +273,7 @@ def test_an_adapter_of_peft_with_what_is_not_supported_is_refused_by_its_key(tmp
     ("shapes", "says"),
     [
         ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "v.lora_A.weight": (3, 4), "v.lora_B.weight": (4, 3)}, "rank 2, 3 of different layers"),
-        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "wte.lora_embedding_A": (2, 9)}, "wte.lora_embedding_A"),
+        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "k.lora_E": (2, 9)}, "k.lora_E"),
         ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "q.lora_magnitude_vector": (4,)}, "use_dora=False"),
         ({"norm.weight": (4,)}, "no lora_A and lora_B"),
     ],

@@ -99,11 +99,10 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoadReport
             fix="call sw.load_weights(model, path) of the base first",
         )
     found = collectively(world, "load_adapter, reading", lambda: _read(folder, files, runtime), on_main=True)
-    names = list(dict.fromkeys(files.keys.values()))
+    values, cast = found if found is not None else ({}, {})
+    names, cast = world.broadcast((list(values), cast))
     refuse_left_half(runtime, str(folder), names)
     local = runtime.local_tensors()
-    values, cast = found if found is not None else ({}, {})
-    cast = world.broadcast(cast)
 
     def part_of(name: str, piece: Slice) -> Tensor:
         return values[name][piece.full_index]
@@ -171,9 +170,9 @@ def _read(folder: Path, files: AdapterFiles, runtime: Runtime) -> tuple[dict[str
     values: dict[str, Tensor] = {}
     cast: dict[str, tuple[str, str]] = {}
     with OpenFiles() as opened_files:
-        for key, name in files.keys.items():
+        for key, name in {**files.keys, **{key: name for key, name in files.beside.items() if key in stored}}.items():
             found, (shape, dtype) = stored.get(key) or stored[f"{key}.weight"], _facts_of(runtime, name)
-            if found.shape != shape or not may_be(found.dtype, dtype, cast="lossless"):
+            if found.shape != shape or not may_be(found.dtype, dtype, cast=key in files.beside or "lossless"):
                 raise CheckpointError(
                     f"{folder / WEIGHTS}: {key} is {found.dtype} of shape {list(found.shape)}",
                     why=f"the model has {dtype} of shape {list(shape)} there",

@@ -141,12 +141,14 @@ class AdapterFiles:
         keys: key in the file -> canonical name of the tensor; a tied one may be there twice.
         config: what the file beside it says about them, as JSON.
         check: raises for a directory of other adapters than the model's.
+        beside: as ``keys``, of tensors of the model that others may write, and that are loaded if they are there.
         note: what another library would make of these files that is not meant; "": nothing.
     """
 
     keys: Mapping[str, str]
     config: Mapping[str, Any]
     check: Callable[[Path], None]
+    beside: Mapping[str, str]
     note: str = ""
 
 

@@ -7,13 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import is_pretrained, user_class
-from shardwise.model.adapted import Adapter, adapted_layers, change_of, merge_, row_norms
+from shardwise.model.adapted import (
+    Adapted,
+    AdaptedAround,
+    AdaptedEmbedding,
+    Adapter,
+    adapted_layers,
+    change_of,
+    merge_,
+    row_norms,
+)
 from shardwise.recipe import Recipe
 from shardwise.techniques.lora.peft_files import files_of
-from shardwise.techniques.lora.rule import PARTS, LoRAEntry, own_names, trained_beside
+from shardwise.techniques.lora.rule import LoRAEntry, own_names, trained_beside
 from shardwise.techniques.technique import Act, AdapterFiles, Whole
 from shardwise.world import World
 
@@ -58,6 +68,8 @@ class LoRAAct(Act):
         layers = list(_layers(runtime))
         for weight, (low, *_), _ in layers:
             _refuse_tie(runtime, weight, low)
+        for name, layer in adapted_layers(runtime.module).items() if layers else ():
+            _refuse_own_forward(layer, name)
         found = {}
         for weight, (low, high, *vector), how in layers:
             factor = whole([weight, low, high, *vector], functools.partial(_factor, how=how)) if vector else None
@@ -77,8 +89,11 @@ class LoRAAct(Act):
             own=own_names(recipe),
             trained=trained_beside(recipe),
             stored=stored,
+            tables=[
+                name for name, layer in adapted_layers(runtime.module).items() if isinstance(layer, AdaptedEmbedding)
+            ],
             modules=[name for name, _ in runtime.modules if name],
-            is_turned=any(how.out_dim == 1 for _, _, how in _layers(runtime)),
+            is_turned=any(layer.adapter.out_dim == 1 for layer in adapted_layers(runtime.module).values()),
             task=_task_of(dict(runtime.modules)[prefix.rstrip(".")], recipe),
         )
 
@@ -90,11 +105,40 @@ def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
         return
     entry = recipe.entry("lora", LoRAEntry)
     homes = {alias: name for name, param in recipe.params.items() for alias in (name, *param.aliases)}
+    parts: dict[str, list[str]] = {}
+    for name in sorted(own_names(recipe)):  # A, B, m
+        parts.setdefault(name[: name.rfind(".lora_")], []).append(name)
     layers = adapted_layers(runtime.module)
     for name in entry.layers:
-        each = (f"{name}.{part}.{entry.lora.name}.weight" for part in PARTS)
-        how = Adapter(entry.lora.scale, out_dim=layers[name].adapter.out_dim)
-        yield homes[f"{name}.weight"], [part for part in each if part in recipe.params], how
+        yield homes[f"{name}.weight"], parts[name], Adapter(entry.lora.scale, out_dim=_out_dim(layers[name]))
+
+
+def _out_dim(layer: Any) -> int:
+    """The dim of a layer's weight along which B's rows lie: a weight of an embedding is ``[tokens, width]``."""
+    return 1 if isinstance(layer, AdaptedEmbedding) else layer.adapter.out_dim
+
+
+def _refuse_own_forward(layer: Any, name: str) -> None:
+    """Refuses to merge into the weight of a linear layer whose own forward computes something else with it: found by running it on another
+    weight, in place of what this rank has a part of."""
+    if not isinstance(layer, AdaptedAround):
+        return
+    copied = object.__new__(type(layer))  # without the hooks and shards of the module's own
+    weight, x = torch.linspace(-1, 2, 15).view(3, 5), torch.linspace(1, -2, 10).view(2, 5)
+    bias = None if getattr(layer, "bias", None) is None else torch.linspace(1, 3, 3)
+    copied.__dict__.update(layer.__dict__, _parameters={"weight": weight, "bias": bias})
+    try:
+        with torch.no_grad():
+            is_linear = torch.allclose(super(Adapted, copied).forward(x), functional.linear(x, weight, bias), atol=1e-5)  # type: ignore[misc]
+    except Exception:  # of code that is not known here: it asks for other shapes, or for what is not there
+        is_linear = False
+    if not is_linear:
+        raise UnsupportedError(
+            f"adapters merged into a {type(layer).__name__}",
+            why="its class has a forward of its own, which computes something else than W x + bias: what is merged into W would be changed by it",
+            fix="write the base alone, save_weights(model, dest, merge=False), and the adapters beside it: save_adapter(model, folder)",
+            name=name,
+        )
 
 
 def _refuse_tie(runtime: Any, weight: str, low: str) -> None:

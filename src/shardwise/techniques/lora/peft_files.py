@@ -1,9 +1,10 @@
 """Adapters in PEFT's files: ``adapter_config.json``, and the names in ``adapter_model.safetensors``. Torch-free."""
 
+import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,8 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 PREFIX = "base_model.model."
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight")
+_OF_TABLE = re.compile(r"(?P<layer>.+)\.(?P<part>lora_embedding_[AB])")
+_TABLE = re.compile(r"(?P<layer>.+)\.base_layer\.weight")  # which PEFT writes beside the adapter of an embedding
 _VECTOR = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(\.weight)?")
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -40,6 +43,7 @@ def files_of(
     own: Sequence[str],
     trained: Sequence[str],
     stored: Mapping[str, Sequence[str]],
+    tables: Sequence[str],
     modules: Sequence[str],
     is_turned: bool,
     task: str | None,
@@ -52,6 +56,7 @@ def files_of(
         own: canonical names of the adapters' parameters.
         trained: those of parameters that are trained in full.
         stored: canonical name of each parameter and persistent buffer -> its aliases.
+        tables: names of the embeddings with an adapter.
         modules: names of all modules, aliases too.
         is_turned: weights are ``[in, out]``.
         task: PEFT's word for what the model computes; None: it has none.
@@ -93,7 +98,9 @@ def files_of(
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
     }
-    return AdapterFiles(keys, config, lambda folder: _refuse_other(folder, lora, keys), _note(layers, stored))
+    beside = {f"{PREFIX}{name.removeprefix(prefix)}.base_layer.weight": homes[f"{name}.weight"] for name in tables}
+    check = functools.partial(_refuse_other, lora=lora, keys=keys, beside=beside)
+    return AdapterFiles(keys, config, check, beside, _note(layers, stored))
 
 
 def _note(layers: Iterable[str], stored: Iterable[str]) -> str:
@@ -109,9 +116,9 @@ def _note(layers: Iterable[str], stored: Iterable[str]) -> str:
 
 
 def _stored(name: str, adapter: str) -> str:
-    """The key of an adapter's parameter, without PEFT's prefix."""
-    before, _, _ = name.rpartition(f".{adapter}.weight")
-    return before if before.endswith(".lora_magnitude_vector") else f"{before}.weight"
+    """The key of an adapter's parameter, without PEFT's prefix: without the adapter's name."""
+    before, _, leaf = name.rpartition(f".{adapter}")
+    return before if before.endswith(".lora_magnitude_vector") else before + leaf
 
 
 def _short(names: Iterable[str], modules: Sequence[str], *, whole_parts: bool) -> list[str]:
@@ -226,7 +233,7 @@ def weights_in(folder: Path) -> Path:
     )
 
 
-def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str]) -> None:
+def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str], beside: Collection[str]) -> None:
     """Refuses adapters of another kind or of other layers than a model's."""
     there = option_of(folder)
     for what, theirs, own in (
@@ -241,7 +248,7 @@ def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str]) -> None:
                 why=f"the model was made with {what}={own}",
                 fix=f"make it with theirs: parallelize(..., lora=sw.LoRA.of({str(folder)!r}))",
             )
-    names = {_current(key) for key in _shapes_in(folder)}
+    names = {_current(key) for key in _shapes_in(folder) if key not in beside}
     lacks, strange = [key for key in keys if key not in names], sorted(names - keys.keys())
     if lacks or strange:
         texts = [f"{len(lacks)} of the model's {len(keys)} tensors are not there: {_some(lacks)}"] if lacks else []
@@ -303,10 +310,14 @@ def _layers_in(
             )
         if factor := _FACTOR.fullmatch(name):
             layers.setdefault(factor["layer"], {})[factor["part"]] = shape
+        elif factor := _OF_TABLE.fullmatch(name):
+            layers.setdefault(factor["layer"], {})[factor["part"].replace("embedding_", "")] = shape
+        elif (table := _TABLE.fullmatch(name)) and f"{PREFIX}{table['layer']}.lora_embedding_A" in shapes:
+            continue
         elif vector := _VECTOR.fullmatch(name):
             layers.setdefault(vector["layer"], {})["lora_magnitude_vector"] = shape
         elif "lora_" in name or ".base_layer." in name:
-            _refuse(folder, name, "adapters are beside linear layers here, with the factors lora_A and lora_B")
+            _refuse(folder, name, "adapters are factors lora_A and lora_B here, beside linear layers and embeddings")
         else:
             beside.append(name)
     half = next((name for name, parts in layers.items() if not {"lora_A", "lora_B"} <= parts.keys()), None)
