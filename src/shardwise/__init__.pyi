@@ -35,10 +35,12 @@ from shardwise.state import StateDictType as StateDictType
 from shardwise.state import full_optimizer_state_dict as full_optimizer_state_dict
 from shardwise.state import full_state_dict as full_state_dict
 from shardwise.state import gathered as gathered
+from shardwise.state import load_adapter as load_adapter
 from shardwise.state import load_full_optimizer_state_dict as load_full_optimizer_state_dict
 from shardwise.state import load_full_state_dict as load_full_state_dict
 from shardwise.state import load_state_dict as load_state_dict
 from shardwise.state import load_weights as load_weights
+from shardwise.state import save_adapter as save_adapter
 from shardwise.state import save_weights as save_weights
 from shardwise.state import state_dict as state_dict
 from shardwise.state.checkpoint import CheckpointManager as CheckpointManager

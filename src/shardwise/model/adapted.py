@@ -99,6 +99,28 @@ def row_norms(weight: Tensor, low: Tensor | None, high: Tensor | None, how: Adap
         return how.sum_over_inputs(rows.square().sum(1)).sqrt()
 
 
+def merge_(part: Tensor, index: tuple[slice, ...], change: Tensor, factor: Tensor | None, how: Adapter) -> None:
+    """Merges an adapter into a part of its weight, in place.
+
+    Args:
+        part: of the weight.
+        index: where it is in the whole weight.
+        change: ``s B A``, from :func:`change_of`.
+        factor: ``m / n`` of DoRA, ``[out]``; None: it has none.
+        how: the rest.
+    """
+    part += change[index]
+    if factor is not None:
+        of_rows = factor[index[how.out_dim]]
+        part *= of_rows[:, None] if how.out_dim == 0 else of_rows
+
+
+def change_of(low: Tensor, high: Tensor, how: Adapter) -> Tensor:
+    """What an adapter adds to its weight, in the weight's shape."""
+    change = (high @ low) * how.scale
+    return change if how.out_dim == 0 else change.t()
+
+
 class AdapterTensor(nn.Module):
     """Holds one tensor of an adapter, under the name that PEFT gives it: ``weight``."""
 

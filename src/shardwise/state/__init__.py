@@ -1,5 +1,6 @@
 """Loads and saves the state of a sharded model: full state dicts on rank 0, weight files, checkpoints, conversion."""
 
+from shardwise.state.adapters import load_adapter, save_adapter
 from shardwise.state.full import full_state_dict, load_full_state_dict
 from shardwise.state.gathered import gathered
 from shardwise.state.kinds import StateDictType, load_state_dict, state_dict
@@ -15,10 +16,12 @@ __all__ = [
     "full_optimizer_state_dict",
     "full_state_dict",
     "gathered",
+    "load_adapter",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_state_dict",
     "load_weights",
+    "save_adapter",
     "save_weights",
     "state_dict",
     "weights_bytes",

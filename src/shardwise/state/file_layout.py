@@ -4,7 +4,7 @@ Every rank makes it from the recipe, and the shapes that buffers have on rank 0,
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardwise.errors import UnsupportedError
@@ -99,7 +99,13 @@ def stored_dtypes(stored: Mapping[str, Stored], dtype: str | None = None) -> dic
 
 
 def file_layout_of(
-    runtime: Runtime, *, max_shard_bytes: int, dtype: str | None = None, align: int = 8, of_main: bool = True
+    runtime: Runtime,
+    *,
+    max_shard_bytes: int,
+    dtype: str | None = None,
+    align: int = 8,
+    of_main: bool = True,
+    without: Collection[str] = (),
 ) -> FileLayout:
     """Plans a model's files: tensors in the model's order, a new file where the next one would not fit.
 
@@ -109,8 +115,10 @@ def file_layout_of(
         dtype: as for :func:`stored_dtypes`.
         align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
         of_main: with the buffers of rank 0: all ranks must call it. Else those of this rank.
+        without: canonical names of tensors that are left out.
     """
     stored = stored_tensors(runtime, runtime.saved_buffers(of_main=of_main))
+    stored = {name: entry for name, entry in stored.items() if entry.key not in without}
     dtypes = stored_dtypes(stored, dtype)
     views = naming_of(runtime.module, {name: entry.shape for name, entry in stored.items()}).views
     facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}

@@ -4,9 +4,10 @@ First, names, shapes and dtypes are matched on every rank; only if everything fi
 read that fails after that leaves a model that refuses to be used until it is loaded completely.
 """
 
+import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from shardwise.state.own_load import give_attributes
 from shardwise.state.report import LoadReport
 from shardwise.state.sidecars import Origin
 from shardwise.state.stored import compare_sums
+from shardwise.state.to_rank0 import computed_of_full
+from shardwise.techniques.fold import acts
 from shardwise.world.collectively import collectively
 
 
@@ -126,7 +129,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     before, attributes = files.num_bytes, dict[str, Any]()
     with LoadTransaction(runtime, local, plan.tensors):
         _refuse_other_values(runtime, collectively(world, "load_weights, reading", read))
-    _after(runtime, plan.extra, plan.folder, attributes)
+    _after(runtime, plan.tensors, plan.extra, plan.folder, attributes)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
 
@@ -171,7 +174,7 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         attributes = collectively(world, "load_weights, after rank 0 has sent", check, on_main=True)
     if runtime.own_state is not None:
         attributes = world.broadcast(attributes)
-    _after(runtime, extra, folder, attributes or {})
+    _after(runtime, names, extra, folder, attributes or {})
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
 
 
@@ -190,9 +193,17 @@ def _refuse_other_values(runtime: Runtime, sums: Sums) -> None:
         )
 
 
-def _after(runtime: Runtime, extra: Mapping[str, Any], folder: Path | None, attributes: Mapping[str, Any]) -> None:
-    """Restores what comes with the weights and is not a tensor: their directory's path, extra state, and what the modules' own
-    methods keep beside tensors."""
+def _after(
+    runtime: Runtime,
+    names: Collection[str],
+    extra: Mapping[str, Any],
+    folder: Path | None,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Sets what follows from the loaded tensors, and restores what comes with the weights and is not a tensor: their directory's path,
+    extra state, and what the modules' own methods keep beside tensors."""
+    for act in acts():
+        act.loaded(runtime, names, functools.partial(computed_of_full, runtime))
     give_attributes(runtime.module, attributes, runtime.world.device)
     if folder is not None:  # values from no directory are still of the model that was loaded from one
         runtime.memory(Origin).folder = folder.resolve()

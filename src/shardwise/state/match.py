@@ -1,6 +1,6 @@
 """Matches stored weights to a model's tensors, and checks names, shapes and dtypes before any value is copied."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from shardwise.state.own_load import OwnLoad, match_own
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
+from shardwise.techniques import fold
 
 Cast = bool | Literal["lossless"]
 """Which values of another dtype are converted: all, none, or those of which every value exists in the model's dtype."""
@@ -37,6 +38,7 @@ class Rules:
     cast: Cast
     check_finite: bool
     rows: tuple[int, int] | None = None  # of a vocabulary that has grown: as stored, and in the model
+    needs_own: bool = False  # parameters that techniques have added must be there too
     buffers_as_stored: bool = False  # shapes and dtypes of buffers are the source's: a forward may have changed them
 
 
@@ -132,8 +134,20 @@ def plan_of(
         matched.tensors[name] = with_added_rows(stored, wanted[name].shape, rules.rows)
         doubles = matched.doubles.get(name, {})
         doubles |= {other: with_added_rows(stored, wanted[name].shape, rules.rows) for other, stored in doubles.items()}
+    own_names = fold.own_names(recipe)
+    if own_names and opened.folder is not None and _holds_adapters_alone(opened.folder):
+        raise CheckpointError(
+            f"weights from {opened.place}",
+            why="it holds adapters, and not the base beside which they are",
+            fix=f"load the base with sw.load_weights, then sw.load_adapter(model, {str(opened.folder)!r})",
+        )
+    beside = _left_out_whole(matched, own_names, opened, rules)
+    # The weights beside which adapters are trained are not trained, and so are stored in the dtype that they are computed in.
+    rounded = {
+        n for n, p in recipe.params.items() if own_names and not p.trainable and p.storage in ("bfloat16", "float16")
+    }
     drawn = [name for name in matched.missing if name in runtime.frozen_draws and runtime.frozen_draws[name]()]
-    _refuse_unfit(matched, wanted, opened, rules, drawn)
+    _refuse_unfit(matched, wanted, opened, rules, drawn, rounded)
     _refuse_untied(matched, opened, files, boxes)
     if rules.check_finite:
         _refuse_nonfinite(matched, opened, files, boxes)
@@ -147,6 +161,8 @@ def plan_of(
         ignored=matched.ignored,
         renamed=tuple(matched.renamed),
         cast=cast,
+        rounded=tuple(sorted({cast[name] for name in rounded & cast.keys()})),
+        beside=beside,
         grown=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, GrownTable)),
     )
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
@@ -154,8 +170,42 @@ def plan_of(
     return LoadPlan(report, ordered, extra, opened.folder, opened.verified is not None, own)
 
 
+def _holds_adapters_alone(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file() and not any(folder.glob("model*.safetensors"))
+
+
+def _left_out_whole(matched: Matched, own_names: Sequence[str], source: Source, rules: Rules) -> tuple[str, ...]:
+    """Parameters that techniques have added and the source has none of, which are then not missing: it is of the model without them.
+
+    Raises:
+        CheckpointError: it has some of them.
+    """
+    lacks = tuple(name for name in own_names if name in matched.missing)
+    if rules.needs_own or not lacks:
+        return ()
+    if len(lacks) == len(own_names):
+        matched.missing = tuple(name for name in matched.missing if name not in lacks)
+        return lacks
+    if rules.strict:
+        there = next(name for name in own_names if name in matched.tensors)
+        raise CheckpointError(
+            f"weights from {source.place}, with {len(own_names) - len(lacks)} of {len(own_names)} tensors of the adapters",
+            why=f"{there} is there, and these are not: {shortened(lacks)}",
+            fix="load weights with all of them or none, into a model with the adapters that they were trained with; or pass strict=False, "
+            "which leaves the others as they are",
+            name=lacks[0],
+            misfit="names",
+        )
+    return ()
+
+
 def _refuse_unfit(
-    matched: Matched, wanted: Mapping[str, Wanted], source: Source, rules: Rules, drawn: Collection[str]
+    matched: Matched,
+    wanted: Mapping[str, Wanted],
+    source: Source,
+    rules: Rules,
+    drawn: Collection[str],
+    rounded: Collection[str],
 ) -> None:
     if wanted and not source.tensors:
         raise CheckpointError(
@@ -174,7 +224,11 @@ def _refuse_unfit(
             name=name,
             misfit="shape",
         )
-    dtypes = [n for n, s in matched.tensors.items() if not _may_be(s.dtype, wanted[n].dtype, cast=rules.cast)]
+    dtypes = [
+        name
+        for name, stored in matched.tensors.items()
+        if not may_be(stored.dtype, wanted[name].dtype, cast=name in rounded or rules.cast)
+    ]
     if dtypes:
         name = dtypes[0]
         if matched.tensors[name].dtype.startswith("float8"):
@@ -203,7 +257,7 @@ def _refuse_unfit(
         )
 
 
-def _may_be(there: str, here: str, *, cast: Cast) -> bool:
+def may_be(there: str, here: str, *, cast: Cast) -> bool:
     """Whether values of dtype ``there`` may be loaded as ``here``: with ``cast`` they may be rounded, but never become
     integers, or lose an imaginary part or their scale."""
     if there == here or cast is False:

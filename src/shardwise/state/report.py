@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.recipe import human_bytes
 
 _SHOWN = 8
+_WORDS = {name: word for word, name in DTYPE_WORDS.items() if word[:2] in ("fp", "bf")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,9 @@ class LoadReport:
         ignored: name in the source -> why it is not the model's to load.
         renamed: the changes of names, as text with counts.
         cast: name -> (dtype there, dtype here), where they differ (``cast``).
+        rounded: of these pairs, those of frozen weights that are stored in a smaller dtype because adapters are trained beside them; it
+            needs no ``cast``.
+        beside: parameters that a technique has added (adapters), none of which the source has; they are as before, or ``fresh``.
         grown: tables to which ``shardwise train`` has added rows for new tokens, each the mean of the others.
     """
 
@@ -38,6 +43,8 @@ class LoadReport:
     ignored: Mapping[str, str] = field(default_factory=dict)
     renamed: tuple[str, ...] = ()
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    rounded: tuple[tuple[str, str], ...] = ()
+    beside: tuple[str, ...] = ()
     grown: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -50,10 +57,16 @@ class LoadReport:
             f"  cast: {sum(1 for other in self.cast.values() if other == pair)} from {pair[0]} to {pair[1]}"
             for pair in pairs
         ]
+        lines += [
+            f"  a base of {there} is stored in {here}; Precision(parts={{...: {_WORDS.get(there, there)!r}}}) keeps it"
+            for there, here in self.rounded
+        ]
         if self.grown:
             lines.append(f"  rows added, each the mean of the others ({len(self.grown)}): {shortened(self.grown)}")
+        now = "with their constructor's values" if self.fresh else "left as they were"
+        if self.beside:
+            lines.append(f"  adapters not there ({len(self.beside)} tensors), {now}")
         if self.missing:
-            now = "with their constructor's values" if self.fresh else "left as they were"
             lines.append(f"  missing ({len(self.missing)}), {now}: {shortened(self.missing)}")
         if self.unexpected:
             lines.append(f"  not in the model ({len(self.unexpected)}): {shortened(self.unexpected)}")

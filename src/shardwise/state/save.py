@@ -5,10 +5,11 @@ follows from the recipe. The directory is written next to its place and moved th
 (:mod:`shardwise.state.staging`).
 """
 
+import functools
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardwise.config.caller import level_of_caller
 from shardwise.config.conversion import ENDINGS
 from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keywords import public_call
-from shardwise.errors import CheckpointError, ConfigError, errors_about
+from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, errors_about
 from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
@@ -33,6 +34,7 @@ from shardwise.state.rounding import refuse_overflow
 from shardwise.state.sidecars import sidecar_files
 from shardwise.state.staging import TOKEN, Staged, StagedSave, check_place
 from shardwise.state.stored import is_rounded
+from shardwise.state.to_rank0 import computed_of_full
 from shardwise.state.writing import (
     by_file,
     opened,
@@ -43,6 +45,8 @@ from shardwise.state.writing import (
     write_box,
     write_part,
 )
+from shardwise.techniques import fold
+from shardwise.techniques.fold import acts
 from shardwise.world.collectively import collectively
 
 
@@ -57,6 +61,7 @@ def save_weights(
     *,
     max_shard_bytes: int = SHARD_BYTES,
     dtype: str | torch.dtype | None = None,
+    merge: bool = True,
 ) -> Path:
     """Saves the weights of a sharded model as a Hugging Face directory of safetensors files: every parameter and
     persistent buffer. All ranks must call it.
@@ -73,6 +78,9 @@ def save_weights(
         dest: the directory; it is made. Rank 0's path is used.
         max_shard_bytes: largest size of one file, in bytes; a tensor is never divided.
         dtype: floating parameters are written in it; None: as they are stored. Buffers are written as they are.
+        merge: of a model with adapters (``lora=``), the weights are written with these merged into them, in float32 or more and rounded
+            once: a model without adapters that computes the same. False: the weights beside which the adapters are trained;
+            :func:`save_adapter` writes those.
 
     Returns:
         the path of ``model.safetensors``, or of the index if there are several files.
@@ -80,7 +88,8 @@ def save_weights(
     Raises:
         CheckpointError: on every rank, if one of them cannot write.
         ConfigError: an invalid dtype or size.
-        UnsupportedError: on every rank, if the format does not have the dtype of a tensor (complex128).
+        UnsupportedError: on every rank, if the format does not have the dtype of a tensor (complex128), or an adapter cannot be merged
+            because its weight is tied to another module's.
         RankError: a rank does not take part, or is lost during the save.
     """
     runtime = runtime_of(model)
@@ -93,20 +102,22 @@ def save_weights(
             why="it is a number of bytes, 1 or more",
             fix="use 5 << 30 for 5 GiB",
         )
-    world, file_layout = runtime.world, file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind)
+    world, own = runtime.world, fold.own_names(runtime.recipe)
+    file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=own)
     collectively(
         world,
         "save_weights, before it begins",
-        lambda: repr((max_shard_bytes, kind)),
+        lambda: repr((max_shard_bytes, kind, bool(merge))),
         same=str,
         differ=ConfigError(
-            f"save_weights(max_shard_bytes={max_shard_bytes}, dtype={dtype})",
+            f"save_weights(max_shard_bytes={max_shard_bytes}, dtype={dtype}, merge={merge})",
             why="other ranks were given other values",
             fix="give every rank the same",
         ),
     )
     states = extra_states(model)  # on every rank: it may communicate
-    saving = _Saving(runtime, file_layout, Path(dest), kind, computed_values(runtime, "save_weights"))
+    merged = _merged(runtime, own) if merge else {}
+    saving = _Saving(runtime, file_layout, Path(dest), kind, computed_values(runtime, "save_weights"), merged)
     try:
         collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
         saving.absent = saving.meet("save_weights")
@@ -126,7 +137,11 @@ def save_weights(
 def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None) -> int:
     """Size in bytes of the files that :func:`save_weights` would write; no communication."""
     return file_layout_of(
-        runtime_of(model), max_shard_bytes=SHARD_BYTES, dtype=_checked_dtype(dtype), of_main=False
+        runtime_of(model),
+        max_shard_bytes=SHARD_BYTES,
+        dtype=_checked_dtype(dtype),
+        of_main=False,
+        without=fold.own_names(runtime_of(model).recipe),
     ).num_bytes
 
 
@@ -178,15 +193,59 @@ def _tell_versions(runtime: Runtime) -> None:
         )
 
 
+def _merged(runtime: Runtime, own: Sequence[str]) -> dict[str, Callable[[], Tensor]]:
+    """Parameter -> computes this rank's part of it with what techniques have added (``own``) merged into it. All ranks must call it."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for act in acts():
+        found |= act.merged(runtime, functools.partial(computed_of_full, runtime))
+    for name, entry in stored_tensors(runtime).items() if found else ():
+        if entry.made_of is not None and entry.made_of & {*own, *found}:
+            raise UnsupportedError(
+                "adapters merged into a weight that a module stores by a method of its own",
+                why="the method is given the weight as it is",
+                fix="write the base alone: save_weights(model, dest, merge=False), and save_adapter(model, folder)",
+                name=name,
+            )
+    return found
+
+
+class _Local(Mapping[str, Tensor]):
+    """What this rank stores, by name; what is computed is kept until the next is asked for."""
+
+    def __init__(self, stored: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]]):
+        self._stored, self._computed = stored, computed
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._computed:
+            return self._stored[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # one is in memory at a time
+            self._last = name, self._computed[name]()
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
 class _Saving(StagedSave):
     """One save on one rank, with a method per stage, in the order in which they are called."""
 
     def __init__(
-        self, runtime: Runtime, file_layout: FileLayout, dest: Path, dtype: str | None, computed: Mapping[str, Tensor]
+        self,
+        runtime: Runtime,
+        file_layout: FileLayout,
+        dest: Path,
+        dtype: str | None,
+        computed: Mapping[str, Tensor],
+        merged: Mapping[str, Callable[[], Tensor]],
     ):
         super().__init__(runtime.world, dest)
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
-        self.computed = computed
+        self.local = _Local({**runtime.local_tensors(), **computed}, merged)
         self.absent: list[int] = []  # ranks that do not see the directory
         self.notes: list[str] = []
 
@@ -211,12 +270,11 @@ class _Saving(StagedSave):
         """Writes this rank's pieces directly from its shards, and syncs each file when it is done."""
         if self.world.rank in self.absent:
             return
-        local = {**self.runtime.local_tensors(), **self.computed}
         with self.errors_of_writing():
             for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, self.world.rank)):
                 with opened(path) as descriptor:
                     for part in parts:
-                        write_part(descriptor, part, local[part.view.name][part.local])
+                        write_part(descriptor, part, self.local[part.view.name][part.local])
                     os.fsync(descriptor)
 
     def stream(self) -> None:
@@ -235,10 +293,9 @@ class _Saving(StagedSave):
                 raise problem
 
     def _send(self) -> None:
-        local = self.runtime.local_tensors()
         problem: CheckpointError | None = None
         for part in parts_of(self.runtime, self.file_layout, self.world.rank):
-            for _, block, rounded in stored_blocks(part, local[part.view.name][part.local]):
+            for _, block, rounded in stored_blocks(part, self.local[part.view.name][part.local]):
                 dist.send(bytes_of(rounded).to(self.world.message_device), dst=0)
                 try:
                     with errors_about(part.view.name):

@@ -6,7 +6,7 @@ rank holds what follows from the recipe alone.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,14 @@ def full_tensors(runtime: Runtime, names: Iterable[str]) -> dict[str, Tensor]:
         return {}
     local = runtime.local_tensors()
     return whole | {name: local[name].detach().cpu().clone() for name in names if name not in whole}
+
+
+def computed_of_full(runtime: Runtime, names: Sequence[str], compute: Callable[..., Tensor]) -> Tensor:
+    """The result of ``compute`` with the full values of these parameters, on the CPU of every rank; rank 0 alone has them, and computes
+    it, so that it does not depend on the layout. All ranks must call it."""
+    values = full_tensors(runtime, names)
+    result = compute(*(values[name] for name in names)) if runtime.world.is_main else None
+    return runtime.world.broadcast(result).cpu()
 
 
 _IN_FLIGHT = 64 << 20  # bytes that are sent or expected at a time

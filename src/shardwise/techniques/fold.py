@@ -124,6 +124,11 @@ def acts() -> tuple[Act, ...]:
     return tuple(act() for technique in TECHNIQUES if (act := technique.load("act")) is not None)
 
 
+def own_names(recipe: Recipe) -> list[str]:
+    """The parameters that techniques have added to the user's module."""
+    return [name for act in acts() for name in act.own_names(recipe)]
+
+
 def describe(recipe: Recipe) -> str:
     """A recipe as text, with the lines of each technique at its head."""
     return describe_recipe(recipe, [line for technique in TECHNIQUES for line in technique.lines(recipe)])

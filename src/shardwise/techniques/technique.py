@@ -21,10 +21,11 @@ Files with torch are named by text and loaded when they are first used, so that 
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import CARVED, DERIVED_AXES, Layout
@@ -32,7 +33,7 @@ from shardwise.recipe import Recipe
 from shardwise.recipe.records import Record
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from shardwise.errors import ShardwiseError
     from shardwise.world import World
@@ -125,6 +126,32 @@ class Example:
             return look(self.otherwise)
 
 
+class Whole(Protocol):
+    """Computes something of full tensors, on rank 0, for all ranks, which must all call it."""
+
+    def __call__(self, names: Sequence[str], compute: "Callable[..., Tensor]") -> "Tensor":
+        """The result of ``compute`` with the full values of these parameters, on the CPU of every rank."""
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """How adapters are stored without the model that they are beside.
+
+    Attributes:
+        keys: key in the file -> canonical name of the tensor; a tied one may be there twice.
+        config: what the file beside it says about them, as JSON.
+        check: raises for a directory of other adapters than the model's.
+        beside: as ``keys``, of tensors of the model that others may write, and that are loaded if they are there.
+        note: what another library would make of these files that is not meant; "": nothing.
+    """
+
+    keys: Mapping[str, str]
+    config: Mapping[str, Any]
+    check: Callable[[Path], None]
+    beside: Mapping[str, str]
+    note: str = ""
+
+
 class Act:
     """What a technique does to a module, by the recipe. Methods that are not overridden do nothing."""
 
@@ -154,6 +181,20 @@ class Act:
         """Parameters that the technique has added to the user's module: a source of weights need not have them, but has either all of
         them or none."""
         return ()
+
+    def loaded(self, runtime: Any, names: Collection[str], whole: "Whole") -> None:
+        """Called on all ranks when the values of ``names`` have been loaded: sets those of its own parameters that follow from them and
+        were not loaded."""
+
+    def merged(self, runtime: Any, whole: "Whole") -> "Mapping[str, Callable[[], Tensor]]":
+        """Parameter of the user's module -> computes what this rank stores of it, on the CPU, with the technique's own parameters merged
+        into it: together they compute what the module computes. Called on all ranks; the functions are not."""
+        return {}
+
+    def adapter_files(self, runtime: Any, prefix: str) -> "AdapterFiles | None":
+        """How its own parameters are stored without the model's; None: they are not. ``prefix``: of the names of the model within
+        the module, which its files do not have."""
+        return None
 
     def explain(self, error: BaseException) -> "ShardwiseError | None":
         """The ShardwiseError for an error of torch, if the technique knows its cause; else None."""

@@ -179,7 +179,7 @@ class _Reading:
             self.own["step"] = {**self.own["step"], **settled.step}
 
     def _plan(self, prefix: str, runtime: Runtime, values: Mapping[str, Any]) -> LoadPlan:
-        rules = Rules(strict=True, rename=(), cast=False, check_finite=False, buffers_as_stored=True)
+        rules = Rules(strict=True, rename=(), cast=False, check_finite=False, needs_own=True, buffers_as_stored=True)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         try:
             return plan_of(

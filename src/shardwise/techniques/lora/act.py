@@ -1,12 +1,30 @@
-"""What adapters change in a sharded module: nothing but what is checked here; their tensors are ordinary parameters."""
+"""What adapters change in a sharded module: nothing but what is checked here; their tensors are ordinary parameters. And how they are
+loaded, merged and stored."""
 
-from torch import nn
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
-from shardwise.errors import UsageError
-from shardwise.model.adapted import adapted_layers
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model import is_pretrained, user_class
+from shardwise.model.adapted import (
+    Adapted,
+    AdaptedAround,
+    AdaptedEmbedding,
+    Adapter,
+    adapted_layers,
+    change_of,
+    merge_,
+    row_norms,
+)
 from shardwise.recipe import Recipe
-from shardwise.techniques.lora.rule import LoRAEntry, own_names
-from shardwise.techniques.technique import Act
+from shardwise.techniques.lora.peft_files import files_of
+from shardwise.techniques.lora.rule import LoRAEntry, own_names, trained_beside
+from shardwise.techniques.technique import Act, AdapterFiles, Whole
 from shardwise.world import World
 
 
@@ -28,3 +46,139 @@ class LoRAAct(Act):
 
     def own_names(self, recipe: Recipe) -> list[str]:
         return own_names(recipe)
+
+    def loaded(self, runtime: Any, names: Collection[str], whole: Whole) -> None:
+        """The magnitudes of DoRA are the norms of the loaded weights, until an adapter is trained or loaded: then its B is not 0."""
+        follow = [
+            (weight, parts, how)
+            for weight, parts, how in _layers(runtime)
+            if len(parts) == 3 and weight in names and parts[2] not in names
+        ]
+        if not follow:
+            return
+        here = [bool(runtime.local_tensor_of(high).any()) for _, (_, high, _), _ in follow]
+        trained = [any(each) for each in zip(*runtime.world.gather(here), strict=True)]
+        for (weight, (_, _, magnitude), how), is_trained in zip(follow, trained, strict=True):
+            if not is_trained:
+                norms = whole([weight], functools.partial(row_norms, low=None, high=None, how=how))
+                for piece, part in runtime.parts(magnitude, runtime.local_tensor_of(magnitude)):
+                    part.copy_(norms[piece.full_index])
+
+    def merged(self, runtime: Any, whole: Whole) -> Mapping[str, Callable[[], Tensor]]:
+        layers = list(_layers(runtime))
+        for weight, (low, *_), _ in layers:
+            _refuse_tie(runtime, weight, low)
+        for name, layer in adapted_layers(runtime.module).items() if layers else ():
+            _refuse_own_forward(layer, name)
+        found = {}
+        for weight, (low, high, *vector), how in layers:
+            factor = whole([weight, low, high, *vector], functools.partial(_factor, how=how)) if vector else None
+            of_adapter = whole([low], _as_it_is), whole([high], _as_it_is), factor
+            found[weight] = functools.partial(_merged, runtime, weight, *of_adapter, how)
+        return found
+
+    def adapter_files(self, runtime: Any, prefix: str) -> AdapterFiles | None:
+        recipe = runtime.recipe
+        if "lora" not in recipe.techniques:
+            return None
+        stored = {name: param.aliases for name, param in recipe.params.items()}
+        stored |= {name: buffer.aliases for name, buffer in recipe.buffers.items() if buffer.persistent}
+        return files_of(
+            recipe.entry("lora", LoRAEntry),
+            prefix=prefix,
+            own=own_names(recipe),
+            trained=trained_beside(recipe),
+            stored=stored,
+            tables=[
+                name for name, layer in adapted_layers(runtime.module).items() if isinstance(layer, AdaptedEmbedding)
+            ],
+            modules=[name for name, _ in runtime.modules if name],
+            is_turned=any(layer.adapter.out_dim == 1 for layer in adapted_layers(runtime.module).values()),
+            task=_task_of(dict(runtime.modules)[prefix.rstrip(".")], recipe),
+        )
+
+
+def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
+    """``(canonical name of its weight, those of A, B and, for DoRA, m, how it is computed from full tensors)`` of each adapted layer."""
+    recipe: Recipe = runtime.recipe
+    if "lora" not in recipe.techniques:
+        return
+    entry = recipe.entry("lora", LoRAEntry)
+    homes = {alias: name for name, param in recipe.params.items() for alias in (name, *param.aliases)}
+    parts: dict[str, list[str]] = {}
+    for name in sorted(own_names(recipe)):  # A, B, m
+        parts.setdefault(name[: name.rfind(".lora_")], []).append(name)
+    layers = adapted_layers(runtime.module)
+    for name in entry.layers:
+        yield homes[f"{name}.weight"], parts[name], Adapter(entry.lora.scale, out_dim=_out_dim(layers[name]))
+
+
+def _out_dim(layer: Any) -> int:
+    """The dim of a layer's weight along which B's rows lie: a weight of an embedding is ``[tokens, width]``."""
+    return 1 if isinstance(layer, AdaptedEmbedding) else layer.adapter.out_dim
+
+
+def _refuse_own_forward(layer: Any, name: str) -> None:
+    """Refuses to merge into the weight of a linear layer whose own forward computes something else with it: found by running it on another
+    weight, in place of what this rank has a part of."""
+    if not isinstance(layer, AdaptedAround):
+        return
+    copied = object.__new__(type(layer))  # without the hooks and shards of the module's own
+    weight, x = torch.linspace(-1, 2, 15).view(3, 5), torch.linspace(1, -2, 10).view(2, 5)
+    bias = None if getattr(layer, "bias", None) is None else torch.linspace(1, 3, 3)
+    copied.__dict__.update(layer.__dict__, _parameters={"weight": weight, "bias": bias})
+    try:
+        with torch.no_grad():
+            is_linear = torch.allclose(super(Adapted, copied).forward(x), functional.linear(x, weight, bias), atol=1e-5)  # type: ignore[misc]
+    except Exception:  # of code that is not known here: it asks for other shapes, or for what is not there
+        is_linear = False
+    if not is_linear:
+        raise UnsupportedError(
+            f"adapters merged into a {type(layer).__name__}",
+            why="its class has a forward of its own, which computes something else than W x + bias: what is merged into W would be changed by it",
+            fix="write the base alone, save_weights(model, dest, merge=False), and the adapters beside it: save_adapter(model, folder)",
+            name=name,
+        )
+
+
+def _refuse_tie(runtime: Any, weight: str, low: str) -> None:
+    """Refuses to merge into a weight that another module has too, which has no adapter there."""
+    modules = dict(runtime.modules)
+    names = (weight, *runtime.recipe.params[weight].aliases)
+    if len({id(modules[name.rpartition(".")[0]]) for name in names}) > 1:
+        raise UnsupportedError(
+            f"adapters merged into a weight that is also {', '.join(name for name in names if name != weight)}",
+            why=f"the names are tied to one tensor, and the adapter ({low}) is beside one of them: merged, it would change the other too",
+            fix="write the base alone, save_weights(model, dest, merge=False), and the adapters beside it: save_adapter(model, folder)",
+            name=weight,
+        )
+
+
+def _task_of(model: nn.Module, recipe: Recipe) -> str | None:
+    """PEFT's word for what a model computes, if it is one of transformers that predicts the next token."""
+    if not is_pretrained(model):
+        return None
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = user_class(model).__name__
+    return "CAUSAL_LM" if {name, recipe.module_class} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} else None
+
+
+def _factor(weight: Tensor, low: Tensor, high: Tensor, magnitude: Tensor, how: Adapter) -> Tensor:
+    norms = row_norms(weight, low, high, how)
+    return magnitude.to(norms.dtype) / norms
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _merged(runtime: Any, name: str, low: Tensor, high: Tensor, factor: Tensor | None, how: Adapter) -> Tensor:
+    """What this rank stores of a weight, with the adapter merged into it. The product is made in full on every rank, and cut: the bits of
+    a part's own product may be others."""
+    local = runtime.local_tensor_of(name)
+    result = local.to("cpu", torch.promote_types(local.dtype, torch.float32), copy=True)
+    change = change_of(low, high, how)
+    for piece, part in runtime.parts(name, result):
+        merge_(part, piece.full_index, change, factor, how)
+    return result

@@ -7,7 +7,9 @@
 """
 
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -104,6 +106,22 @@ class LoRA(Options, frozen=True, kw_only=True):
                 why="it is one part of a tensor's name",
                 fix='use a name without dots: "default"',
             )
+
+    @classmethod
+    def of(cls, folder: str | os.PathLike[str]) -> "LoRA":
+        """The option for the adapters in a directory that :func:`~shardwise.save_adapter` or PEFT has written: make the model with it, then
+        :func:`~shardwise.load_adapter`. Its targets are the layers that the file has tensors of.
+
+        Args:
+            folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            UnsupportedError: it has what is not supported here, such as ranks that differ from layer to layer.
+        """
+        from shardwise.techniques.lora.peft_files import option_of
+
+        return option_of(Path(folder))
 
     @property
     def scale(self) -> float:

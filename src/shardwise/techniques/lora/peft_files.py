@@ -1,0 +1,375 @@
+"""Adapters in PEFT's files: ``adapter_config.json``, and the names in ``adapter_model.safetensors``. Torch-free."""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.techniques.technique import AdapterFiles
+
+if TYPE_CHECKING:
+    from shardwise.techniques.lora.options import LoRA
+    from shardwise.techniques.lora.rule import LoRAEntry
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+
+_FACTOR = re.compile(r"(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight")
+_OF_TABLE = re.compile(r"(?P<layer>.+)\.(?P<part>lora_embedding_[AB])")
+_TABLE = re.compile(r"(?P<layer>.+)\.base_layer\.weight")  # which PEFT writes beside the adapter of an embedding
+_VECTOR = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(\.weight)?")
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
+_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# Keys of a configuration that are read here, or change nothing of what an adapter computes once it has its values.
+_KNOWN = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
+    "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+}  # fmt: skip
+
+
+# ---- written ------------------------------------------------------------------------------------------------------
+
+
+def files_of(
+    entry: "LoRAEntry",
+    *,
+    prefix: str,
+    own: Sequence[str],
+    trained: Sequence[str],
+    stored: Mapping[str, Sequence[str]],
+    tables: Sequence[str],
+    modules: Sequence[str],
+    is_turned: bool,
+    task: str | None,
+) -> AdapterFiles:
+    """What PEFT would write for a model.
+
+    Args:
+        entry: of the recipe.
+        prefix: of the names of the model within the module.
+        own: canonical names of the adapters' parameters.
+        trained: those of parameters that are trained in full.
+        stored: canonical name of each parameter and persistent buffer -> its aliases.
+        tables: names of the embeddings with an adapter.
+        modules: names of all modules, aliases too.
+        is_turned: weights are ``[in, out]``.
+        task: PEFT's word for what the model computes; None: it has none.
+
+    Raises:
+        UnsupportedError: PEFT's files have no place for a parameter that is trained.
+    """
+    lora = entry.lora
+    inside = [name.removeprefix(prefix) for name in modules if name.startswith(prefix)]
+    layers = [name.removeprefix(prefix) for name in entry.layers]
+    homes = {alias: name for name, aliases in stored.items() for alias in (name, *aliases)}
+    owners: dict[str, None] = {}
+    for name in trained:
+        for each in (name, *stored[name]):
+            owner = each.rpartition(".")[0]
+            _refuse_owner(owner, each, prefix, entry.layers)
+            owners[owner.removeprefix(prefix)] = None
+    _refuse_others(owners, inside, prefix)
+    keys = {PREFIX + _stored(name.removeprefix(prefix), lora.name): name for name in own}
+    keys |= {
+        PREFIX + alias.removeprefix(prefix): home
+        for alias, home in homes.items()
+        if any(alias.startswith(f"{prefix}{owner}.") for owner in owners)
+    }
+    config = {
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "ensure_weight_tying": any(stored[name] for name in trained),
+        "fan_in_fan_out": is_turned,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(lora.alpha_used) if lora.alpha_used.is_integer() else lora.alpha_used,
+        "lora_dropout": lora.dropout,
+        "modules_to_save": _short(owners, inside, whole_parts=False) or None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": _short(layers, inside, whole_parts=True),
+        "task_type": task,
+        "use_dora": lora.dora,
+        "use_rslora": lora.rslora,
+    }
+    beside = {f"{PREFIX}{name.removeprefix(prefix)}.base_layer.weight": homes[f"{name}.weight"] for name in tables}
+    check = functools.partial(_refuse_other, lora=lora, keys=keys, beside=beside)
+    return AdapterFiles(keys, config, check, beside, _note(layers, stored))
+
+
+def _note(layers: Iterable[str], stored: Iterable[str]) -> str:
+    """PEFT 0.18 and later take names that layers of experts once had for the one parameter that these are now, whichever layers they name."""
+    taken = sorted({layer.rpartition(".")[2] for layer in layers} & _OF_EXPERTS)
+    stacked = next((name for name in stored if name.endswith(".experts.gate_up_proj")), None)
+    if not taken or stacked is None:
+        return ""
+    return (
+        f"adapters beside layers called {', '.join(taken)}, of a model with experts in one parameter ({stacked}): PEFT takes these names for that "
+        "parameter, and leaves the layers out; sw.load_adapter reads them, and sw.save_weights writes the merged model"
+    )
+
+
+def _stored(name: str, adapter: str) -> str:
+    """The key of an adapter's parameter, without PEFT's prefix: without the adapter's name."""
+    before, _, leaf = name.rpartition(f".{adapter}")
+    return before if before.endswith(".lora_magnitude_vector") else before + leaf
+
+
+def _short(names: Iterable[str], modules: Sequence[str], *, whole_parts: bool) -> list[str]:
+    """The last parts of names, if these mean the same modules to PEFT; else the names."""
+    names = list(names)
+    last = sorted({name.rpartition(".")[2] for name in names})
+    return last if _meant(last, modules, whole_parts=whole_parts) == set(names) else sorted(names)
+
+
+def _meant(texts: Iterable[str], modules: Iterable[str], *, whole_parts: bool) -> set[str]:
+    """The modules that PEFT takes texts for: by their last letters, and with ``whole_parts`` by their last parts."""
+    ends = tuple(f".{text}" if whole_parts else text for text in texts)
+    exact = set(texts)
+    return {name for name in modules if name in exact or (ends and name.endswith(ends))}
+
+
+def _refuse_owner(owner: str, name: str, prefix: str, layers: Sequence[str]) -> None:
+    """Refuses a parameter that PEFT cannot store: it stores modules as a whole, of the model, and not with adapters within."""
+    within = next((layer for layer in layers if layer == owner or layer.startswith(f"{owner}.")), None)
+    why = (
+        f"it is outside of {prefix.rstrip('.')}, the model that is loaded by these files"
+        if not owner.startswith(prefix)
+        else "it belongs to no module but the model itself, and they hold whole modules"
+        if owner == prefix.rstrip(".")
+        else f"they hold whole modules, and {owner} has an adapter: {within}"
+        if within is not None
+        else None
+    )
+    if why is not None:
+        raise UnsupportedError(
+            "a parameter that is trained in full, in PEFT's files",
+            why=why,
+            fix="leave it out of LoRA(train=...); or write the merged model: sw.save_weights(model, dest)",
+            name=name,
+        )
+
+
+def _refuse_others(owners: Iterable[str], modules: Sequence[str], prefix: str) -> None:
+    """Refuses names of modules that PEFT would take for others too."""
+    owners = list(owners)
+    for name in sorted(_meant(owners, modules, whole_parts=False) - set(owners)):
+        if not name.startswith(tuple(f"{owner}." for owner in owners)):
+            owner = next(owner for owner in owners if name.endswith(owner))
+            raise UnsupportedError(
+                f"{prefix}{owner}, which is trained in full, in PEFT's files",
+                why=f"PEFT knows it by how its name ends, and {prefix}{name}, which is not trained, ends so too",
+                fix=f"train both: LoRA(train=({owner!r}, {name!r})); or write the merged model: sw.save_weights(model, dest)",
+                name=f"{prefix}{owner}",
+            )
+
+
+# ---- read ---------------------------------------------------------------------------------------------------------
+
+
+def option_of(folder: Path) -> "LoRA":
+    """The option of the adapters in a directory.
+
+    Raises:
+        CheckpointError: it cannot be read, or its tensors are not those of adapters.
+        UnsupportedError: it has what is not supported here.
+    """
+    from shardwise.techniques.lora.options import LoRA
+
+    config = _config_in(folder)
+    _refuse_unknown(folder, config)
+    layers, beside = _layers_in(folder, _shapes_in(folder))
+    alphas = {config.get("lora_alpha", 8), *(config.get("alpha_pattern") or {}).values()}
+    ranks = {shapes["lora_A"][0] for shapes in layers.values()}
+    for what, found in (("rank", ranks), ("alpha", alphas)):
+        if len(found) > 1:
+            _refuse(
+                folder, f"{what} {', '.join(map(str, sorted(found)))} of different layers", "all layers have one here"
+            )
+    has_vectors = {"lora_magnitude_vector" in shapes for shapes in layers.values()}
+    if has_vectors != {bool(config.get("use_dora"))}:
+        raise CheckpointError(
+            f"{folder}: use_dora={bool(config.get('use_dora'))}",
+            why=f"{'some of' if len(has_vectors) > 1 else 'all'} its layers are otherwise, by their lora_magnitude_vector",
+            fix="take the two files of one adapter",
+        )
+    return LoRA(
+        rank=ranks.pop(),
+        alpha=float(alphas.pop()),
+        targets=tuple(layers),
+        dropout=float(config.get("lora_dropout") or 0.0),
+        rslora=bool(config.get("use_rslora")),
+        dora=bool(config.get("use_dora")),
+        train=tuple(dict.fromkeys(name.rpartition(".")[0] for name in beside)),
+    )
+
+
+def weights_in(folder: Path) -> Path:
+    """The file with an adapter's tensors.
+
+    Raises:
+        CheckpointError: there is none.
+        UnsupportedError: it is a pickle.
+    """
+    path = folder / WEIGHTS
+    if path.is_file():
+        return path
+    if (folder / PICKLED).exists():
+        raise UnsupportedError(
+            f"{folder / PICKLED}",
+            why="it is a pickle, and reading one runs the code in it",
+            fix="where you trust it, let PEFT write it again as safetensors: PeftModel.from_pretrained(model, folder).save_pretrained(other)",
+        )
+    raise CheckpointError(
+        f"adapters from {folder}",
+        why=f"there is no {WEIGHTS} in it",
+        fix="name a directory that sw.save_adapter, or save_pretrained of a PEFT model, has written",
+    )
+
+
+def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str], beside: Collection[str]) -> None:
+    """Refuses adapters of another kind or of other layers than a model's."""
+    there = option_of(folder)
+    for what, theirs, own in (
+        ("rank", there.rank, lora.rank),
+        ("alpha", there.alpha_used, lora.alpha_used),
+        ("rslora", there.rslora, lora.rslora),
+        ("dora", there.dora, lora.dora),
+    ):
+        if theirs != own:
+            raise CheckpointError(
+                f"{folder}: adapters with {what}={theirs}",
+                why=f"the model was made with {what}={own}",
+                fix=f"make it with theirs: parallelize(..., lora=sw.LoRA.of({str(folder)!r}))",
+            )
+    names = {_current(key) for key in _shapes_in(folder) if key not in beside}
+    lacks, strange = [key for key in keys if key not in names], sorted(names - keys.keys())
+    if lacks or strange:
+        texts = [f"{len(lacks)} of the model's {len(keys)} tensors are not there: {_some(lacks)}"] if lacks else []
+        texts += [f"{len(strange)} are not the model's: {_some(strange)}"] if strange else []
+        raise CheckpointError(
+            f"adapters from {folder}",
+            why="; ".join(texts),
+            fix=f"make the model with the layers of theirs: parallelize(..., lora=sw.LoRA.of({str(folder)!r}))",
+            name=keys[lacks[0]] if lacks else strange[0],
+        )
+
+
+def _current(key: str) -> str:
+    """A key as PEFT writes it today."""
+    return key.removesuffix(".weight") if _VECTOR.fullmatch(key) else key
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _refuse(folder: Path, what: str, why: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{folder}: {what}",
+        why=why,
+        fix="merge it into its base with PEFT (merge_and_unload, then save_pretrained), and load that with sw.load_weights",
+    )
+
+
+def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        _refuse(folder, f"peft_type={config.get('peft_type')}", "adapters are LORA here, with use_rslora and use_dora")
+    if config.get("bias", "none") != "none":
+        _refuse(folder, f"bias={config['bias']!r}", "PEFT stores these biases in a form of their own")
+    if (init := config.get("init_lora_weights")) not in _INITS:
+        _refuse(
+            folder,
+            f"init_lora_weights={init!r}",
+            "it has changed the weights of the base, which are not in this directory",
+        )
+    for key, value in config.items():
+        if key not in _KNOWN and value:
+            _refuse(folder, f"{key}={value!r:.60}", "that is not supported here")
+
+
+def _layers_in(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, dict[str, tuple[int, ...]]], list[str]]:
+    """Layer -> part of its adapter -> shape; and the names of tensors that are trained in full."""
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    beside = []
+    for key, shape in shapes.items():
+        name = key.removeprefix(PREFIX)
+        if name == key:
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {key}",
+                why=f"PEFT's names begin with {PREFIX}",
+                fix="name a directory that sw.save_adapter, or save_pretrained of a PEFT model, has written",
+            )
+        if factor := _FACTOR.fullmatch(name):
+            layers.setdefault(factor["layer"], {})[factor["part"]] = shape
+        elif factor := _OF_TABLE.fullmatch(name):
+            layers.setdefault(factor["layer"], {})[factor["part"].replace("embedding_", "")] = shape
+        elif (table := _TABLE.fullmatch(name)) and f"{PREFIX}{table['layer']}.lora_embedding_A" in shapes:
+            continue
+        elif vector := _VECTOR.fullmatch(name):
+            layers.setdefault(vector["layer"], {})["lora_magnitude_vector"] = shape
+        elif "lora_" in name or ".base_layer." in name:
+            _refuse(folder, name, "adapters are factors lora_A and lora_B here, beside linear layers and embeddings")
+        else:
+            beside.append(name)
+    half = next((name for name, parts in layers.items() if not {"lora_A", "lora_B"} <= parts.keys()), None)
+    if half is not None or not layers:
+        raise CheckpointError(
+            f"adapters from {folder}",
+            why=f"{half} has {' and '.join(layers[half])} alone"
+            if half is not None
+            else "there is no lora_A and lora_B in it",
+            fix="let it be saved again: a layer has lora_A and lora_B",
+            name=half,
+        )
+    return layers, beside
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"adapters from {folder}",
+            why=f"{CONFIG} cannot be read: {error.strerror or error}",
+            fix="name a directory that sw.save_adapter, or save_pretrained of a PEFT model, has written",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}", why=f"it is not JSON: {error}", fix="let it be written again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}", why="it is no JSON object", fix="let it be written again")
+    return config
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors in a safetensors file, by its header alone."""
+    path = weights_in(folder)
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(size))
+        return dict(_shapes(header))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}", why=f"it is not a complete safetensors file: {error}", fix="copy it again, or save it again"
+        ) from error
+
+
+def _shapes(header: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, fact in header.items():
+        if name != "__metadata__":
+            shape = tuple(int(n) for n in fact["shape"])
+            if math.prod(shape) < 1:
+                raise ValueError(f"{name} of shape {list(shape)} has no values")
+            yield name, shape

@@ -1,0 +1,300 @@
+"""Adapters in PEFT's files, merged into weights, and beside a base that is loaded: PEFT and transformers say what is right."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from state.adapting import CASES, base, begun, loaded, logits, option, plain, refusals, rounded, saved, trained
+
+import shardwise as sw
+
+LAYOUTS = {"dp_shard=1": 1, "dp_shard=2": 2, "dp_shard=3": 3, "dp_replicate=2": 2, "tp=2": 2, "dp_shard=2,tp=2": 4}
+FEW = {
+    name: LAYOUTS[name] for name in ("dp_shard=1", "dp_shard=3", "tp=2")
+}  # shards of unequal size, and both kinds of cuts of tp
+over_layouts = pytest.mark.parametrize(
+    "layouts", [pytest.param(FEW, id="few"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)]
+)
+
+
+def of_peft(case, folder):
+    """PEFT's model of a directory, or a new one with the same adapters as ours."""
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied weights, and of types
+        if folder is not None:
+            return peft.PeftModel.from_pretrained(base(case), folder, autocast_adapter_dtype=False).eval()
+        lora = option(case)
+        targets = list(lora.targets) if lora.targets != "all-linear" else lora.targets
+        config = peft.LoraConfig(
+            r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora, use_dora=lora.dora,
+            modules_to_save=["norm", "input_layernorm", "post_attention_layernorm", "lm_head"] if case == "trained" else None,
+            fan_in_fan_out=case.startswith("gpt2"), task_type="CAUSAL_LM",
+        )  # fmt: skip
+        return peft.get_peft_model(base(case), config, autocast_adapter_dtype=False).eval()
+
+
+def merged_by_peft(case, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return of_peft(case, folder).merge_and_unload().state_dict()
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Directory of a case's base, as transformers writes it."""
+    made = {}
+
+    def folder(case):
+        kind = CASES[case][0]
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            base(case).save_pretrained(made[kind])
+        return str(made[kind])
+
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
+    refused = ranks.run(saved, 2, case, "dp_shard=2", str(tmp_path), bases(case))[0]
+    truth = plain(case)
+    theirs = of_peft(case, tmp_path / "adapter")
+    assert (logits(theirs) - logits(truth)).abs().max() <= 1e-14
+    # A layer too many has a B of 0, and a trained module that is not wrapped gets its values all the same: names say what logits do not.
+    assert {name for name, _ in theirs.named_parameters() if "lora_" in name} == {
+        f"base_model.model.{name}" for name, _ in truth.named_parameters() if "lora_" in name
+    }
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    own = {
+        "trained": ["input_layernorm", "lm_head", "norm", "post_attention_layernorm"],
+        "tied": ["embed_tokens", "lm_head"],
+    }
+    assert config["modules_to_save"] == own.get(case) and config["ensure_weight_tying"] == (case == "tied")
+    assert config["fan_in_fan_out"] == case.startswith("gpt2")
+    assert config["base_model_name_or_path"] == bases(case) and config["task_type"] == "CAUSAL_LM"
+    assert not refused
+    from transformers import AutoModelForCausalLM
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert (logits(merged) - logits(truth)).abs().max() <= 1e-12
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    assert (logits(alone) - logits(truth)).abs().max() > 1e-3
+    stored, expected = load_file(tmp_path / "merged/model.safetensors"), merged_by_peft(case, tmp_path / "adapter")
+    for name, value in stored.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@over_layouts
+@pytest.mark.parametrize("case", ["rslora", "gpt2-dora", "trained", "table"])
+def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
+    theirs = of_peft(case, None)
+    for name, param in theirs.named_parameters():
+        if param.requires_grad:
+            torch.nn.init.normal_(param, 1.0 if "magnitude" in name or "norm" in name else 0.0, 0.2)
+    theirs.save_pretrained(tmp_path / "peft", save_embedding_layers=case == "table")
+    there = load_file(tmp_path / "peft/adapter_model.safetensors")
+    for layout, num_ranks in layouts.items():
+        states, found = zip(
+            *ranks.run(loaded, num_ranks, case, layout, bases(case), str(tmp_path / "peft")), strict=True
+        )
+        assert (found[0] - logits(theirs)).abs().max() <= 1e-12, layout
+        for key, value in there.items():
+            name = (
+                key.removeprefix("base_model.model.")
+                .replace(".lora_A.", ".lora_A.default.")
+                .replace(".lora_B.", ".lora_B.default.")
+            )
+            name = name.replace(".lora_embedding_A", ".lora_embedding_A.default").replace(
+                ".lora_embedding_B", ".lora_embedding_B.default"
+            )
+            name = name.replace(".base_layer.", ".")
+            name = name.replace("lora_magnitude_vector", "lora_magnitude_vector.default.weight")
+            assert torch.equal(states[0][name], value), (layout, name)
+
+
+@over_layouts
+@pytest.mark.parametrize("case", ["gpt2-dora", "trained"])
+def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case, layouts):
+    folders = {}
+    for i, (layout, num_ranks) in enumerate(layouts.items()):
+        folders[layout] = tmp_path / str(i)
+        folders[layout].mkdir()
+        assert not ranks.run(saved, num_ranks, case, layout, str(folders[layout]))[0]
+    for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors", "base/model.safetensors"):
+        first = load_file(folders["dp_shard=1"] / file)
+        for layout, folder in folders.items():
+            found = load_file(folder / file)
+            assert found.keys() == first.keys() and all(torch.equal(found[n], v) for n, v in first.items()), (
+                layout,
+                file,
+            )
+
+
+@over_layouts
+@pytest.mark.parametrize("case", ["dora", "gpt2-dora"])
+def test_a_base_is_loaded_strictly_and_magnitudes_follow_it(ranks, tmp_path, bases, case, layouts):
+    stored = base(case).state_dict()
+    of_theirs = {name: p for name, p in of_peft(case, None).named_parameters() if "magnitude" in name}
+    first = None
+    for layout, num_ranks in layouts.items():
+        found = ranks.run(begun, num_ranks, case, layout, bases(case))[0]
+        for init in ("load", "seeded"):
+            state = found[init]
+            own = {name: value for name, value in state.items() if "lora_" in name}
+            assert all(torch.equal(state[name], value) for name, value in stored.items())
+            assert f"adapters not there ({len(own)} tensors)" in found[f"{init} report"]
+            assert all(not value.any() for name, value in own.items() if "lora_B" in name)
+            for name, value in of_theirs.items():
+                assert torch.equal(state[name.removeprefix("base_model.model.")], value), (layout, init, name)
+            first = own if first is None else first
+            assert all(torch.equal(first[name], value) for name, value in own.items()), layout
+        assert set(found["kept"]) == set(own)
+
+
+def test_a_run_with_adapters_does_not_resume_from_one_without(ranks, tmp_path):
+    ranks.run(trained, 1, "lora", "dp_shard=1", str(tmp_path), 1, False, False)
+    with pytest.raises(sw.RankError, match=r"lora_A\.default\.weight: weights from"):
+        ranks.run(trained, 1, "lora", "dp_shard=1", str(tmp_path), 2, True)
+
+
+@pytest.mark.parametrize("case", ["dora", "trained"])
+def test_a_checkpoint_of_adapters_resumes_under_another_layout(ranks, tmp_path, case):
+    expected = ranks.run(trained, 2, case, "dp_shard=2", str(tmp_path), 3, False)[0]
+    shutil.rmtree(tmp_path)
+    assert ranks.run(trained, 2, case, "dp_shard=2", str(tmp_path), 1, False)[0] == pytest.approx(
+        expected[:1], rel=1e-14
+    )
+    assert ranks.run(trained, 2, case, "tp=2", str(tmp_path), 3, True)[0] == pytest.approx(expected[1:], rel=1e-12)
+
+
+def test_a_base_of_float32_is_rounded_where_it_is_stored_in_two_bytes_and_that_is_said(ranks, tmp_path):
+    base("dora").float().save_pretrained(tmp_path / "base")
+    text, dtypes, written = ranks.run(rounded, 2, "dp_shard=2", str(tmp_path))[0]
+    assert "cast: 21 from float32 to bfloat16" in text
+    assert "a base of float32 is stored in bfloat16; Precision(parts={...: 'fp32'}) keeps it" in text
+    assert dtypes == {"base": {torch.bfloat16}, "own": {torch.float32}} and written == {torch.bfloat16}
+    expected = {name: value.bfloat16() for name, value in base("dora").float().state_dict().items()}
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    # B is 0 and m the norms of the rounded weights: a merge, rounded once, changes no bit.
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
+
+
+def changed(folder, to, *, without=(), **config):
+    """A copy of a directory of adapters with other words in its configuration, and without some tensors."""
+    shutil.copytree(folder, to)
+    path = to / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    tensors = load_file(to / "adapter_model.safetensors")
+    save_file(
+        {n: v for n, v in tensors.items() if not n.endswith(tuple(without))} if without else tensors,
+        to / "adapter_model.safetensors",
+    )
+    return str(to)
+
+
+def test_adapters_that_are_not_the_models_are_refused_with_both_named(ranks, tmp_path, bases):
+    ranks.run(saved, 1, "lora", "dp_shard=1", str(tmp_path))
+    good, own = tmp_path / "adapter", plain("lora").state_dict()
+    pickled, damaged = tmp_path / "pickled", tmp_path / "damaged"
+    for folder in (pickled, damaged):
+        shutil.copytree(good, folder)
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    (damaged / "adapter_model.safetensors").write_bytes((good / "adapter_model.safetensors").read_bytes()[:900])
+    wide = changed(good, tmp_path / "wide")
+    tensors = load_file(good / "adapter_model.safetensors")
+    first = next(iter(tensors))
+    save_file({**tensors, first: torch.zeros(3, 5, dtype=torch.float64)}, tmp_path / "wide/adapter_model.safetensors")
+    half = {
+        name: value for name, value in own.items() if not name.endswith("layers.1.mlp.up_proj.lora_B.default.weight")
+    }
+    calls = {
+        ("load_adapter", changed(good, tmp_path / "alpha", lora_alpha=16)): ("alpha=16", "alpha=8", "sw.LoRA.of"),
+        ("load_adapter", changed(good, tmp_path / "rslora", use_rslora=True)): ("rslora=True", "rslora=False"),
+        ("load_adapter", changed(good, tmp_path / "fewer", without=("1.mlp.up_proj.lora_A.weight", "1.mlp.up_proj.lora_B.weight"))): (
+            "2 of the model's 28 tensors are not there", "layers.1.mlp.up_proj.lora_A.default.weight: adapters from",
+        ),
+        ("load_adapter", changed(good, tmp_path / "half", without=("1.mlp.up_proj.lora_B.weight",))): ("has lora_A alone",),
+        ("load_adapter", wide): ("shape [3, 5]", "float64 of shape [3, "),
+        ("load_adapter", str(pickled)): ("UnsupportedError", "adapter_model.bin", "pickle", "save_pretrained"),
+        ("load_adapter", str(damaged)): ("it is not a complete safetensors file",),
+        ("load_adapter", str(tmp_path / "nowhere")): ("adapter_config.json cannot be read",),
+        ("load_weights", str(good)): ("it holds adapters, and not the base", "sw.load_adapter"),
+        ("save_adapter", str(good / "adapter_config.json")): ("CheckpointError", "is a file"),
+    }  # fmt: skip
+    texts = ranks.run(refusals, 2, "lora", "dp_shard=2", [(name, given, {}) for name, given in calls])[0]
+    for text, (call, parts) in zip(texts, calls.items(), strict=True):
+        assert all(part in text for part in parts), (call, text)
+    text = ranks.run(refusals, 1, "lora", "dp_shard=1", [("load_full_state_dict", half, {})])[0][0]
+    assert (
+        "with 27 of 28 tensors of the adapters" in text
+        and "layers.1.mlp.up_proj.lora_B.default.weight: weights" in text
+    )
+    assert ranks.run(refusals, 1, "lora", "dp_shard=1", [("load_full_state_dict", half, {"strict": False})])[0] == [""]
+
+
+def test_what_a_merge_or_pefts_files_cannot_hold_is_refused_by_name(ranks, tmp_path):
+    head = sw.LoRA(rank=2, targets=("lm_head", "q_proj"))
+    merged, alone = ranks.run(refusals, 1, "tied", "dp_shard=1", [("save_weights", str(tmp_path / "w"), {}), ("save_weights", str(tmp_path / "w"), {"merge": False})], head)[0]  # fmt: skip
+    assert (
+        "model.embed_tokens.weight: adapters merged into a weight that is also lm_head.weight" in merged and not alone
+    )
+    text = ranks.run(refusals, 1, "doubled", "dp_shard=1", [("save_weights", str(tmp_path / "w"), {})])[0][0]
+    assert "model.layers.0.self_attn.q_proj: adapters merged into a Doubled" in text
+    biases = sw.LoRA(rank=2, train=("*.bias",))
+    text = ranks.run(refusals, 1, "gpt2", "dp_shard=1", [("save_adapter", str(tmp_path / "a"), {})], biases)[0][0]
+    assert "transformer.h.0.attn.c_attn.bias: a parameter that is trained in full" in text and "has an adapter" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"peft_type": "IA3"}, "peft_type=IA3"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha 2, 8 of different layers"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"of_tomorrow": {"x": 1}}, "of_tomorrow"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_peft_with_what_is_not_supported_is_refused_by_its_key(tmp_path, config, says):
+    write(tmp_path, config, {"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2)})
+    with pytest.raises(sw.UnsupportedError, match=says.replace("[", r"\[")):
+        sw.LoRA.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "v.lora_A.weight": (3, 4), "v.lora_B.weight": (4, 3)}, "rank 2, 3 of different layers"),
+        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "k.lora_E": (2, 9)}, "k.lora_E"),
+        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "q.lora_magnitude_vector": (4,)}, "use_dora=False"),
+        ({"norm.weight": (4,)}, "no lora_A and lora_B"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_no_adapters_of_one_kind_are_refused(tmp_path, shapes, says):
+    write(tmp_path, {}, shapes)
+    with pytest.raises(sw.ShardwiseError, match=says):
+        sw.LoRA.of(tmp_path)
+
+
+def write(folder, config, shapes):
+    known = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "use_dora": False, "use_rslora": False, "lora_dropout": 0.1}
+    (folder / "adapter_config.json").write_text(json.dumps({**known, **config}))
+    tensors = {f"base_model.model.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_an_option_is_made_from_a_directory_of_peft(tmp_path):
+    write(
+        tmp_path, {"use_rslora": True}, {"a.q.lora_A.weight": (3, 4), "a.q.lora_B.weight": (4, 3), "norm.weight": (4,)}
+    )
+    assert sw.LoRA.of(tmp_path) == sw.LoRA(
+        rank=3, alpha=8.0, targets=("a.q",), dropout=0.1, rslora=True, train=("norm",)
+    )
