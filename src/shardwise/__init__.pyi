@@ -69,6 +69,7 @@ from shardwise.techniques.data.options import Prefetch as Prefetch
 from shardwise.techniques.data.options import Sharding as Sharding
 from shardwise.techniques.lora.options import LoRA as LoRA
 from shardwise.techniques.precision.options import Precision as Precision
+from shardwise.techniques.quantize.options import Quantize as Quantize
 from shardwise.techniques.remat.options import Remat as Remat
 from shardwise.techniques.tp.by_hand import column_parallel_linear as column_parallel_linear
 from shardwise.techniques.tp.by_hand import parallel_embedding as parallel_embedding

@@ -6,6 +6,7 @@ its row of ``W + s B A``, through which no gradient goes. The numbers are those 
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
-from shardwise.model.layers import LAYER_FUNCTIONS
+from shardwise.model.layers import BUFFER, LAYER_FUNCTIONS
 from shardwise.model.names import canonical_modules
+from shardwise.model.nf4 import Packing, pack, unpack
 
 
 @dataclass(frozen=True)
@@ -31,56 +34,93 @@ class Adapter:
         dropout: probability with which inputs of A are dropped in training.
         out_dim: the dim of the weight along which the outputs lie: 0 of nn.Linear, 1 of GPT-2's Conv1D.
         sum_over_inputs: sums over ranks of which each has a part of the inputs; None: all inputs are here.
+        packing: what of the weight's 4-bit codes is here; None: the weight is plain.
     """
 
-    scale: float
+    scale: float = 0.0
     dropout: float = 0.0
     out_dim: int = 0
     sum_over_inputs: Callable[[Tensor], Tensor] | None = None
+    packing: Packing | None = None
 
 
 def adapted_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    low: Tensor,
-    high: Tensor,
+    low: Tensor | None,
+    high: Tensor | None,
     magnitude: Tensor | None,
+    scales: Tensor | None,
+    outer: Tensor | None,
+    mean: Tensor | None,
     how: Adapter,
     training: bool,
 ) -> Tensor:
-    """The outputs of a linear layer with an adapter.
+    """The outputs of a linear layer with an adapter, or with a weight in 4 bits, or both.
 
     Args:
         x: inputs ``[..., in]``.
-        weight: ``[out, in]``, or ``[in, out]`` where ``how.out_dim`` is 1.
+        weight: ``[out, in]``, or ``[in, out]`` where ``how.out_dim`` is 1; or its bytes ``[out, in / 2]``.
         bias: ``[out]``, or None.
-        low: A, ``[rank, in]``.
+        low: A, ``[rank, in]``; None: there is no adapter.
         high: B, ``[out, rank]``.
         magnitude: m of DoRA, ``[out]``, or None.
+        scales: the codes of all scales of a weight in bytes; None: the weight is plain.
+        outer: the largest magnitude of each group of scales, ``[groups]``.
+        mean: of the scales.
         how: the rest.
         training: whether inputs of A are dropped.
     """
-    given = tuple(each for each in (x, weight, bias, low, high, magnitude) if each is not None)
+    tensors = (x, weight, bias, low, high, magnitude, scales, outer, mean)
+    given = tuple(each for each in tensors if each is not None)
     if has_torch_function(given):
-        return handle_torch_function(adapted_linear, given, x, weight, bias, low, high, magnitude, how, training)
+        return handle_torch_function(adapted_linear, given, *tensors, how, training)
+    if scales is not None:
+        packed = weight, scales, outer, mean
+        base = functools.partial(_packed_linear, packed, how.packing)
+    else:
+        base = functools.partial(_linear, weight, how.out_dim)
+    if low is None or high is None:
+        return base(x, bias)
     dropped = functional.dropout(x, how.dropout, training) if how.dropout else x
     part = functional.linear(functional.linear(dropped.to(low.dtype), low), high) * how.scale
     if magnitude is None:
-        y = _linear(x, weight, bias, how)
+        y = base(x, bias)
         return (y + part).to(y.dtype)
-    y = _linear(x, weight, None, how)
-    factor = magnitude / row_norms(weight, low, high, how).to(magnitude.dtype)
-    base = y if dropped is x or not training else _linear(dropped, weight, None, how)
-    result = y + (factor - 1) * base + factor * part
+    y = base(x, None)
+    plain = weight if scales is None else unpack(weight, scales, outer, mean, how.packing, x.dtype)  # type: ignore[arg-type]
+    factor = magnitude / row_norms(plain, low, high, how).to(magnitude.dtype)
+    of_dropped = y if dropped is x or not training else base(dropped, None)
+    result = y + (factor - 1) * of_dropped + factor * part
     return (result if bias is None else result + bias).to(y.dtype)
 
 
-LAYER_FUNCTIONS[adapted_linear] = ((None, "in"), ("out", None), ("out",))
+LAYER_FUNCTIONS[adapted_linear] = ((None, "in"), ("out", None), ("out",), (None, None), BUFFER, BUFFER)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Adapter) -> Tensor:
-    if how.out_dim == 0:
+class PackedProduct(torch.autograd.Function):
+    """``x @ W.T`` of a weight in bytes, which is unpacked for the product alone: the backward keeps the bytes, which a unit may free and
+    gather again, and no more than one plain weight lives at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packing: Packing, *packed: Tensor) -> Tensor:
+        ctx.save_for_backward(*packed)
+        ctx.packing = packing
+        return functional.linear(x, unpack(*packed, packing, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad @ unpack(*ctx.saved_tensors, ctx.packing, grad.dtype), None, None, None, None, None
+
+
+def _packed_linear(packed: Any, packing: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    y = PackedProduct.apply(x, packing, *packed)
+    return y if bias is None else y + bias
+
+
+def _linear(weight: Tensor, out_dim: int, x: Tensor, bias: Tensor | None) -> Tensor:
+    if out_dim == 0:
         return functional.linear(x, weight, bias)
     if bias is None:
         return x @ weight
@@ -155,7 +195,85 @@ class AdaptedLinear(Adapted):
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs for an input, with this bias."""
-        return adapted_linear(x, self.weight, bias, *adapter_tensors(self), self.adapter, self.training)  # type: ignore[attr-defined, arg-type]
+        plain = None, None, None
+        return adapted_linear(x, self.weight, bias, *adapter_tensors(self), *plain, self.adapter, self.training)  # type: ignore[attr-defined, arg-type]
+
+
+class PackedLinear:
+    """Over the class of a linear layer, with an adapter or without: its frozen weight is in 4 bits. ``weight`` is a property, made of them
+    each time it is read.
+
+    Attributes:
+        packing: what of the weight is here.
+        weight_dtype: of its values, where code asks for it.
+    """
+
+    packing: Packing
+    weight_dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs of the layer, and of its adapter if it has one that is on."""
+        return self.compute(x, self.bias)  # type: ignore[attr-defined]
+
+    def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The outputs for an input, with this bias."""
+        is_on = isinstance(self, Adapted) and not self.adapter_is_off
+        how, tensors = (self.adapter, adapter_tensors(self)) if is_on else (Adapter(), (None, None, None))
+        how = dataclasses.replace(how, packing=self.packing)
+        codes, *rest = packed_tensors(self)
+        return adapted_linear(x, codes, bias, *tensors, *rest, how, self.training)  # type: ignore[attr-defined, arg-type]
+
+    @property
+    def weight(self) -> Tensor:
+        """The values of the weight, or of this rank's part of it."""
+        tensors = packed_tensors(self)
+        if isinstance(tensors[0], DTensor):
+            raise UsageError(
+                "the weight of a layer in 4 bits, read outside of a forward",
+                why="this rank has a part of its bytes, which are gathered for a forward",
+                fix="sw.full_state_dict(model) has the values of all of it, on rank 0",
+            )
+        return unpack(*tensors, self.packing, self.weight_dtype)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        raise UsageError(
+            "setting the weight of a layer in 4 bits",
+            why="its values are made of its bytes",
+            fix="set it before parallelize, or load it: sw.load_weights(model, ...) packs what it loads",
+        )
+
+
+def packed_tensors(layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scale codes, outer and mean of a packed layer."""
+    return layer.weight_nf4, layer.weight_nf4_scales, layer.weight_nf4_outer, layer.weight_nf4_mean
+
+
+def packed_layers(module: nn.Module) -> dict[str, Any]:
+    """Name -> layer, of each layer of a module whose weight is in 4 bits."""
+    first: dict[int, str] = {}
+    found = [(name, layer) for name, layer in canonical_modules(module) if isinstance(layer, PackedLinear)]
+    return {name: layer for name, layer in found if first.setdefault(id(layer), name) == name}
+
+
+def pack_layer(layer: nn.Module) -> None:
+    """Puts the weight of a linear layer into 4 bits, in place."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    del layer._parameters["weight"]
+    with torch.no_grad():
+        codes, scales, outer, mean = pack(weight)
+    layer.weight_nf4 = nn.Parameter(codes, requires_grad=False)
+    layer.weight_nf4_scales = nn.Parameter(scales, requires_grad=False)
+    layer.register_buffer("weight_nf4_outer", outer)
+    layer.register_buffer("weight_nf4_mean", mean)
+    layer.packing, layer.weight_dtype = Packing.of((weight.shape[0], weight.shape[1])), weight.dtype  # type: ignore[assignment]
+    layer.__class__ = _packed_class(type(layer))
+
+
+@functools.cache
+def _packed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a layer of class ``cls`` whose weight is in 4 bits, under the same name."""
+    return type(cls.__name__, (PackedLinear, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 class AdaptedAround(Adapted):
@@ -202,7 +320,7 @@ def out_dim_of(layer: nn.Module) -> int | None:
 def has_own_forward(layer: nn.Module) -> bool:
     """Whether a linear layer's class computes something else than nn.Linear, or Conv1D, does."""
     kind = _linear_class(type(layer))
-    return kind is None or type(layer).forward is not kind.forward
+    return kind is None or type(layer).forward not in (kind.forward, AdaptedLinear.forward)
 
 
 def _linear_class(cls: type) -> Any:

@@ -12,6 +12,9 @@ from torch.overrides import TorchFunctionMode
 Role = tuple[Literal["out", "in"] | None, ...]
 """What lies along each dim of a tensor of a layer: its outputs, its inputs, or something else."""
 
+BUFFER: Role = ()
+"""Stands for a tensor of a layer function that is no parameter: all of it is on every rank."""
+
 
 class Further(NamedTuple):
     """A further parameter of a layer: it is cut as the outputs, or the inputs, of the layer are."""
@@ -26,8 +29,9 @@ class Further(NamedTuple):
 
 LAYER_FUNCTIONS: dict[Callable[..., Tensor], tuple[Role, ...]] = {}
 """Functions ``f(x, weight, bias, *further, how, training)`` that are linear layers with further tensors -> the role of each of these.
-``how`` is a frozen dataclass: ``out_dim``, the dim of the weight along which the outputs lie; ``dropout``, of its inputs in training; and
-``sum_over_inputs``, which sums over ranks of which each has a part of the inputs, or None. A tensor or the bias may be None.
+``how`` is a frozen dataclass: ``out_dim``, the dim of the weight along which the outputs lie; ``dropout``, of its inputs in training;
+``sum_over_inputs``, which sums over ranks of which each has a part of the inputs, or None; and ``packing``, a
+:class:`~shardwise.model.nf4.Packing` where the weight is bytes, two inputs in each, or None. A tensor or the bias may be None.
 
 Given the part of all its tensors that belongs to a part of the outputs, such a function must give that part; given what belongs to a part of the
 inputs, and no bias, a part of the sum. The search for cuts shows it."""
@@ -125,7 +129,9 @@ class LayerCalls(TorchFunctionMode):
             x, weight, bias, *more, how, training = args
             turned, function = how.out_dim == 1, (func, how)
             of_each = zip(more, LAYER_FUNCTIONS[func], strict=True)
-            further = tuple(Further(self._name_of(t) or "", role) for t, role in of_each if t is not None)
+            further = tuple(
+                Further(self._name_of(t) or "", role) for t, role in of_each if t is not None and role != BUFFER
+            )
             compute = functools.partial(_compute, func, weight, *more, how, training)
         elif func is functional.linear:
             x, weight, bias = bound(("input", "weight", "bias"), args, kwargs)

@@ -73,7 +73,8 @@ class Leaves(LayerCalls):
         self._note(layer)
         num_outputs = self._trial.num_outputs(layer, x)
         if not (self._rows or layer.is_embedding or layer.is_norm):
-            num_inputs = self._trial.shape_of(name)[1 - layer.out_dim]
+            packing = None if layer.function is None else layer.function[1].packing
+            num_inputs = self._trial.shape_of(name)[1 - layer.out_dim] if packing is None else packing.shape[1]
             if x.shape[-1:] != (num_inputs,):
                 raise ValueError(f"{name} takes {num_inputs} inputs, and is given a tensor of shape {tuple(x.shape)}")
         call = Call(name, self._numbers.get(name, 0))

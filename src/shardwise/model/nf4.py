@@ -221,7 +221,9 @@ def _unpack(
         part = both.view(torch.float32).view(number, -1)[:, :num_inputs]
         if packing.is_aligned:
             per_row, first_block = shape[1] // BLOCK, first // BLOCK
-            at = torch.arange(row, row + number)[:, None] * per_row + torch.arange(first_block, first_block + num_inputs // BLOCK)
+            at = torch.arange(row, row + number)[:, None] * per_row + torch.arange(
+                first_block, first_block + num_inputs // BLOCK
+            )
             part = part.view(number, -1, BLOCK).mul_(scale_of(at)[..., None]).view(number, num_inputs)
         else:
             part = part * scale_of(packing.blocks_of(row, number))

@@ -9,14 +9,14 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import UnsupportedError, UsageError, first_line
-from shardwise.model.adapted import Adapted, adapted_layers
+from shardwise.model.adapted import Adapted, PackedLinear, adapted_layers, packed_layers
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
 from shardwise.model.isolated import Isolated
 from shardwise.model.module_state import Attributes, HookState, ModuleState, TensorAttributes
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
 from shardwise.model.trial import Trial
-from shardwise.recipe.records import Anatomy, TensorFact
+from shardwise.recipe.records import Anatomy, Codec, TensorFact
 
 
 def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
@@ -46,7 +46,20 @@ def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = No
         module_aliases=_module_aliases(module),
         containers=tuple(name for name, child in canonical_modules(module) if has_no_forward(child)),
         adapted=tuple(adapted_layers(module)),
+        codecs=_codecs(module),
     )
+
+
+def _codecs(module: nn.Module) -> dict[str, Codec]:
+    """What the bytes of parameters stand for."""
+    found = {}
+    for name, layer in packed_layers(module).items():
+        of = f"{name}.weight" if name else "weight"
+        for part, stored in (("codes", f"{of}_nf4"), ("scales", f"{of}_nf4_scales")):
+            found[stored] = Codec(
+                kind="nf4", of=of, shape=layer.packing.shape, dtype=dtype_name(layer.weight_dtype), part=part
+            )
+    return found
 
 
 def refuse_lazy(module: nn.Module) -> None:
@@ -103,7 +116,7 @@ def user_class(module: nn.Module) -> type:
     """The class that the user wrote, below those that FSDP2 and ``torch.nn.utils.parametrize`` put on top of it."""
     mro = type(module).__mro__
     cls = mro[2] if len(mro) > 2 and mro[1].__name__ == "FSDPModule" else mro[0]
-    cls = next(c for c in cls.__mro__ if not issubclass(c, Adapted)) if issubclass(cls, Adapted) else cls
+    cls = next(c for c in cls.__mro__ if not issubclass(c, Adapted | PackedLinear))
     return cls.__mro__[1] if is_parametrized(module) and cls.__name__.startswith("Parametrized") else cls
 
 

@@ -66,6 +66,7 @@ class Anatomy(Record, frozen=True):
     adapted: tuple[
         str, ...
     ] = ()  # layers with an adapter beside their weight; what is not trained is the base of these
+    codecs: dict[str, Codec] = {}  # parameter that holds bytes -> what they stand for
 
 
 class Part(Record, frozen=True):

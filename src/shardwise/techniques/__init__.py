@@ -17,6 +17,7 @@ TECHNIQUES: tuple[Technique, ...] = tuple(
     for name in (
         "transforms",  # the user's own functions that change the module
         "lora",  # low-rank adapters beside frozen linear layers
+        "quantize",  # frozen weights in 4 bits
         "precision",  # mixed precision: dtypes of storage, compute and gradient sums
         "tp",  # tensor parallelism: linear layers cut over ranks with the same data
         "data",  # data parallelism: shards (FSDP2) or full copies (DDP), units, buffers

@@ -141,7 +141,9 @@ def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tens
             fix="this is a fault of Shardwise: please report it with the model",
             name=name,
         )
-    whole = torch.full(param.shape, float("nan"), dtype=pieces[0].dtype)  # type: ignore[union-attr]
+    dtype = pieces[0].dtype  # type: ignore[union-attr]
+    missing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0  # of bytes a missing one is another value
+    whole = torch.full(param.shape, missing, dtype=dtype)
     for rank, local in enumerate(pieces):
         coord = recipe.grid.coord(rank)
         for piece, holders in zip(extents(param, coord), owners(param, coord), strict=True):
@@ -196,7 +198,8 @@ def _step_differences(task: Task, recipe: Recipe, oracle: Sequence[StepRecord], 
 
 
 def _tensors(kind: str, found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], number: int):
-    largest = max((float(t.abs().max()) for t in wanted.values() if t is not None and t.numel()), default=0.0)
+    numbers = (t for t in wanted.values() if t is not None and t.numel() and (t.is_floating_point() or t.is_complex()))
+    largest = max((float(t.abs().max()) for t in numbers), default=0.0)
     for name, value in found.items():
         reference = wanted[name]
         if (value is None) != (reference is None):

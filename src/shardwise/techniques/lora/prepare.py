@@ -1,9 +1,7 @@
 """Puts adapters beside linear layers, before the module is read, and freezes all else."""
 
-import difflib
-import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -22,6 +20,7 @@ from shardwise.model.adapted import (
     row_norms,
 )
 from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.techniques.linears import left_out, matches_nothing, names_matching
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.world import World
 from shardwise.world.rng import derive_seed
@@ -84,7 +83,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     first: dict[int, str] = {}
     modules = {n: m for n, m in canonical_modules(module) if first.setdefault(id(m), n) == n}
     linear = {name: layer for name, layer in modules.items() if out_dim_of(layer) is not None and name}
-    left = _left_out(module, modules, linear)
+    left = left_out(module, modules, linear)
     if lora.targets == ALL_LINEAR:
         found = {
             name: layer
@@ -101,14 +100,14 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     else:
         found = {}
         for pattern in lora.targets:
-            matching = _matching(modules, pattern)
+            matching = names_matching(modules, pattern)
             hits = {n: modules[n] for n in matching if n in linear or isinstance(modules[n], nn.Embedding)}
             if not hits:
-                raise _matches_nothing("targets", pattern, modules, matching, linear)
+                raise matches_nothing("LoRA", "targets", pattern, modules, matching, linear)
             found |= hits
     for pattern in lora.exclude:
-        if not (hits := _matching(found, pattern)):
-            raise _matches_nothing("exclude", pattern, found, [], found)
+        if not (hits := names_matching(found, pattern)):
+            raise matches_nothing("LoRA", "exclude", pattern, found, [], found)
         found = {name: layer for name, layer in found.items() if name not in hits}
     if not found:
         raise PlanError(
@@ -146,51 +145,6 @@ def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, dora
     return ""
 
 
-def _left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The linear layers that "all-linear" does not mean -> why: heads, and routers of experts."""
-    left = {}
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    tables = [child for child in modules.values() if isinstance(child, nn.Embedding)]
-    rows, weights = {table.num_embeddings for table in tables}, {id(table.weight) for table in tables}
-    for name, layer in linear.items():
-        outer = modules.get(name.rpartition(".")[0])
-        experts = getattr(outer, "experts", None)
-        num_experts = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", None)
-        num_outputs = layer.weight.shape[out_dim_of(layer) or 0]  # type: ignore[union-attr, index]
-        in_block = "." in name and any(part.isdigit() for part in name.split("."))
-        if layer is head or id(layer.weight) in weights or (num_outputs in rows and not in_block):
-            left[name] = "makes the numbers of tokens"
-        elif num_experts is not None and num_outputs == num_experts:
-            left[name] = "chooses experts"
-    return left
-
-
-def _matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names whose last parts match those of a pattern."""
-    parts = pattern.split(".")
-    return [
-        name
-        for name in names
-        if len(name.split(".")) >= len(parts) and all(map(fnmatch.fnmatchcase, name.split(".")[-len(parts) :], parts))
-    ]
-
-
-def _matches_nothing(
-    key: str, pattern: str, names: Iterable[str], others: list[str], usable: Mapping[str, object]
-) -> PlanError:
-    last = sorted({name.rpartition(".")[2] for name in usable})
-    close = difflib.get_close_matches(pattern.rpartition(".")[2], last, n=2, cutoff=0.5)
-    return PlanError(
-        f"LoRA({key}=({pattern!r},))",
-        why=f"it means {others[0]}, which is no linear layer and no embedding"
-        if others
-        else "it means no layer of this model",
-        fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
-        + f"linear layers are called {', '.join(last[:12])}",
-        name=others[0] if others else None,
-    )
-
-
 def _trained(module: nn.Module, lora: LoRA) -> list[str]:
     """Canonical names of the parameters that ``train`` means: by their own name, or that of a module around them."""
     found: dict[str, None] = {}
@@ -199,10 +153,10 @@ def _trained(module: nn.Module, lora: LoRA) -> list[str]:
     for name, owner, attr in canonical_tensors(module, "_parameters"):
         names[name] = first.setdefault(id(owner._parameters[attr]), name)
     for pattern in lora.train:
-        hits = set(_matching({*names, *(n for n, _ in canonical_modules(module) if n)}, pattern))
+        hits = set(names_matching({*names, *(n for n, _ in canonical_modules(module) if n)}, pattern))
         inside = [n for n in names if any(n == hit or n.startswith(f"{hit}.") for hit in hits)]
         if not inside:
-            raise _matches_nothing("train", pattern, names, [], {n.rpartition(".")[0]: None for n in names})
+            raise matches_nothing("LoRA", "train", pattern, names, [], {n.rpartition(".")[0]: None for n in names})
         found |= dict.fromkeys(names[n] for n in inside)
     return [name for name in found if module.get_parameter(name).is_floating_point()]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.errors import UnsupportedError
-from shardwise.model.adapted import AdaptedLinear
+from shardwise.model.adapted import AdaptedLinear, PackedLinear
 from shardwise.model.layers import LOOKS, Compute, Layer, LayerCalls, flat
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
@@ -280,12 +280,14 @@ def within_layers(
     """Makes ``module`` call ``layers``, by the names of their weights, where its forward calls linear layers. ``held``: where
     their weights and biases are."""
     inner = module.forward
-    is_adapted = type(module).forward is AdaptedLinear.forward and "forward" not in vars(module)
-    if (is_adapted or _is_plain(module)) and len(layers) == 1:
+    computes = type(module).forward in (AdaptedLinear.forward, PackedLinear.forward) and "forward" not in vars(module)
+    if (computes or _is_plain(module)) and len(layers) == 1:
         (layer,) = layers.values()
 
         def forward(input: Tensor) -> Tensor:
-            given = (module.compute,) if is_adapted and not module.adapter_is_off else ()
+            if isinstance(module, PackedLinear):
+                return layer(input, module.weight_nf4, module.bias, module.compute)  # type: ignore[attr-defined]
+            given = (module.compute,) if computes and not module.adapter_is_off else ()
             return layer(input, module.weight, getattr(module, "bias", None), *given)  # type: ignore[arg-type]
 
         forward.is_layer_of_rank = True  # type: ignore[attr-defined]

@@ -235,6 +235,9 @@ class _Search:
                     return f"{beside} is used outside of its layer too"
             if why := parts_differ(trial.layers[name], self._degree):
                 return why
+            function = trial.layers[name].function
+            if name in rows and function and function[1].packing and self._widths[name] // self._degree % 2:
+                return f"{name}: its inputs are stored two in a byte, and {self._degree} ranks would have half of one"
         module = _with_forward(trial.module, common_module((*partly, *rows)))
         if unused := [name for name in self._unused if _is_within(name, module)]:
             return f"{unused[0]} beside it was not used for the example, so where it leads to is not known"

@@ -1,0 +1,64 @@
+"""The linear layers of a module that options of techniques mean, by the last parts of names, or all but heads and routers of experts."""
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from shardwise.errors import PlanError
+from shardwise.model.adapted import out_dim_of
+
+
+def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The linear layers that "all-linear" does not mean -> why: heads, and routers of experts."""
+    left = {}
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    tables = [child for child in modules.values() if isinstance(child, nn.Embedding)]
+    rows, weights = {table.num_embeddings for table in tables}, {id(table.weight) for table in tables}
+    for name, layer in linear.items():
+        outer = modules.get(name.rpartition(".")[0])
+        experts = getattr(outer, "experts", None)
+        num_experts = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", None)
+        num_outputs = layer.weight.shape[out_dim_of(layer) or 0]  # type: ignore[union-attr, index]
+        in_block = "." in name and any(part.isdigit() for part in name.split("."))
+        if layer is head or id(layer.weight) in weights or (num_outputs in rows and not in_block):
+            left[name] = "makes the numbers of tokens"
+        elif num_experts is not None and num_outputs == num_experts:
+            left[name] = "chooses experts"
+    return left
+
+
+def names_matching(names: Iterable[str], pattern: str) -> list[str]:
+    """The names whose last parts match those of a pattern."""
+    parts = pattern.split(".")
+    return [
+        name
+        for name in names
+        if len(name.split(".")) >= len(parts) and all(map(fnmatch.fnmatchcase, name.split(".")[-len(parts) :], parts))
+    ]
+
+
+def matches_nothing(
+    record: str, key: str, pattern: str, names: Iterable[str], others: list[str], usable: Mapping[str, object]
+) -> PlanError:
+    """The error for a pattern in an option that means no layer.
+
+    Args:
+        record, key: the option.
+        pattern: of a name.
+        names: that it was compared with.
+        others: names that it matches, of what the option cannot mean.
+        usable: names that it can.
+    """
+    last = sorted({name.rpartition(".")[2] for name in usable})
+    close = difflib.get_close_matches(pattern.rpartition(".")[2], last, n=2, cutoff=0.5)
+    return PlanError(
+        f"{record}({key}=({pattern!r},))",
+        why=f"it means {others[0]}, which is no linear layer and no embedding"
+        if others
+        else "it means no layer of this model",
+        fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
+        + f"linear layers are called {', '.join(last[:12])}",
+        name=others[0] if others else None,
+    )

@@ -1,0 +1,32 @@
+"""What packed layers know of a rank's part: which rows and inputs of the whole weight its bytes are."""
+
+import msgspec
+from torch import nn
+
+from shardwise.model import dtype_of
+from shardwise.model.adapted import packed_layers
+from shardwise.model.nf4 import Packing
+from shardwise.recipe import Recipe, extents
+from shardwise.recipe.dtypes import FLOATING
+from shardwise.techniques.technique import Act
+from shardwise.world import World
+
+
+class QuantizeAct(Act):
+    """Tells packed layers where their bytes are in the whole weight."""
+
+    def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        coord = recipe.grid.coord(world.rank)
+        for name, layer in packed_layers(module).items():
+            param = recipe.params[f"{name}.weight_nf4" if name else "weight_nf4"]
+            over_tp = msgspec.structs.replace(param, cuts=tuple(cut for cut in param.cuts if cut.axis == "tp"))
+            pieces = extents(over_tp, coord)
+            assert param.codec is not None
+            out, num = param.codec.shape
+            first = 2 * pieces[0].starts[1] if pieces else 0
+            here = 2 * pieces[0].sizes[1] if pieces else 0
+            rows = tuple((piece.starts[0], piece.sizes[0]) for piece in pieces)
+            layer.packing = Packing((out, num), rows, first, min(here, num - first))
+            around = {p.compute for p in recipe.params.values() if p.unit == param.unit and p.compute in FLOATING}
+            if len(around) == 1:
+                layer.weight_dtype = dtype_of(around.pop())
