@@ -208,10 +208,12 @@ class PackedLinear:
     Attributes:
         packing: what of the weight is here.
         weight_dtype: of its values, where code asks for it.
+        stand_in: what reading the weight gives in a run that asks who reads it; None: its values.
     """
 
     packing: Packing
     weight_dtype: torch.dtype
+    stand_in: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs of the layer, and of its adapter if it has one that is on."""
@@ -229,6 +231,8 @@ class PackedLinear:
     @property
     def weight(self) -> Tensor:
         """The values of the weight, or of this rank's part of it."""
+        if self.stand_in is not None:
+            return self.stand_in
         tensors = packed_tensors(self)
         if isinstance(tensors[0], DTensor):
             raise UsageError(
@@ -236,7 +240,9 @@ class PackedLinear:
                 why="this rank has a part of its bytes, which are gathered for a forward",
                 fix="sw.full_state_dict(model) has the values of all of it, on rank 0",
             )
-        return unpack(*tensors, self.packing, self.weight_dtype)
+        outer = tensors[2].dtype  # another one after module.double()
+        with torch.no_grad():
+            return unpack(*tensors, self.packing, self.weight_dtype if outer == torch.float32 else outer)
 
     @weight.setter
     def weight(self, value: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 BLOCK, GROUP = 64, 256
 TABLE = (
@@ -73,8 +74,10 @@ class Packing:
 
     def blocks_of(self, row: int, number: int) -> Tensor:
         """The block of each number of some rows, ``[number, inputs here]``."""
-        inputs = torch.arange(self.first, self.first + self.num_inputs)
-        return (torch.arange(row, row + number)[:, None] * self.shape[1] + inputs).div_(BLOCK, rounding_mode="floor")
+        inputs = torch.arange(self.first, self.first + self.num_inputs, device="cpu")
+        return (torch.arange(row, row + number, device="cpu")[:, None] * self.shape[1] + inputs).div_(
+            BLOCK, rounding_mode="floor"
+        )
 
     @property
     def is_aligned(self) -> bool:
@@ -89,7 +92,7 @@ def dynamic_map() -> list[float]:
     """The 256 values of bitsandbytes' signed map of 8 bits, ascending: of the second stage."""
     values = [0.0, 1.0]
     for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1, device="cpu")
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32, device="cpu")
         middle = (10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         values += middle + [-x for x in middle]
     return sorted(values)
@@ -98,19 +101,23 @@ def dynamic_map() -> list[float]:
 @functools.cache
 def _on(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The values of codes, of two codes of a byte, and of scale codes, on a device."""
-    table = torch.tensor(TABLE, device="cpu")
+    table = torch.tensor(TABLE, dtype=torch.float32, device="cpu")
     byte = torch.arange(256, device="cpu")
     both = torch.stack([table[byte >> 4], table[byte & 15]], 1)
-    return table.to(device), both.view(torch.int64).view(-1).to(device), torch.tensor(dynamic_map()).to(device)
+    return (
+        table.to(device),
+        both.view(torch.int64).view(-1).to(device),
+        torch.tensor(dynamic_map(), dtype=torch.float32, device="cpu").to(device),
+    )
 
 
 @functools.cache
 def _cells() -> tuple[Tensor, Tensor]:
     """Of each cell: the code at its lower edge, and the bound in it: six times as fast as ``torch.bucketize``."""
-    table = torch.tensor(TABLE)
+    table = torch.tensor(TABLE, dtype=torch.float32, device="cpu")
     bounds = (table[:-1] + table[1:]) / 2
-    edges = torch.arange(_CELLS + 2) / (_CELLS / 2) - 1
-    limit = torch.full((_CELLS + 2,), float("inf"))
+    edges = torch.arange(_CELLS + 2, dtype=torch.float32, device="cpu") / (_CELLS / 2) - 1
+    limit = torch.full((_CELLS + 2,), float("inf"), dtype=torch.float32, device="cpu")
     limit[((bounds.double() + 1) * (_CELLS / 2)).long()] = bounds
     return torch.bucketize(edges, bounds, right=True).to(torch.uint8), limit
 
@@ -154,7 +161,8 @@ def second_stage(maxima: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     left = maxima - mean
     groups = functional.pad(left, (0, -left.numel() % GROUP)).view(-1, GROUP)
     outer = groups.abs().amax(1)
-    values = torch.tensor(dynamic_map())
+    device = None if maxima.is_meta else maxima.device  # on meta a tape records what is given as numbers
+    values = torch.tensor(dynamic_map(), dtype=torch.float32, device=device)
     relative = torch.where(outer[:, None] == 0, 0.0, groups / outer[:, None])
     codes = torch.bucketize(relative, (values[1:] + values[:-1]) / 2)
     return codes.to(torch.uint8).view(-1)[: left.numel()], outer, mean
@@ -166,14 +174,14 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if weight.is_meta:
         blocks = functional.pad(weight.float().view(-1), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
         maxima = blocks.abs().amax(1)
-        table = torch.tensor(TABLE)
+        table = torch.tensor(TABLE, dtype=torch.float32)
         scaled = (blocks * (1.0 / maxima.clamp(min=1e-38))[:, None]).clamp(-1, 1)
         index = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2).view(-1)[: weight.numel()].view(weight.shape)
         index = functional.pad(index, (0, weight.shape[1] % 2)).to(torch.uint8)
         codes = torch.bitwise_or(index[:, ::2] * 16, index[:, 1::2])
     else:
-        maxima = torch.zeros(packing.num_blocks)
-        codes = torch.empty(packing.codes_shape, dtype=torch.uint8)
+        maxima = torch.zeros(packing.num_blocks, dtype=torch.float32, device="cpu")
+        codes = torch.empty(packing.codes_shape, dtype=torch.uint8, device="cpu")
         host = weight.detach().cpu()
         for _, row, number in packing.pieces():
             add_maxima(maxima, host[row : row + number], packing, row)
@@ -189,6 +197,9 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def unpack(codes: Tensor, scales: Tensor, outer: Tensor, mean: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
     """The values ``[rows here, inputs here]`` of ``codes``, given all scale codes of the weight."""
+    tensors = codes, scales, outer, mean
+    if has_torch_function(tensors):  # one function to a mode, which may change what the lines below compute in
+        return handle_torch_function(unpack, tensors, *tensors, packing, dtype)
     flat = [number for run in packing.rows for number in run]
     return _unpack(codes, scales, outer, mean, [*packing.shape], flat, packing.first, packing.num_inputs, dtype)
 
@@ -221,9 +232,8 @@ def _unpack(
         part = both.view(torch.float32).view(number, -1)[:, :num_inputs]
         if packing.is_aligned:
             per_row, first_block = shape[1] // BLOCK, first // BLOCK
-            at = torch.arange(row, row + number)[:, None] * per_row + torch.arange(
-                first_block, first_block + num_inputs // BLOCK
-            )
+            here_blocks = torch.arange(first_block, first_block + num_inputs // BLOCK, device="cpu")
+            at = torch.arange(row, row + number, device="cpu")[:, None] * per_row + here_blocks
             part = part.view(number, -1, BLOCK).mul_(scale_of(at)[..., None]).view(number, num_inputs)
         else:
             part = part * scale_of(packing.blocks_of(row, number))

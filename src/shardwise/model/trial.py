@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
+from shardwise.model.adapted import packed_layers
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
@@ -331,6 +332,13 @@ class Trial:
         ]
         for name, weight in with_plain_weights(copied, plain).items():
             self._names[id(weight)] = weight, name
+        for layer in packed_layers(copied).values():
+            codes = self.name_of(layer.weight_nf4)
+            if (
+                codes is not None and layer.weight_nf4.is_meta
+            ):  # reading the weight is no use of it: its dtype may be asked for
+                layer.stand_in = torch.empty(layer.packing.shape, dtype=torch.float64, device="meta")
+                self._names[id(layer.stand_in)] = layer.stand_in, codes
         for name in attentions(copied):
             write_out(copied.get_submodule(name), is_cut=False)  # type: ignore[arg-type]
         for name in self._without:

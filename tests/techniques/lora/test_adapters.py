@@ -140,6 +140,20 @@ def test_the_fast_path_of_a_transformer_encoder_does_not_pass_over_adapters():
         assert torch.allclose(answer, encoder.train()(x), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_weight_that_other_code_reads_is_refused_by_the_name_of_its_layer(ranks, quantize):
+    """Mamba multiplies by the weight of ``dt_proj`` itself: its adapter would have no part in that, and no error. Reading a weight's dtype is
+    no such use, as T5 does (see the parity)."""
+    model = models.get("mamba")
+    given = {"batches": model.windows(1, 2), "loss": model.loss, "count": model.count, "forward": model.forward}
+    with pytest.raises(
+        sw.RankError, match=r"(?s)mixer\.dt_proj: .*matmul reads past its layer.*LoRA\(exclude=\('dt_proj',\)\)"
+    ):
+        sw.verify(model.build, "dp_shard=2", **given, run=ranks.run, lora=sw.LoRA(rank=2), quantize=quantize)
+    lora = sw.LoRA(rank=2, exclude=("dt_proj",))
+    sw.verify(model.build, "tp=2", **given, run=ranks.run, lora=lora, quantize=quantize)
+
+
 # ---- numbers ------------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ RANKS = {
 }
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
 MODELS = ("llama", "qwen3", "gpt2", "bert", "t5", "mixtral", "nanogpt", "vocabularies: tied", "linears: kv-2")
-OTHERS = ("falcon", "gemma2", "bloom", "opt", "gpt-neox", "deepseek-v3", "roberta", "whisper", "vit", "mamba")
+OTHERS = ("falcon", "gemma2", "bloom", "opt", "gpt-neox", "deepseek-v3", "roberta", "whisper", "vit", "mistral")
 UNITS = sw.Sharding(min_unit_bytes=0)
 
 

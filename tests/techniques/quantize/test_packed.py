@@ -223,3 +223,20 @@ def test_inputs_of_which_a_byte_has_two_are_not_cut_between_them(ranks):
 
     found = search(module, run_on({"input": torch.randn(4, 8)}), 2)
     assert not found.regions and "two in a byte" in found.left["2.weight_nf4"]
+
+
+def test_values_do_not_depend_on_the_default_dtype_or_a_default_device():
+    """Tables are made once: a search for cuts runs code in float64 by default."""
+    weight = torch.randn(6, 70, generator=torch.Generator().manual_seed(1))
+    want = defined(weight)
+    for cached in (nf4._on, nf4._cells):
+        cached.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        packed_ = nf4.pack(weight)
+        values = nf4.unpack(*packed_, nf4.Packing.of((6, 70)), torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(values, want)
+    with torch.device("meta"):
+        assert torch.equal(nf4.unpack(*nf4.pack(weight), nf4.Packing.of((6, 70)), torch.float32), want)

@@ -27,6 +27,7 @@ TECHNIQUE = Technique(
     rule=rule,
     lines=lines,
     prepare="shardwise.techniques.lora.prepare:prepare",
+    probe="shardwise.techniques.lora.probe:probe",
     values_of_proof="shardwise.techniques.lora.prepare:values_of_proof",
     act="shardwise.techniques.lora.act:LoRAAct",
 )

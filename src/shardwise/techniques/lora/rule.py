@@ -28,11 +28,17 @@ class LoRAEntry(Record, frozen=True):
         return msgspec.convert(self.option, LoRA)
 
 
-def rule(draft: Draft, _facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
+def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     """Notes the adapters of the draft's module, which ``prepare`` has put there."""
     if lora is None:
         return
     draft.entries["lora"] = LoRAEntry(layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora))
+    if why := facts.get("unchecked"):
+        draft.note(
+            "lora",
+            f"whether code reads the weights past their layers, and so passes over the adapters, was not checked: {why}. example=batch lets it be",
+            option="lora",
+        )
 
 
 def lines(recipe: Recipe) -> list[str]:

@@ -1,0 +1,101 @@
+"""Whether other code than a layer's own forward reads the weight that an adapter is beside: it would pass over the adapter."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
+from shardwise.model.adapted import AdaptedLinear, adapted_layers
+from shardwise.model.trial import Trial
+from shardwise.recipe import Draft
+from shardwise.techniques.lora.options import LoRA
+from shardwise.techniques.technique import Example
+from shardwise.world import World, forked_streams
+from shardwise.world.collectively import collectively
+
+_LOOKED_AT = 2  # blocks of a list whose blocks are of one class
+
+
+def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lora: LoRA | None) -> dict[str, Any]:
+    """Runs a copy of ``module`` on the example, without its linear layers, in eval mode and in training.
+
+    Returns:
+        ``unchecked``: why it could not be run; nothing if it was.
+
+    Raises:
+        UnsupportedError: a weight that is read past its layer, by name.
+    """
+    if lora is None:
+        return {}
+    find = functools.partial(_found, module, example, draft)
+    with example.within(), forked_streams(0, None, {}):
+        found = collectively(
+            world, "the search for what passes over adapters", find, on_main=not world.agreement.is_alone
+        )
+    readers, unchecked = world.broadcast(found)
+    if readers:
+        names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in readers))
+        name, function = next(iter(readers.items()))
+        raise UnsupportedError(
+            f"an adapter beside a weight that {function} reads past its layer",
+            why="what reads the weight there does not call the layer, so that its adapter would have no part in it, without an error"
+            + (f"; so it is with {len(readers) - 1} more" if len(readers) > 1 else ""),
+            fix=f"leave these layers out: LoRA(exclude={names!r})",
+            name=name,
+        )
+    return {"unchecked": unchecked} if unchecked else {}
+
+
+def _found(module: nn.Module, example: Example, draft: Draft) -> tuple[dict[str, str], str]:
+    """Layer -> the function that reads its weight; and why the module was not run."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            return example.shows(functools.partial(_readers, module, draft)), ""
+    except (UsageError, UnsupportedError) as error:
+        return {}, error.why
+
+
+def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -> dict[str, str]:
+    lists = [each.blocks for each in draft.anatomy.lists]
+    alike = [blocks for blocks in lists if len({draft.anatomy.classes[name] for name in blocks}) == 1]
+    without = frozenset(name for blocks in alike for name in blocks[_LOOKED_AT:])
+    try:
+        trial, foreign = _run(module, run, without)
+    except UnsupportedError:  # its code counts its blocks
+        trial, foreign = _run(module, run, frozenset())
+    found: dict[str, str] = {}
+    for name, layer in adapted_layers(module).items():
+        weight = f"{name}.weight" if f"{name}.weight" in draft.anatomy.params else f"{name}.weight_nf4"
+        fact = draft.anatomy.params.get(weight)
+        if not isinstance(layer, AdaptedLinear) or fact is None or fact.aliases:
+            continue  # a forward of its own reads the weight; a tied one is read by its other module
+        if weight in foreign:
+            found[name] = foreign[weight].strip("_")
+        elif any(use.function is None for use in trial.uses.get(weight, ())):
+            found[name] = "other code"
+    return found
+
+
+def _run(module: nn.Module, run: Callable[[nn.Module], Any], without: frozenset[str]) -> tuple[Trial, dict[str, str]]:
+    """A trial, without some blocks, that has run in eval mode and in training; and weight -> the function that has read it, which had the
+    values that it needs."""
+    foreign: dict[str, str] = {}
+    while True:
+        trial = Trial(module, run, without=without, foreign=frozenset(foreign))
+        try:
+            for is_training in (False, True):
+                trial.set_training(is_training)
+                trial.run(watch=lambda *_: None)
+            return trial, foreign | trial.foreign
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            if foreign == (foreign := trial.foreign | foreign):
+                raise UnsupportedError(
+                    f"a run of {type(module).__name__} without its linear layers",
+                    why=f"{type(error).__name__}: {first_line(error)}",
+                    fix="let it run on a batch as training gives it (example= of parallelize), on the CPU and in float64",
+                ) from error
