@@ -19,7 +19,7 @@ def environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "src/shardwise/__main__.py"), "train"])
+    monkeypatch.setattr(sys, "argv", [str(folder / "shardwise"), "train"])
     return folder
 
 
@@ -50,3 +50,14 @@ def test_another_on_the_path_is_not_taken_for_this_one(environment, monkeypatch,
 def test_without_a_script_python_is_named(environment):
     (environment / "shardwise").unlink()
     assert program() == ".venv/bin/python -m shardwise"
+
+
+def test_what_was_typed_is_named(environment, monkeypatch, tmp_path):
+    """A script beside this Python may be of another installation, or not be there."""
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "src/shardwise/__main__.py"), "train"])
+    assert program() == ".venv/bin/python -m shardwise"
+    monkeypatch.setenv("PATH", f"{environment}:{os.defpath}")
+    assert program() == "python -m shardwise"
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "gone" / "shardwise"), "train"])
+    (environment / "shardwise").unlink()
+    assert program() == "python -m shardwise"

@@ -105,16 +105,42 @@ PLACED = {  # refused, whatever the shape
     "renorm_": lambda w: w.renorm_(2, 0, 0.1),
     "init.eye_": lambda w: nn.init.eye_(w),
     "copy_ of a plain tensor": lambda w: w.copy_(ones(w)),
+    "fill_diagonal_": lambda w: w.fill_diagonal_(0.0),
+    "as_strided": lambda w: w.as_strided((2,), (1,)).zero_(),
+    "zeros(out=)": lambda w: torch.zeros(*w.shape, dtype=w.dtype, out=w),
+    "full(out=)": lambda w: torch.full(w.shape, 2.0, out=w),
+    "_foreach_copy_ of a plain tensor": lambda w: torch._foreach_copy_([w], [ones(w)]),
+    "_foreach_add_ of a plain tensor": lambda w: torch._foreach_add_([w], [ones(w)]),
+    "copy_ of its row": lambda w: w.copy_(w[0].expand_as(w)),
+    "fill_ of its place": lambda w: w.fill_(w[0, 0]),
+    "a column of its place": lambda w: w[:, 1].add_(w[-1, 0]),
+    "w[:] = its row": lambda w: w.__setitem__(slice(None), w[0]),
+    "lerp_ to its row": lambda w: w.lerp_(w[:1].expand_as(w), 0.5),
     "apply_": lambda w: w.apply_(lambda x: 2 * x),
     "set_": lambda w: w.set_(torch.ones_like(w)),
     "w.data =": lambda w: setattr(w, "data", w * 2),
     "vector_to_parameters": lambda w: nn.utils.vector_to_parameters(torch.arange(w.numel(), dtype=w.dtype), [w]),
 }
+DRAWN = {  # on the CPU each rank would draw for its part alone
+    "normal_": lambda w: w.normal_(),
+    "uniform_": lambda w: w.uniform_(-1, 1),
+    "exponential_": lambda w: w.exponential_(),
+    "bernoulli_": lambda w: w.bernoulli_(0.5),
+    "bernoulli_ of a tensor": lambda w: w.bernoulli_(torch.full_like(w, 0.5)),
+    "geometric_": lambda w: w.geometric_(0.5),
+    "cauchy_": lambda w: w.cauchy_(),
+    "log_normal_": lambda w: w.log_normal_(),
+    "random_": lambda w: w.random_(5),
+    "init.trunc_normal_": lambda w: nn.init.trunc_normal_(w),
+    "init.kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w),
+    "a column": lambda w: w[:, 0].normal_(),
+}
+PLACED |= DRAWN
 ALLOWED = {  # as in one process
     "w[:, 0] = 1": lambda w: w.__setitem__((slice(None), 0), 1.0),
     "w[...] = 1": lambda w: w.__setitem__(..., 1.0),
     "masked_fill_ by itself": lambda w: w.masked_fill_(w > 0, 1.0),
-    "of a row": lambda w: w.add_(w[0]),
+    "of a row": lambda w: w.add_(w[0].clone()),
     "of a mean": lambda w: w.sub_(w.mean(0)),
     "of norms of rows": lambda w: w.div_(w.norm(dim=1, keepdim=True)),
     "a copy of a row": lambda w: w[0].clone().zero_(),
@@ -202,6 +228,42 @@ def test_no_write_is_lost(ranks, layout):
             assert became.startswith("weight: "), became
 
 
+OF_ITSELF = {  # one process refuses them too, as memory is read that is written
+    "add_": lambda w: w.add_(w[0]),
+    "mul_": lambda w: w.mul_(w[-1]),
+    "addcmul_": lambda w: w.addcmul_(w[0], w[1]),
+    "out=": lambda w: torch.add(w, w[0], out=w),
+    "data": lambda w: w.data.add_(w.detach()[0]),
+    "+=": lambda w: w.__iadd__(w[0]),
+    "two views": lambda w: w[:, :2].add_(w[0, 2:]),
+    "_foreach_add_": lambda w: torch._foreach_add_([w], [w[0]]),
+}
+
+
+def of_itself():
+    """What is said of each, and whether it is said before anything is written; draws into what is no parameter."""
+    found = {}
+    with sw.init("dp_shard=2", device="cpu", timeout_s=60) as world, torch.no_grad():
+        with torch.enable_grad():
+            model, optim = trained((3, 4), world)
+        w, whole = model.weight, sw.full_tensor(model.weight)
+        for name, act in OF_ITSELF.items():
+            try:
+                act(w)
+                found[name] = "nothing"
+            except sw.UsageError as error:
+                found[name] = str(error) if sw.full_tensor(w).equal(whole) else "half written"
+        torch.zeros_like(w).normal_()
+        optim.state[w]["exp_avg"].normal_()
+    return found
+
+
+def test_a_write_of_what_is_read_from_its_own_rows_is_refused_before_it_is_done(ranks):
+    for found in ranks.run(of_itself, 2):
+        for name, said in found.items():
+            assert said.startswith("weight: ") and "w[0].clone()" in said, (name, said)
+
+
 def mended(layout):
     """The fixes of the errors, carried out: what each leaves, less what one process has."""
     found = {}
@@ -257,6 +319,7 @@ def read(layout):
             (sw.full_tensor(w.t()[:, 1]), whole[1]),
             (torch.tensor(w[0, 0].item()), whole[0, 0]),
             (copied.mul_(2).full_tensor(), whole[1] * 2),
+            (w.detach()[1].requires_grad_().full_tensor(), whole[1]),
         ]
         return [bool(torch.allclose(a.detach().double(), b)) for a, b in pairs], repr(row)[:7]
 
@@ -309,7 +372,8 @@ def cleared(where):
 @pytest.mark.parametrize("where", ["before", "after", "hook", "reset"])
 def test_wherever_it_is_written(ranks, where):
     for rows, error in ranks.run(cleared, 2, where):
-        assert rows == 0.0 and "embed.weight: " in error and "sw.full_tensor(w)" in error, error
+        fix = "generator=g" if where == "reset" else "sw.full_tensor(w)"  # it draws before it clears the row
+        assert rows == 0.0 and "embed.weight: " in error and fix in error, error
 
 
 def reduced_into():

@@ -1,5 +1,6 @@
 """Damaged and hostile checkpoints: each is refused before anything of the run changes, and no code of theirs is run."""
 
+import json
 import os
 import random
 import shutil
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from state.mutant_checkpoints import KINDS
+from state.mutant_checkpoints import KINDS, sign
 from state.runs import Average, equal, make, run
 
 import shardwise as sw
@@ -82,6 +83,47 @@ def test_a_sample_of_mutants_is_refused(ranks, good, tmp_path):
 @pytest.mark.soak
 def test_every_mutant_of_many_is_refused(ranks, good, tmp_path):
     check(ranks, good, tmp_path, list(KINDS), 40, random.randrange(1 << 32))
+
+
+def _forged_buffer(good, folder, entry):
+    """A copy of the checkpoint in which the header says another thing of a buffer, with checksums that fit."""
+    shutil.copytree(good / "step-00000002", folder)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["table"] |= entry
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    sign(folder)
+
+
+@pytest.mark.parametrize("entry", [{"dtype": "F32"}, {"shape": [5, 1]}, {"dtype": "U8", "shape": [20]}], ids=str)
+def test_a_buffer_is_of_the_shape_and_dtype_that_it_was_saved_with(ranks, good, tmp_path, entry):
+    folder = tmp_path / "step-00000002"
+    _forged_buffer(good, folder, entry)
+    (told,) = ranks.run(_loaded, 1, str(folder))
+    assert "table is not of the shape and dtype that its state says" in told
+
+
+def test_a_checkpoint_that_does_not_say_so_is_loaded(ranks, good, tmp_path):
+    folder = tmp_path / "step-00000002"
+    shutil.copytree(good / "step-00000002", folder)
+    content = json.loads((folder / "training" / "state.json").read_text())
+    del content["buffers"]
+    (folder / "training" / "state.json").write_text(json.dumps(content))
+    sign(folder)
+    assert ranks.run(_loaded, 1, str(folder)) == ["loaded"]
+
+
+def _loaded(folder):
+    world, model, step = make("dp_shard=1")
+    with world:
+        try:
+            restore(Path(folder), model, step.optim, {"average": Average()})
+        except sw.CheckpointError as error:
+            return str(error)
+    return "loaded"
 
 
 @pytest.mark.timeout(60)

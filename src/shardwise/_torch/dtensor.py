@@ -1,9 +1,10 @@
 """DTensors: the local piece of a rank, Python numbers read from a DTensor, writes that would be lost, DTensors over existing memory."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -96,7 +97,10 @@ def _call_before(name: str) -> None:
 
 # ---- writes -------------------------------------------------------------------------------------------------------
 
-Refuse = Callable[[str, int, bool], NoReturn]
+Origin = tuple[int, int]
+"""Where a local piece is: its address, and its memory, which an empty piece has too."""
+Kind = Literal["write", "view", "draw"]
+Refuse = Callable[[str, Origin, Kind], None]
 _on_lost_write = WeakIdKeyDictionary()  # root of a mesh -> the function to call
 _aten = torch.ops.aten
 # Views for which torch gathers: along a dim that is cut, or of one that the ranks do not divide.
@@ -116,6 +120,10 @@ _PLACED = (
     *("copy_", "index_put_", "_index_put_impl_", "index_fill_", "index_copy_", "index_add_", "index_reduce_", "put_"),
     *("scatter_", "scatter_add_", "scatter_reduce_", "masked_fill_", "masked_scatter_", "triu_", "tril_"),
 )
+# Writes into lists of tensors: of plain ones torch refuses them, in words about mixed tensors.
+_LISTS = tuple(f"_foreach_{name}_" for name in ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"))
+# On the CPU each rank draws what is its own: other numbers than one process, and other ones in each replica.
+_DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_", "random_")
 # With out=, each rank would write the whole, or its own sum, in place of its piece of the whole.
 _REDUCTIONS = (
     "mean",
@@ -145,7 +153,9 @@ _WORDS = (
     "redistribut",
     "mesh",
 )  # of torch's errors
+_WRITE = re.compile(r"(?!__).*_|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|__setitem__")
 _NO_OPERATORS = ("apply_", "map_", "map2_", "set_")  # on a DTensor they end the process by a signal
+_NOT_AT_ALL = ("fill_diagonal_",)  # torch speaks of as_strided
 
 
 def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
@@ -153,14 +163,15 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
 
     For a view along the dim that is cut (``w[0]``) torch gathers the tensor: the view is a copy. It can be read; an in-place operator
     on it, or on a view of it, calls. So does an in-place operator for which torch gathers what it writes, or that it has no rule for, a
-    view that it cannot make, and an assignment to ``.data``, which a DTensor does not follow. ``call`` gets the operator's name, the address
-    of the local piece that the tensor is, or was viewed from, and whether it writes.
+    view that it cannot make, and an assignment to ``.data``, which a DTensor does not follow. ``call`` gets the operator's name, the place
+    of the local piece that the tensor is, or was viewed from, and what the operator does; of a draw of random numbers, which is
+    other numbers on each rank, it may return.
     """
     if not getattr(DTensor, "shardwise_refuses", False):
         DTensor.shardwise_refuses = True  # type: ignore[attr-defined]
         dispatcher: Any = DTensor._op_dispatcher
         handlers = dispatcher._custom_op_handlers
-        for names, run in ((_VIEWS, _viewed), (_PLACED, _placed)):
+        for names, run in ((_VIEWS, _viewed), (_PLACED + _LISTS, _placed), (_DRAWS, _drawn)):
             packets = [getattr(_aten, name) for name in names]
             handlers |= {getattr(packet, kind): run for packet in packets for kind in packet.overloads()}
         handlers |= {_aten.fill_.Tensor: _filled, _aten.fill_.Scalar: _filled, **dict.fromkeys(_NEVER, _never)}
@@ -168,8 +179,11 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
         dispatcher._propagate_op_sharding_dispatch_slow_path = _with_reasons(
             dispatcher._propagate_op_sharding_dispatch_slow_path
         )
+        handlers[_aten.as_strided.default] = functools.partial(_strided, handlers.get(_aten.as_strided.default))
         for name in _NO_OPERATORS:
             patch(DTensor, name, _refusing(name), "refuses what ends the process by a signal")
+        for name in _NOT_AT_ALL:
+            patch(DTensor, name, _refusing(name), "refuses a write that torch has no rule for")
         data = property(Tensor.data.__get__, _set_data)  # type: ignore[attr-defined]
         patch(DTensor, "data", data, "refuses an assignment that would be lost")
     _on_lost_write[mesh._get_root_mesh()] = call
@@ -179,10 +193,10 @@ class _Gathered(DTensor):
     """A view for which torch has gathered a DTensor: a copy, which is read as any DTensor and refuses to be written.
 
     Attributes:
-        origin: the address of the local piece that it was viewed from.
+        origin: the local piece that it was viewed from.
     """
 
-    origin: int
+    origin: Origin
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,8 +204,13 @@ class _Gathered(DTensor):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, _Gathered)]
         with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(kwargs.get("out"), _Gathered):
-                _refuse(kwargs["out"], name, origin=kwargs["out"].origin)
+            out = kwargs.get("out")
+            written = out if out is not None or not args or not _WRITE.fullmatch(name) else args[0]
+            written = written[0] if isinstance(written, list | tuple) and written else written
+            home = origin_of(written)[1] if isinstance(written, DTensor) else None
+            for each in given:  # the second: what is read, a copy, is of what is written
+                if each is out or (each is not written and each.origin[1] == home):
+                    _refuse(each, name, origin=each.origin)
             versions = [x._version for x in given]
             result = func(*args, **kwargs)
             for each, version in zip(given, versions, strict=True):
@@ -212,16 +231,22 @@ def _address(tensor: DTensor) -> int:
     return tensor._local_tensor.untyped_storage().data_ptr()
 
 
-def _mark(tensor: DTensor, origin: int) -> None:
+def origin_of(tensor: Tensor) -> Origin:
+    """Where the local piece of a tensor is."""
+    local = local_tensor(tensor)
+    return local.data_ptr(), id(local.untyped_storage())  # one object for each memory, as long as it is there
+
+
+def _mark(tensor: DTensor, origin: Origin) -> None:
     tensor.__class__ = _Gathered
     tensor.origin = origin  # type: ignore[attr-defined]
 
 
-def _refuse(tensor: DTensor, name: str, *, origin: int | None = None, writes: bool = True) -> None:
+def _refuse(tensor: DTensor, name: str, *, origin: Origin | None = None, kind: Kind = "write") -> None:
     """Calls what was registered for the mesh of ``tensor``, if it is cut."""
     call = _on_lost_write.get(tensor.device_mesh._get_root_mesh())
     if call is not None and (origin is not None or any(_cuts(tensor))):
-        call(name, tensor._local_tensor.data_ptr() if origin is None else origin, writes)
+        call(name, origin or origin_of(tensor), kind)
 
 
 def _cuts(tensor: DTensor | DTensorSpec) -> list[bool]:
@@ -249,13 +274,32 @@ def _viewed(op: Any, args: Any, kwargs: Any) -> Any:
         cuts = _cuts(tensor)
         for each in result if isinstance(result, list | tuple) else (result,):
             if cuts != _cuts(each) and not is_fake(tensor._local_tensor):
-                _mark(each, tensor._local_tensor.data_ptr())
+                _mark(each, origin_of(tensor))
     return result
 
 
 def _has_no_rule(error: RuntimeError) -> bool:
     """Whether torch refuses an operator because of how its arguments are cut, and not, say, for want of memory."""
     return any(words in str(error) for words in _WORDS)
+
+
+def _strided(before: Callable[..., Any] | None, op: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        if before is not None:
+            return before(op, args, kwargs)
+        with _without_handler(op):
+            return op(*args, **kwargs)
+    except RuntimeError:
+        _refuse(args[0], "as_strided", kind="view")
+        raise
+
+
+def _drawn(op: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu" and not is_fake(tensor._local_tensor):
+        _refuse(tensor, op.overloadpacket.__name__, kind="draw")
+    with _without_handler(op):
+        return op(*args, **kwargs)
 
 
 def _placed(op: Any, args: Any, kwargs: Any) -> Any:
@@ -265,8 +309,11 @@ def _placed(op: Any, args: Any, kwargs: Any) -> Any:
         with _without_handler(op):
             return op(*args, **kwargs)
     except RuntimeError as error:
-        if isinstance(args[0], DTensor) and _has_no_rule(error):
-            _refuse(args[0], op.overloadpacket.__name__)
+        written = (
+            next((x for x in args[0] if isinstance(x, DTensor)), None) if isinstance(args[0], list | tuple) else args[0]
+        )
+        if isinstance(written, DTensor) and _has_no_rule(error):
+            _refuse(written, op.overloadpacket.__name__)
         raise
 
 
@@ -297,7 +344,7 @@ def _before_redistribution(info: Any, wanted: Any, *rest: Any) -> None:
     if written is not None and written.is_write and isinstance(then, DTensorSpec) and _cuts(given) != _cuts(then):
         call = _on_lost_write.get(given.mesh._get_root_mesh())
         if call is not None:
-            call(wanted.op.overloadpacket.__name__, info.local_args[0].data_ptr(), True)
+            call(wanted.op.overloadpacket.__name__, origin_of(info.local_args[0]), "write")
     type(DTensor._op_dispatcher).redistribute_local_args(info, wanted, *rest)
 
 
@@ -308,8 +355,9 @@ def _with_reasons(propagate: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return propagate(op, args, *rest, **options)
         except RuntimeError as error:
-            if _has_no_rule(error) and (op._schema.is_mutable or op.is_view) and args and isinstance(args[0], DTensor):
-                _refuse(args[0], op.overloadpacket.__name__, writes=op._schema.is_mutable)
+            target = args[0] if args and isinstance(args[0], DTensor) else rest[0].get("out") if rest else None
+            if _has_no_rule(error) and (op._schema.is_mutable or op.is_view) and isinstance(target, DTensor):
+                _refuse(target, op.overloadpacket.__name__, kind="write" if op._schema.is_mutable else "view")
             raise
 
     return find
@@ -319,12 +367,12 @@ def _refusing(name: str) -> Callable[..., Any]:
     method = getattr(DTensor, name)
 
     def write(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
-        _refuse(tensor, name, origin=tensor._local_tensor.data_ptr())
+        _refuse(tensor, name, origin=origin_of(tensor))
         return method(tensor, *args, **kwargs)
 
     return write
 
 
 def _set_data(tensor: DTensor, value: Tensor) -> None:
-    _refuse(tensor, "data", origin=tensor._local_tensor.data_ptr())
+    _refuse(tensor, "data", origin=origin_of(tensor))
     Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]

@@ -107,15 +107,17 @@ def configuration_of(args: argparse.Namespace) -> str | None:
 
 
 def program() -> str:
-    """``shardwise`` if the PATH leads to this one; ``.venv/bin/shardwise`` or the like in an environment that is not
-    activated, as under ``make demo``; ``python -m shardwise`` if there is no script."""
+    """``python -m shardwise`` if that was typed, or there is no script; ``shardwise`` if the PATH leads to this one;
+    ``.venv/bin/shardwise`` or the like in an environment that is not activated."""
     started, script = Path(sys.argv[0]), Path(sys.executable).with_name("shardwise")
+    as_module = [_python(), "-m", "shardwise"]
+    if started.name == "__main__.py":  # a script beside this Python may be of another installation
+        return shlex.join(as_module)
     script = started if started.name == "shardwise" else script
     found = shutil.which("shardwise")
     if found is not None and script.exists() and os.path.samefile(found, script):
         return "shardwise"
-    words = [_from_here(script)] if script.is_file() else [_python(), "-m", "shardwise"]
-    return shlex.join(words)
+    return shlex.join([_from_here(script)] if script.is_file() else as_module)
 
 
 def _python() -> str:

@@ -10,6 +10,7 @@ import contextvars
 import dis
 import functools
 import gc
+import logging
 import os
 import sys
 import threading
@@ -23,9 +24,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.config.caller import level_of_caller
+from shardwise.model.loggers import NAME as LOGGED
+from shardwise.model.loggers import LoggerState, NewLoggers, loggers, names_loggers, within_logger
 from shardwise.model.module_state import Attributes, ModuleState, changed_values, content_of, put
 from shardwise.model.names import canonical_modules, own_attributes
 from shardwise.model.places import LONGEST, Environment, Key, Place, Space, is_cache, is_opaque, is_place, moves_on
+from shardwise.model.side_effects import Watch
 from shardwise.model.tensors import same_bytes
 
 _ABSENT = object()
@@ -40,7 +44,7 @@ _STORES = {dis.opmap[f"{what}_{where}"] for what in ("STORE", "DELETE") for wher
 
 class Isolated:
     """A function that runs a module, and the places outside of modules that it may write: :meth:`restore` puts back what they held.
-    A context variable needs no place: code runs in a copy of the context.
+    A context variable needs no place: code runs in a copy of the context. What cannot be put back, such as a file, is refused.
 
     Args:
         module: whose classes, hooks and functions are looked into.
@@ -48,7 +52,7 @@ class Isolated:
     """
 
     def __init__(self, module: nn.Module, call: Callable[[nn.Module], Any]):
-        self._call = call
+        self._call, self._watch = call, Watch()
         self._variables: list[Any] = []  # values that the last call has set
         self._own = weakref.WeakSet(module.modules())  # and those of its copies, which look after themselves
         self._known: dict[int, Any] = {}  # by id, and alive, so that no id is another's later
@@ -82,7 +86,8 @@ class Isolated:
             self._own.update(module.modules())
         context = contextvars.copy_context()
         before = dict(context)
-        result = context.run(self._call, module)
+        with self._watch.running(module):
+            result = context.run(self._call, module)
         self._variables = [value for key, value in context.items() if before.get(key, _ABSENT) is not value]
         return result
 
@@ -95,7 +100,7 @@ class Isolated:
         self._noted.add(what)
         before, of_threads = sys.getprofile(), threading.getprofile()
         sys.setprofile(self._entered)
-        threading.setprofile(self._entered)  # of those that begin within
+        threading.setprofile(self._entered_in_thread)  # of those that begin within
         try:
             yield
         finally:
@@ -107,7 +112,12 @@ class Isolated:
     def kept(self) -> list[tuple[str, Any]]:
         """What is in places and was not there before, with the name of its place."""
         self._changed = [place for place in self._places if place.look(place.part) != place.mark]
-        found = [(place.name, value) for place in self._changed for value in place.new_values]
+        found = [
+            (place.name, value)
+            for place in self._changed
+            for value in place.new_values
+            if not (place.name.startswith(LOGGED) and isinstance(value, str | bytes))  # with the time of day, perhaps
+        ]
         self._marked = [(name, now, was) for name, now, was in self._plain if len(now) != len(was)]
         found += [(name, x) for name, now, was in self._marked for x in changed_values(now, was)]
         own = [value for state in self._modules if isinstance(state, Attributes) for value in state.changed()]
@@ -121,12 +131,13 @@ class Isolated:
         """Puts back what has changed. May be called again.
 
         Raises:
-            UnsupportedError: a generator, or another iterator, has moved on.
+            UnsupportedError: a generator, or another iterator, has moved on; the run would have written a file, or the like.
         """
         if self._changed is None:
             self.kept()
         changed, self._changed = self._changed or [], None
         with contextlib.ExitStack() as stack:  # all of them, whichever raises
+            stack.callback(self._watch.check)
             for each in (*changed, *self._modules):
                 stack.callback(each.restore)
             for _, now, was in self._marked:
@@ -147,13 +158,22 @@ class Isolated:
     def _entered(self, frame: types.FrameType, event: str, _: Any) -> None:
         if event != "call" or id(frame.f_code) in self._known:
             return
-        self._known[id(frame.f_code)] = frame.f_code
-        if not is_opaque(frame.f_globals.get("__name__")):
-            sys.setprofile(None)  # not of what looks
-            try:
+        sys.setprofile(None)  # not of what looks
+        try:
+            if self._watch.is_writer(frame):
+                self._watch.writes(frame)
+                return  # it is not known: the next call may have another file
+            if _is_being_imported(frame.f_globals):
+                return
+            self._known[id(frame.f_code)] = frame.f_code
+            if not is_opaque(frame.f_globals.get("__name__")):
                 self._look(frame)
-            finally:
-                sys.setprofile(self._entered)
+        finally:
+            sys.setprofile(self._entered)
+
+    def _entered_in_thread(self, frame: types.FrameType, event: str, _: Any) -> None:
+        self._watch.add_thread()
+        sys.setprofile(self._entered)
 
     def _look(self, frame: types.FrameType) -> None:
         """Notes what the code of a frame names, and the names that it gives other values."""
@@ -174,10 +194,11 @@ class Isolated:
                     if id(vars(value)) not in seen:
                         spaces.append(vars(value))
                 else:
+                    self._watch.named(frame, value)
                     self._waiting.append((f"{space.get('__name__')}.{name}", value))
                     if stored and isinstance(value, type | types.FunctionType) and is_opaque(value.__module__):
                         self._note_space(f"{space.get('__name__')}.{name}", value)
-            if space is not home:
+            if space is not home and not _is_being_imported(space):
                 self._note_names(stored, space)
                 if names & _STORE_BY_TEXT and not is_opaque(space.get("__name__")):
                     self._note_space(f"{space.get('__name__')}", space)
@@ -229,6 +250,14 @@ class Isolated:
         if value is os.environ:
             self._note(name, Environment())
             return ()
+        if isinstance(value, logging.Logger | logging.Handler):
+            self._note(name, LoggerState(value))
+            return [*within_logger(value), (type(value).__name__, type(value))]
+        if names_loggers(value):
+            if id(logging.root.manager) not in self._known:
+                self._known[id(logging.root.manager)] = logging.root.manager
+                self._note("loggers", NewLoggers())
+            return loggers()
         if isinstance(value, type):
             return self._of_class(value)
         if isinstance(value, types.FunctionType):
@@ -288,6 +317,11 @@ class Isolated:
             value = tensor.detach().clone() if tensor.nbytes <= self._left else None
             self._left -= 0 if value is None else tensor.nbytes
             self._tensors.append((name, tensor, tensor._version, value))
+
+
+def _is_being_imported(space: dict[str, Any]) -> bool:
+    """Whether a module is imported now, for the first time, and stays."""
+    return getattr(space.get("__spec__"), "_initializing", False)
 
 
 def _items(content: Any) -> Iterable[tuple[Any, Any]]:

@@ -1,5 +1,6 @@
 """Places outside of modules that hold values between calls: dicts, classes, names in namespaces, caches of functions, generators."""
 
+import ctypes
 import functools
 import gc
 import io
@@ -19,7 +20,9 @@ from shardwise.model.module_state import changed_values, content_of, is_mutable,
 LONGEST = 1000  # items of a container that are looked at one by one
 _LARGEST = 1 << 20  # bytes of an array
 _ABSENT = object()
-_OPAQUE = frozenset({"torch", "shardwise", "builtins", "numpy", "sympy", "mpmath", "einops", "einx"})
+_OPAQUE = frozenset(
+    {"torch", "shardwise", "builtins", "numpy", "sympy", "mpmath", "einops", "einx", "triton", "filelock", "networkx"}
+)
 _FILES = (io.StringIO, io.BytesIO)
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 
@@ -41,7 +44,19 @@ def is_place(value: Any) -> bool:
     """Whether a value may hold something else later. Large arrays are data."""
     if type(value).__name__ == "ndarray" and value.nbytes > _LARGEST:
         return False
-    return is_mutable(value) or isinstance(value, (*_WEAK, *_FILES, threading.local)) or is_iterator(type(value))
+    if isinstance(value, (*_WEAK, *_FILES, threading.local)) or _is_of_numbers(type(value)):
+        return True
+    return is_mutable(value) or is_iterator(type(value))
+
+
+@functools.cache
+def _is_of_numbers(kind: type) -> bool:
+    """Whether a class of ``ctypes`` has numbers only: what a pointer leads to may be gone later."""
+    if issubclass(kind, ctypes.Structure | ctypes.Union):
+        return all(_is_of_numbers(field[1]) for field in getattr(kind, "_fields_", ()))
+    if issubclass(kind, ctypes.Array):
+        return _is_of_numbers(kind._type_)
+    return issubclass(kind, ctypes._SimpleCData) and str(getattr(kind, "_type_", "P")) in "bBhHiIlLqQfdg?cu"
 
 
 class Key:
@@ -147,6 +162,8 @@ class Place:
             part.truncate()
             part.write(content[0])
             part.seek(content[1])
+        elif _is_of_numbers(type(part)):
+            ctypes.memmove(ctypes.addressof(part), bytes(content), len(content))
         elif is_iterator(type(part)):
             raise moves_on(self.name, f"a {type(part).__name__}")
         else:
@@ -177,6 +194,8 @@ def _content(part: Any) -> Any:
         return part.data.copy()  # type: ignore[attr-defined]
     if isinstance(part, _FILES):
         return ["", 0] if part.closed else [part.getvalue(), part.tell()]
+    if _is_of_numbers(type(part)):
+        return bytearray(part)
     if isinstance(part, types.GeneratorType):
         frame = part.gi_frame
         return _bytes(None if frame is None else (frame.f_lasti, *map(id, frame.f_locals.values())))

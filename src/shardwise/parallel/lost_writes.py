@@ -1,8 +1,6 @@
 """Writes into a part of a tensor that is cut over dp_shard, ``w[0].zero_()``: torch would write into a copy of it."""
 
-from typing import NoReturn
-
-from shardwise._torch.dtensor import local_tensor, on_lost_write
+from shardwise._torch.dtensor import Kind, Origin, local_tensor, on_lost_write, origin_of
 from shardwise.errors import UsageError
 from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.world import World
@@ -17,9 +15,20 @@ def refuse_lost_writes(world: World) -> None:
         on_lost_write(mesh, _refuse)
 
 
-def _refuse(operator: str, address: int, writes: bool) -> NoReturn:
-    what, name = _of(address)
-    if not writes:
+def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
+    what, name = _of(origin)
+    if kind == "draw":
+        if what == "a parameter":
+            raise UsageError(
+                f"{operator}() into {what} that is cut over the ranks",
+                why="each rank would draw for its part alone: other numbers than one process has, and others in each replica of it",
+                fix="draw the whole from a generator that is seeded alike on every rank, and write that, within torch.no_grad(): whole = "
+                f"torch.empty(w.shape, dtype=w.dtype).{operator}(..., generator=g); w.copy_(torch.distributed.tensor.distribute_tensor(whole, "
+                "w.device_mesh, w.placements)); or draw in the module's constructor, which parallelize runs or has run",
+                name=name,
+            )
+        return
+    if kind == "view":
         raise UsageError(
             f"{operator}() of {what} that is cut over the ranks",
             why="each rank has some of its rows, and torch cannot give what this view would be of them",
@@ -44,17 +53,21 @@ def _refuse(operator: str, address: int, writes: bool) -> NoReturn:
         f"{operator}() into {what} that is cut over the ranks, or into a row or a slice of it",
         why="each rank has some of its rows. torch gathers them and writes into the copy, so that the write is lost, or has no rule for it",
         fix=f"write the whole, on every rank, within torch.no_grad(): {_WHOLE}. To clear rows, without gathering: w.mul_(mask), of a mask [rows, 1] "
-        "of zeros and ones that distribute_tensor has cut in the same way. Columns, w[:, 0].zero_(), are written as they are",
+        "of zeros and ones that distribute_tensor has cut in the same way. Columns, w[:, 0].zero_(), are written as they are; what is read from "
+        "its own rows is taken as a copy: w.add_(w[0].clone())",
         name=name,
     )
 
 
-def _of(address: int) -> tuple[str, str | None]:
-    """What has the local piece in which ``address`` lies, and the parameter's name."""
+def _of(origin: Origin) -> tuple[str, str | None]:
+    """What has the local piece at ``origin``, and the parameter's name."""
+    address, memory = origin
     named = [(name, param) for runtime in runtimes_in_use() for name, param in runtime.parameters.items()]
     for name, param in named:
         for what, tensor in (("a parameter", param), ("the gradient of a parameter", param.grad)):
             local = None if tensor is None else local_tensor(tensor)
             if local is not None and 0 <= address - local.data_ptr() < local.nbytes:
                 return what, name
+        if not local_tensor(param).nbytes and origin_of(param)[1] == memory:  # a rank without rows
+            return "a parameter", name
     return "a tensor", None

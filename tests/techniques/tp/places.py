@@ -3,9 +3,12 @@ tp and beside it in one process."""
 
 import argparse
 import contextvars
+import ctypes
 import functools
 import io
 import itertools
+import logging
+import logging.handlers
 import os
 import sys
 import threading
@@ -348,6 +351,53 @@ def in_bytes(block, make):
     return float(_bytes.getvalue())
 
 
+class Listing(logging.Handler):
+    """A handler that keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []
+
+    def emit(self, record):
+        self.records.append(record.args[0])
+
+
+_log, _logged = logging.getLogger("techniques.tp.places"), logging.getLogger("techniques.tp")
+_listing, _streamed, _buffered = Listing(), logging.StreamHandler(io.StringIO()), logging.handlers.MemoryHandler(1000)
+_log.propagate = _logged.propagate = False
+_log.addHandler(_listing)
+
+
+def in_log_records(block, make):
+    """In a handler of its logger."""
+    if not _listing.records:
+        _log.warning("%s", make())
+    return _listing.records[0]
+
+
+def in_log_stream(block, make):
+    """In a stream of the logger above, which is found by its name."""
+    log = logging.getLogger("techniques.tp")
+    if not log.handlers[0].stream.getvalue():
+        log.warning("%r", make())
+    return float(log.handlers[0].stream.getvalue())
+
+
+def in_log_buffer(block, make):
+    handler = logging.getLogger("techniques.tp").handlers[1]
+    if not handler.buffer:
+        logging.getLogger("techniques.tp").warning("%r", make())
+    return handler.buffer[0].args[0]
+
+
+_number = (ctypes.c_double * 2)()
+
+
+def in_c_array(block, make):
+    _number[0] = _number[0] or make()
+    return _number[0]
+
+
 def on_torch_class(block, make):
     nn.Linear.value_of_a_user = getattr(nn.Linear, "value_of_a_user", None) or make()
     return nn.Linear.value_of_a_user
@@ -412,7 +462,7 @@ KEPT = {
         attribute, own_dict, nested, own_slots, own_property, class_attribute, class_dict, other_class, metaclass, method_cache,
         function_cache, module_global, global_list, global_dict, global_deque, global_slots, default_argument, keyword_default,
         function_attribute, weak_dict, context_variable, thread_local, namespace, other_module, library_module, counter, generator, second_forward, second_count, registered, registered_for_good,
-        in_dispatch, in_environ, put_together, put_together_elsewhere, in_text, in_bytes, on_torch_class, on_class_of_layer, on_torch_function,
+        in_log_records, in_log_stream, in_log_buffer, in_c_array, in_dispatch, in_environ, put_together, put_together_elsewhere, in_text, in_bytes, on_torch_class, on_class_of_layer, on_torch_function,
         on_layer, on_parameter, on_namespace, on_user_dict, on_global_args, in_thread, history, second_function,
     )
 } | {"closure_cell": closure_cell}  # fmt: skip
@@ -719,6 +769,12 @@ def reset():
     for file in (_text, _bytes):
         file.seek(0)
         file.truncate()
+    _listing.records.clear()
+    _buffered.buffer.clear()
+    _streamed.stream.seek(0)
+    _streamed.stream.truncate()
+    _logged.handlers[:] = [_streamed, _buffered]
+    _number[0] = 0.0
     vars(F.softmax).pop("value_of_a_user", None)
     if hasattr(nn.Linear, "value_of_a_user"):
         del nn.Linear.value_of_a_user
@@ -744,6 +800,7 @@ def everything():
     values = [VALUE, Block.value, Shared.value, _GENERATOR[0], VARIABLE.get(), *map(len, held)]
     values += [hasattr(each, "value") for each in (LOCAL, SLOTS, HOLDER, Meta)]
     values += [hasattr(HOLDER, "value_0_of_a_user"), len(_text.getvalue()), len(_bytes.getvalue())]
+    values += [len(_listing.records), len(_buffered.buffer), len(_streamed.stream.getvalue()), _number[0]]
     values += [len(_of_kind[0].registry), "VALUE_OF_A_USER" in os.environ, "VALUE_0_OF_A_USER" in globals()]
     values += [hasattr(each, "value_of_a_user") for each in (nn.Linear, F.softmax)]
     return [*values, hasattr(torch, "_value_of_a_user"), _once.cache_info().currsize, Block.once.cache_info().currsize]

@@ -32,6 +32,7 @@ QUICK = {
     ("on_layer", "cut", False), ("on_parameter", "outside", True), ("on_namespace", "cut", True), ("on_user_dict", "outside", False), ("on_global_args", "cut", False),
     ("in_thread", "cut", True), ("history", "outside", False), ("second_function", "cut", False), ("out_layer", "cut", True), ("out_queue", "cut", False),
     ("out_shape", "cut", False), ("out_flag", "cut", True), ("out_text", "cut", False), ("out_array", "cut", True), ("measured", "cut", True),
+    ("in_log_records", "cut", False), ("in_log_stream", "outside", True), ("in_log_buffer", "cut", True), ("in_c_array", "outside", False),
     ("in_dispatch", "cut", True), ("in_environ", "cut", False), ("put_together", "outside", False), ("put_together_elsewhere", "cut", True), ("in_text", "cut", False), ("in_bytes", "outside", True), ("on_torch_class", "cut", True), ("on_class_of_layer", "cut", False),
     ("on_torch_function", "outside", True), ("out_number", "cut", False), ("inside", "cut", True), ("of_row", "cut", True), ("before_block", "cut", True),
 }  # fmt: skip

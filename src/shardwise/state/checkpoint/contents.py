@@ -149,6 +149,12 @@ def contents_of(
         place,
         lambda: (_plain_states(own(), models, extra, tensors, cut), to_plain(of_rank(), f"data/{world.rank}", mine)),
     )
+    # A forward may have given them other shapes and dtypes than the model's code does: what is read is compared with these.
+    plain["buffers"] = {
+        prefix: {name: [list(shape), dtype] for name, (shape, dtype) in buffers.items()}
+        for prefix, other in models.items()
+        if (buffers := runtime_of(other).saved_buffers(of_main=True))
+    }
     if optim is not None:
         own_cut = CutTensors(cut.models)
         plain["optimizer"] = optimizer_state(runtime, "optimizer", "", optim, tensors, own_cut)

@@ -151,6 +151,7 @@ class _Reading:
         models |= {f"{EXTRA}/{n}/": runtime_of(other) for n, other in self.extra.items() if is_sharded(other)}
         for prefix, runtime in models.items():
             self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
+            self._refuse_other_buffers(prefix, state.get("buffers"))
         windows = state.get("windows", {})  # of other models; a checkpoint of an earlier version has none
         if not isinstance(windows, dict) or any(type(num) is not int or num < 0 for num in windows.values()):
             raise damaged(self.saved.folder, "its numbers of windows are none")
@@ -170,7 +171,7 @@ class _Reading:
         self.own = {
             name: value
             for name, value in state.items()
-            if name not in ("optimizer", "optimizers", "model", "extra", "random", "windows")
+            if name not in ("optimizer", "optimizers", "model", "extra", "random", "windows", "buffers")
         }
         settled = check(self.own)
         if settled is not None and self.optim is not None:
@@ -197,6 +198,18 @@ class _Reading:
                 f"sw.load_weights(model, {str(folder)!r}, strict=False)"
             )
             raise
+
+    def _refuse_other_buffers(self, prefix: str, buffers: Mapping[str, Any] | None) -> None:
+        """Refuses buffers of another shape or dtype than they had when they were saved. ``buffers``: of the state; None: it is of an
+        earlier version."""
+        runtime, plan = self._models[prefix]
+        if buffers is None:
+            return
+        saved = buffers.get(prefix, {})
+        for name in saved.keys() & runtime.recipe.buffers.keys() & plan.tensors.keys():
+            stored, (shape, dtype) = plan.tensors[name], saved[name]
+            if (list(stored.shape), stored.dtype) != (list(shape), dtype):
+                raise damaged(self.saved.folder, f"{name} is not of the shape and dtype that its state says")
 
     def _match_extra(self, state: Mapping[str, Any]) -> None:
         held = held_extra(state)

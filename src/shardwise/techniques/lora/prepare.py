@@ -157,7 +157,7 @@ def _left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mappi
         experts = getattr(outer, "experts", None)
         num_experts = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", None)
         num_outputs = layer.weight.shape[out_dim_of(layer) or 0]  # type: ignore[union-attr, index]
-        in_block = any(part.isdigit() for part in name.split("."))
+        in_block = "." in name and any(part.isdigit() for part in name.split("."))
         if layer is head or id(layer.weight) in weights or (num_outputs in rows and not in_block):
             left[name] = "makes the numbers of tokens"
         elif num_experts is not None and num_outputs == num_experts:

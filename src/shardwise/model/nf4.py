@@ -1,0 +1,234 @@
+"""NF4: weights in 4 bits, in the format of bitsandbytes, as plain byte tensors (QLoRA, https://arxiv.org/abs/2305.14314).
+
+Numbers of a weight ``[out, in]`` are taken in flat order, in blocks of 64, the last one short. Of a block the largest magnitude ``a`` is kept, and
+of each number the nearest of 16 values of ``w / a``: a code of 4 bits. The magnitudes of all blocks, less their mean, are kept in 8 bits in groups
+of 256, each with its own largest magnitude: the *second stage*. A value is ``table[code] x scale``, computed in float32 and rounded once. Codes
+need their own block alone; the second stage needs the magnitudes of all blocks of the tensor. No bit depends on threads, or on how a tensor is cut.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK, GROUP = 64, 256
+TABLE = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The 16 values, of code 0 to 15: quantiles of a normal distribution."""
+
+_CHUNK = 1 << 18  # numbers at a time: all temporaries are so long
+_CELLS = 1024  # of [-1, 1], in each of which at most one bound between two codes lies
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What of a packed weight is here: all of it, or some rows, or some inputs of all rows.
+
+    Attributes:
+        shape: ``(out, in)`` of the whole weight.
+        rows: start and number of each run of rows that is here, in order.
+        first: the first input that is here; an even number.
+        num_inputs: how many are here.
+    """
+
+    shape: tuple[int, int]
+    rows: tuple[tuple[int, int], ...]
+    first: int
+    num_inputs: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, int]) -> "Packing":
+        """Of all of a weight of this shape."""
+        return cls(shape, ((0, shape[0]),), 0, shape[1])
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole weight."""
+        return -(-self.shape[0] * self.shape[1] // BLOCK)
+
+    @property
+    def codes_shape(self) -> tuple[int, int]:
+        """Shape of the bytes that are here, two codes in each; in a row of an odd number half a byte is filling."""
+        return sum(number for _, number in self.rows), -(-self.num_inputs // 2)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        """Shape of the codes of all scales."""
+        out, num = self.shape
+        return (out, num // BLOCK) if num % BLOCK == 0 else (self.num_blocks,)
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """``(row here, row of the whole, number)`` of bounded pieces of rows."""
+        most, here = max(1, _CHUNK // max(self.num_inputs, 1)), 0
+        for start, number in self.rows:
+            for at in range(0, number, most):
+                yield here + at, start + at, min(most, number - at)
+            here += number
+
+    def blocks_of(self, row: int, number: int) -> Tensor:
+        """The block of each number of some rows, ``[number, inputs here]``."""
+        inputs = torch.arange(self.first, self.first + self.num_inputs)
+        return (torch.arange(row, row + number)[:, None] * self.shape[1] + inputs).div_(BLOCK, rounding_mode="floor")
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether all blocks lie within one row, and all those that are touched are here."""
+        return self.shape[1] % BLOCK == 0 and self.first % BLOCK == 0 and self.num_inputs % BLOCK == 0
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------------
+
+
+def dynamic_map() -> list[float]:
+    """The 256 values of bitsandbytes' signed map of 8 bits, ascending: of the second stage."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, device="cpu")
+        middle = (10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += middle + [-x for x in middle]
+    return sorted(values)
+
+
+@functools.cache
+def _on(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The values of codes, of two codes of a byte, and of scale codes, on a device."""
+    table = torch.tensor(TABLE, device="cpu")
+    byte = torch.arange(256, device="cpu")
+    both = torch.stack([table[byte >> 4], table[byte & 15]], 1)
+    return table.to(device), both.view(torch.int64).view(-1).to(device), torch.tensor(dynamic_map()).to(device)
+
+
+@functools.cache
+def _cells() -> tuple[Tensor, Tensor]:
+    """Of each cell: the code at its lower edge, and the bound in it: six times as fast as ``torch.bucketize``."""
+    table = torch.tensor(TABLE)
+    bounds = (table[:-1] + table[1:]) / 2
+    edges = torch.arange(_CELLS + 2) / (_CELLS / 2) - 1
+    limit = torch.full((_CELLS + 2,), float("inf"))
+    limit[((bounds.double() + 1) * (_CELLS / 2)).long()] = bounds
+    return torch.bucketize(edges, bounds, right=True).to(torch.uint8), limit
+
+
+# ---- packing -----------------------------------------------------------------------------------------------------------
+
+
+def add_maxima(maxima: Tensor, values: Tensor, packing: Packing, row: int) -> None:
+    """Raises ``maxima [blocks]`` to the largest magnitudes of ``values [rows, inputs here]``, of rows from ``row`` on."""
+    magnitudes = values.detach().float().abs()
+    if packing.is_aligned:
+        per_row, here = packing.shape[1] // BLOCK, packing.num_inputs // BLOCK
+        there = maxima.view(packing.shape[0], per_row)[row : row + len(values), packing.first // BLOCK :][:, :here]
+        torch.maximum(there, magnitudes.view(len(values), here, BLOCK).amax(2), out=there)
+        return
+    blocks = packing.blocks_of(row, len(values)).flatten()
+    maxima.scatter_reduce_(0, blocks, magnitudes.flatten(), "amax")
+
+
+def codes_of(values: Tensor, maxima: Tensor, packing: Packing, row: int) -> Tensor:
+    """The bytes of ``values [rows, inputs here]``, given the largest magnitudes of the blocks that they are in."""
+    inverse = 1.0 / maxima.clamp(min=1e-38)
+    if packing.is_aligned:
+        per_row, here = packing.shape[1] // BLOCK, packing.num_inputs // BLOCK
+        there = inverse.view(packing.shape[0], per_row)[row : row + len(values), packing.first // BLOCK :][:, :here]
+        scaled = (values.detach().float().view(len(values), here, BLOCK) * there[..., None]).view(len(values), -1)
+    else:
+        scaled = values.detach().float() * inverse[packing.blocks_of(row, len(values))]
+    first, limit = _cells()
+    scaled = scaled.clamp_(-1, 1)
+    cell = torch.add(scaled, 1).mul_(_CELLS / 2).int().view(-1)
+    index = torch.index_select(first, 0, cell)
+    index += scaled.view(-1) > torch.index_select(limit, 0, cell)
+    index = functional.pad(index.view(len(values), -1), (0, values.shape[1] % 2))
+    return torch.bitwise_or(index[:, ::2] << 4, index[:, 1::2])
+
+
+def second_stage(maxima: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale codes ``[blocks]``, the largest magnitude of each group, and the mean, of the largest magnitudes of all blocks."""
+    mean = maxima.double().mean().float()
+    left = maxima - mean
+    groups = functional.pad(left, (0, -left.numel() % GROUP)).view(-1, GROUP)
+    outer = groups.abs().amax(1)
+    values = torch.tensor(dynamic_map())
+    relative = torch.where(outer[:, None] == 0, 0.0, groups / outer[:, None])
+    codes = torch.bucketize(relative, (values[1:] + values[:-1]) / 2)
+    return codes.to(torch.uint8).view(-1)[: left.numel()], outer, mean
+
+
+def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scale codes, outer and mean of a whole weight ``[out, in]``. On meta in operations that a tape can record."""
+    packing = Packing.of((weight.shape[0], weight.shape[1]))
+    if weight.is_meta:
+        blocks = functional.pad(weight.float().view(-1), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+        maxima = blocks.abs().amax(1)
+        table = torch.tensor(TABLE)
+        scaled = (blocks * (1.0 / maxima.clamp(min=1e-38))[:, None]).clamp(-1, 1)
+        index = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2).view(-1)[: weight.numel()].view(weight.shape)
+        index = functional.pad(index, (0, weight.shape[1] % 2)).to(torch.uint8)
+        codes = torch.bitwise_or(index[:, ::2] * 16, index[:, 1::2])
+    else:
+        maxima = torch.zeros(packing.num_blocks)
+        codes = torch.empty(packing.codes_shape, dtype=torch.uint8)
+        host = weight.detach().cpu()
+        for _, row, number in packing.pieces():
+            add_maxima(maxima, host[row : row + number], packing, row)
+        for here, row, number in packing.pieces():
+            codes[here : here + number] = codes_of(host[row : row + number], maxima, packing, row)
+    scales, outer, mean = second_stage(maxima)
+    found = codes, scales.view(packing.scales_shape), outer, mean
+    return found if weight.is_meta else tuple(each.to(weight.device) for each in found)  # type: ignore[return-value]
+
+
+# ---- unpacking ---------------------------------------------------------------------------------------------------------
+
+
+def unpack(codes: Tensor, scales: Tensor, outer: Tensor, mean: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """The values ``[rows here, inputs here]`` of ``codes``, given all scale codes of the weight."""
+    flat = [number for run in packing.rows for number in run]
+    return _unpack(codes, scales, outer, mean, [*packing.shape], flat, packing.first, packing.num_inputs, dtype)
+
+
+@torch.library.custom_op("shardwise::nf4_unpack", mutates_args=())
+def _unpack(
+    codes: Tensor,
+    scales: Tensor,
+    outer: Tensor,
+    mean: Tensor,
+    shape: list[int],
+    rows: list[int],
+    first: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """One operator, so that a graph has no loops and no tables of it."""
+    packing = Packing((shape[0], shape[1]), tuple(zip(rows[::2], rows[1::2], strict=True)), first, num_inputs)
+    _, pairs, values = _on(codes.device)
+    out = torch.empty((codes.shape[0], num_inputs), dtype=dtype, device=codes.device)
+    outer, mean, scales = outer.float(), mean.float(), scales.view(-1)
+
+    def scale_of(blocks: Tensor) -> Tensor:
+        blocks = blocks.to(codes.device)
+        group = outer[blocks.div(GROUP, rounding_mode="floor")]
+        return values[scales[blocks].int()].mul_(group).add_(mean)
+
+    for here, row, number in packing.pieces():
+        both = torch.index_select(pairs, 0, codes[here : here + number].reshape(-1).int())
+        part = both.view(torch.float32).view(number, -1)[:, :num_inputs]
+        if packing.is_aligned:
+            per_row, first_block = shape[1] // BLOCK, first // BLOCK
+            at = torch.arange(row, row + number)[:, None] * per_row + torch.arange(first_block, first_block + num_inputs // BLOCK)
+            part = part.view(number, -1, BLOCK).mul_(scale_of(at)[..., None]).view(number, num_inputs)
+        else:
+            part = part * scale_of(packing.blocks_of(row, number))
+        out[here : here + number] = part
+    return out
+
+
+@_unpack.register_fake
+def _(codes, scales, outer, mean, shape, rows, first, num_inputs, dtype):  # type: ignore[no-untyped-def]
+    return codes.new_empty((codes.shape[0], num_inputs), dtype=dtype)

@@ -1,0 +1,282 @@
+"""Adapters: which layers have one, what they begin with, how tensor parallelism cuts them, and their numbers beside PEFT's."""
+
+import copy
+import dataclasses
+import warnings
+
+import models
+import pytest
+import torch
+from techniques.lora import adapters
+from torch import nn
+
+import shardwise as sw
+from shardwise.model.adapted import Adapter, adapted_layers, adapted_linear
+from shardwise.model.layers import LAYER_FUNCTIONS, Further, Layer
+from shardwise.techniques.lora.prepare import prepare
+from shardwise.techniques.tp.search.layer_functions import _parts_differ, parts_differ
+
+KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+
+
+def with_lora(module, **options):
+    return prepare(module, None, None, lora=sw.LoRA(**options))
+
+
+def small():
+    return nn.Sequential(
+        nn.Embedding(32, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 32)
+    )
+
+
+# ---- which layers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, ["1", "3"]),
+        ({"exclude": ("3",)}, ["1"]),
+        ({"targets": "3,5"}, ["3", "5"]),
+        ({"targets": ("0", "1")}, ["0", "1"]),
+    ],
+)
+def test_targets(options, names):
+    module = with_lora(small(), rank=2, **options)
+    assert list(adapted_layers(module)) == names
+    assert all(("lora_" in name) == param.requires_grad for name, param in module.named_parameters())
+
+
+def test_last_parts_of_names_and_patterns_mean_layers_and_all_linear_leaves_heads_and_routers_out():
+    llama = models.get("llama").build
+    assert len(adapted_layers(with_lora(llama(), targets="q_proj,v_proj"))) == 2 * len(llama().model.layers)
+    assert len(adapted_layers(with_lora(llama(), targets=("layers.0.*.*_proj",)))) == 7
+    assert not any("lm_head" in name for name in adapted_layers(with_lora(llama())))
+    gates = with_lora(models.get("experts").build())
+    assert adapted_layers(gates) and not any(name.endswith(("gate", "router")) for name in adapted_layers(gates))
+
+
+def test_names_classes_and_answers_of_the_base_stay():
+    module = models.get("gpt2").build().double()
+    before, answer = (
+        set(module.state_dict()),
+        models.get("gpt2").forward(module, models.get("gpt2").windows(1, 1)[0][0]),
+    )
+    classes = {name: type(child).__name__ for name, child in module.named_modules()}
+    with_lora(module, rank=2, dora=True)
+    assert before <= set(module.state_dict())
+    assert all(type(module.get_submodule(name)).__name__ == cls for name, cls in classes.items())
+    layer = module.transformer.h[0].attn.c_attn
+    assert isinstance(layer, type(models.get("gpt2").build().transformer.h[0].attn.c_attn))
+    again = models.get("gpt2").forward(copy.deepcopy(module), models.get("gpt2").windows(1, 1)[0][0])
+    assert torch.allclose(again.logits, answer.logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"targets": "q_proj"}, sw.PlanError, "it means no layer of this model"),
+        ({"targets": "4"}, sw.PlanError, "it means 4, which is no linear layer and no embedding"),
+        ({"exclude": ("5",)}, sw.PlanError, "it means no layer"),
+        ({"exclude": ("1", "3")}, sw.PlanError, "it excludes all targets"),
+        ({"train": ("nrm",)}, sw.PlanError, "it means no layer"),
+        ({"targets": "0", "dora": True}, sw.UnsupportedError, "DoRA is not defined for embeddings"),
+    ],
+)
+def test_names_that_mean_no_layer(options, error, words):
+    with pytest.raises(error, match=words):
+        with_lora(small(), **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"alpha": 0.0}, "with 0 nothing is trained"),
+        ({"targets": ()}, "means no layer"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"name": "a.b"}, "one part of a tensor's name"),
+        ({"init": "pissa"}, "init='pissa'"),
+        ({"r": 16}, "it is called rank here"),
+        ({"lora_alpha": 16}, "it is called alpha here"),
+        ({"target_modules": ["q"]}, "it is called targets here"),
+        ({"modules_to_save": ["q"]}, "is called train here"),
+        ({"task_type": "CAUSAL_LM"}, "leave it out"),
+    ],
+)
+def test_options_that_cannot_be(given, words):
+    with pytest.raises(sw.ConfigError, match=words):
+        sw.LoRA(**given)
+
+
+def test_a_number_is_no_lora():
+    with pytest.raises(sw.ConfigError, match=r"lora=16.*\n.*\n.*sw.LoRA\(rank=16\)"):
+        sw.verify(small, "dp_shard=2", batches=[[{}]], lora=16)
+
+
+def test_layers_that_an_adapter_would_not_be_part_of():
+    attention = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "linear": nn.Linear(8, 8)})
+    assert list(adapted_layers(with_lora(copy.deepcopy(attention)))) == ["linear"]
+    with pytest.raises(sw.UnsupportedError, match=r"attention.out_proj: .*\n.*reads its weight and does not call it"):
+        with_lora(attention, targets="out_proj")
+    patched = small()
+    patched[1].forward = lambda x: x
+    with pytest.raises(sw.UnsupportedError, match=r"1: .*\n.*a forward was set on it"):
+        with_lora(patched, targets="1")
+    computed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    with pytest.raises(sw.UnsupportedError, match=r"0: .*\n.*computed from other tensors"):
+        with_lora(computed, targets="0")
+    with pytest.raises(sw.UsageError, match="a module that has adapters"):
+        with_lora(with_lora(small()))
+
+
+def test_the_fast_path_of_a_transformer_encoder_does_not_pass_over_adapters():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2).double()
+    adapters.drawn(with_lora(encoder, targets="linear1,linear2"))
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    with torch.no_grad():
+        answer = encoder.eval()(x)
+    with torch.enable_grad():
+        assert torch.allclose(answer, encoder.train()(x), rtol=0, atol=1e-12)
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_numbers_are_those_of_peft(name, kind):
+    peft = pytest.importorskip("peft")
+    options = {"targets": ("c_attn", "c_proj", "c_fc") if name == "gpt2" else ("q_proj", "v_proj", "down_proj")}
+    ours = adapters.whole(name, sw.LoRA(rank=3, alpha=5, **options, **KINDS[kind]))
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=list(options["targets"]), use_rslora=kind == "rslora", use_dora=kind == "dora"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers' next version, and of Conv1D
+        theirs = peft.get_peft_model(models.get(name).build().double(), config).double()
+    named = dict(theirs.named_parameters())
+    for key, value in ours.state_dict().items():
+        layer = next((layer for layer in adapted_layers(ours) if key.startswith(f"{layer}.")), None)
+        inside = "lora_" in key or layer is None
+        target = f"base_model.model.{key if inside else key.replace(f'{layer}.', f'{layer}.base_layer.')}"
+        if target in named:
+            named[target].data.copy_(value)
+    batch = models.get(name).windows(1, 1)[0][0]
+    losses = []
+    for module in (ours, theirs):
+        logits = module(input_ids=batch["input_ids"]).logits
+        logits.square().mean().backward()
+        losses.append(logits.detach())
+    assert float((losses[0] - losses[1]).abs().max()) <= (1e-12 if kind == "dora" else 0.0)
+    for key, param in ours.named_parameters():
+        if "lora_" in key:
+            want = named[f"base_model.model.{key}"].grad
+            assert float((param.grad - want).abs().max()) <= 1e-12 * float(want.abs().max()), key
+
+
+def test_what_adapters_begin_with_is_the_same_under_every_layout(ranks):
+    for builds in (True, False):
+        lora = sw.LoRA(rank=2, dora=True)
+        found = [
+            ranks.run(adapters.first_values, size, layout, "llama", lora, builds)[0]
+            for layout, size in (("dp_shard=1", 1), ("dp_replicate=2", 2), ("dp_shard=2", 2), ("tp=2", 2))
+        ]
+        for other in found[1:]:
+            assert all(torch.equal(other[key], value) for key, value in found[0].items())
+        assert all(bool(value.any()) == ("lora_B" not in key) for key, value in found[0].items())
+        spread = torch.stack([v.std() * v.shape[1] ** 0.5 for key, v in found[0].items() if "lora_A" in key])
+        assert float(spread.mean()) == pytest.approx(3**-0.5, rel=0.2)  # uniform, as of nn.Linear: 1 / sqrt(3 x inputs)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
+def test_the_base_answers_alone(ranks, layout):
+    lora, model = sw.LoRA(rank=2, dora=True), models.get("llama")
+    base, answer = ranks.run(adapters.base_answer, 2, layout, "llama", lora)[0]
+    torch.manual_seed(1)
+    want = model.forward(model.build().double(), model.windows(1, 1)[0][0]).logits.detach()
+    assert float((base - want).abs().max()) < 1e-12 < float((answer - want).abs().max())
+
+
+def test_adapter_off_of_a_model_without_adapters():
+    with pytest.raises(sw.UsageError, match="none of its layers has an adapter"), sw.adapter_off(small()):
+        pass
+
+
+def test_a_frozen_base_is_stored_as_it_is_computed(ranks):
+    for layout in ("dp_shard=2", "tp=2"):
+        found, loss = ranks.run(adapters.stored, 2, layout, {"lm_head": "fp32"})[0]
+        for name, (dtype, has_no_grad) in found.items():
+            assert dtype == (torch.float32 if "lora_" in name or name.startswith("lm_head") else torch.bfloat16), name
+            assert has_no_grad or "lora_" in name
+        assert loss > 0
+
+
+# ---- tensor parallelism ------------------------------------------------------------------------------------------------
+
+
+def test_no_sum_is_added(ranks):
+    """Of three blocks: as many sums as the layers without adapters need where norms are trained, or one less: nothing before the first
+    adapter needs a gradient."""
+    plain, _ = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", None)[0]
+    found, cut = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", sw.LoRA(rank=2))[0]
+    assert plain - 1 <= found <= plain and cut > 20
+
+
+def test_masks_of_a_part_of_the_inputs_differ_between_ranks_and_those_of_whole_inputs_do_not(ranks):
+    (up, down, up_again, down_again), (up_2, down_2, *_) = ranks.run(adapters.dropped, 2, "tp=2")
+    assert torch.equal(up, up_2) and up.shape == (4, 64)
+    assert down.shape == down_2.shape == (4, 128) and not torch.equal(down, down_2)
+    assert not torch.equal(up, up_again) and not torch.equal(down, down_again)
+    assert 0.1 < float(down_again.double().mean()) < 0.4  # half of those that are not 0
+
+
+def layer_of(how, magnitude):
+    roles = LAYER_FUNCTIONS[adapted_linear][: 3 if magnitude else 2]
+    return Layer(
+        "w", "b", how.out_dim, further=tuple(Further("t", role) for role in roles), function=(adapted_linear, how)
+    )
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize("out_dim", [0, 1])
+def test_the_function_is_right_on_parts(out_dim, magnitude, degree):
+    assert parts_differ(layer_of(Adapter(0.7, out_dim=out_dim), magnitude), degree) == ""
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        (("in", None), ("out", None), ("out",)),
+        ((None, "in"), (None, "out"), ("out",)),
+        ((None, "in"), ("out", None), ("in",)),
+        ((None, "in"), (None, None), ("out",)),
+        ((None, None), ("out", None), ("out",)),
+    ],
+)
+def test_a_wrong_role_is_seen(roles, monkeypatch):
+    monkeypatch.setitem(LAYER_FUNCTIONS, adapted_linear, roles)
+    try:
+        assert _parts_differ.__wrapped__(adapted_linear, Adapter(0.7), (True, True, True), 2)
+    except RuntimeError as error:
+        assert "shape" in str(error) or "size" in str(error)
+
+
+def test_norms_of_a_part_of_the_inputs_are_seen(monkeypatch):
+    """The function that does not sum them over the ranks."""
+
+    def alone(*given):
+        *rest, how, training = given
+        return adapted_linear(*rest, dataclasses.replace(how, sum_over_inputs=None), training)
+
+    monkeypatch.setitem(LAYER_FUNCTIONS, alone, LAYER_FUNCTIONS[adapted_linear])
+    assert "does not give the outputs" in _parts_differ.__wrapped__(alone, Adapter(0.7), (True, True, True), 2)
+
+
+@pytest.mark.parametrize("how", ["up", "down"])
+def test_a_weight_that_is_used_otherwise_where_no_trial_looked_is_an_error(ranks, how):
+    assert ranks.run(adapters.branching, 2, "neither") == ["", ""]
+    for text in ranks.run(adapters.branching, 2, how):
+        assert text.startswith(f"{how}.weight: ") and "cut over tp" in text

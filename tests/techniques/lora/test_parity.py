@@ -1,0 +1,95 @@
+"""A model with adapters trains as in one process: loss, norm, every gradient, every update, with B and the magnitudes drawn."""
+
+import models
+import pytest
+
+import shardwise as sw
+
+RANKS = {
+    "dp_replicate=2": 2,
+    "dp_shard=2": 2,
+    "dp_shard=3": 3,
+    "dp_replicate=2,dp_shard=2": 4,
+    "tp=2": 2,
+    "tp=4": 4,
+    "dp_shard=2,tp=2": 4,
+}
+KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+MODELS = ("llama", "qwen3", "gpt2", "bert", "t5", "mixtral", "nanogpt", "vocabularies: tied", "linears: kv-2")
+OTHERS = ("falcon", "gemma2", "bloom", "opt", "gpt-neox", "deepseek-v3", "roberta", "whisper", "vit", "mamba")
+UNITS = sw.Sharding(min_unit_bytes=0)
+
+
+def compared(ranks, name, layout, lora, steps=2, **options):
+    model = models.get(name)
+    num_data = RANKS[layout] // (4 if "tp=4" in layout else 2 if "tp=2" in layout else 1)
+    options = {"sharding": UNITS if "dp_shard" in layout else None} | options
+    return sw.verify(
+        model.build,
+        layout,
+        batches=model.windows(steps, num_data * 2 - (num_data > 1)),  # one of the last micro-batches is padding
+        loss=model.loss,
+        count=model.count,
+        forward=model.forward,
+        run=ranks.run,
+        lora=lora,
+        **options,
+    )
+
+
+@pytest.mark.combinations("values")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", RANKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(ranks, name, layout, kind):
+    compared(ranks, name, layout, sw.LoRA(rank=2, alpha=3, **KINDS[kind]), max_grad_norm=0.05)
+
+
+@pytest.mark.combinations("values")
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families(ranks, name, layout, kind):
+    if kind == "dora" and name == "falcon":  # whose layers have a forward of their own
+        kind = "rslora"
+    compared(ranks, name, layout, sw.LoRA(rank=2, **KINDS[kind]))
+
+
+OPTIONS = {
+    "remat": {"remat": "full"},
+    "selective": {"remat": "selective"},
+    "adamw": {"optimizer": "adamw", "max_grad_norm": 0.1},
+    "fused": {"fused": True},
+    "every micro-batch": {"sharding": sw.Sharding(min_unit_bytes=0, sync_every_microbatch=True)},
+    "compile": {"compile": sw.Compile(backend="aot_eager", fullgraph=True)},
+}
+
+
+@pytest.mark.combinations("values")
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_beside_other_options(ranks, option, name, layout):
+    if option == "every micro-batch" and layout == "tp=2":
+        layout = "dp_shard=2,tp=2"
+    compared(ranks, name, layout, sw.LoRA(rank=2, dora=option != "compile"), **OPTIONS[option])
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [
+        ("llama", {"targets": ("embed_tokens", "lm_head", "down_proj"), "train": ("*norm*",)}),
+        ("gpt2", {"targets": ("wte", "c_attn"), "train": ("ln_f", "*.bias")}),  # tied; cut along its rank under tp
+        ("vocabularies: tied", {"targets": "all-linear", "train": ("embed",)}),
+    ],
+)
+def test_embeddings_heads_and_what_is_trained_beside(ranks, name, lora, layout):
+    compared(ranks, name, layout, sw.LoRA(rank=2, **lora))
+
+
+def test_dropout_of_whole_inputs_is_that_of_one_process(ranks):
+    for layout in ("dp_shard=2", "dp_replicate=2"):
+        compared(ranks, "llama", layout, sw.LoRA(rank=2, dropout=0.3))
+    compared(ranks, "llama", "dp_shard=2", sw.LoRA(rank=2, dropout=0.3), remat="full")
+
