@@ -47,7 +47,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "from_fsdp1",
     ),
     "Weights": (
-        "load_weights", "save_weights", "LoadReport", "full_state_dict", "load_full_state_dict", "full_optimizer_state_dict",
+        "load_weights", "save_weights", "load_adapter", "save_adapter", "LoadReport", "full_state_dict", "load_full_state_dict", "full_optimizer_state_dict",
         "load_full_optimizer_state_dict", "state_dict", "load_state_dict", "StateDictType", "gathered",
     ),
     "Checkpoints": ("CheckpointManager", "Stopped"),

@@ -308,9 +308,9 @@ def test_lossless_casts_round_nothing(ranks, tmp_path):
     ],
 )
 def test_a_cast_is_lossless_if_every_value_of_the_one_dtype_is_in_the_other(there, here, may):
-    from shardwise.state.match import _may_be
+    from shardwise.state.match import may_be
 
-    assert _may_be(there, here, cast="lossless") is may and not _may_be(there, here, cast=False)
+    assert may_be(there, here, cast="lossless") is may and not may_be(there, here, cast=False)
 
 
 def test_numbers_never_become_integers(ranks, tmp_path):
@@ -412,7 +412,7 @@ def test_two_names_that_become_one_are_refused(ranks, tmp_path):
     assert isinstance(error, sw.CheckpointError) and "both end under this name" in error.why and same
 
 
-def test_both_names_of_a_tie_may_be_there_if_they_are_equal(ranks, tmp_path):
+def test_both_names_of_a_tiemay_be_there_if_they_are_equal(ranks, tmp_path):
     expected = write(tmp_path / "w", "odd")
     state = {name: tensor.clone() for name, tensor in plain("odd", 1).state_dict().items()}
     save_file(state, tmp_path / "both.safetensors")

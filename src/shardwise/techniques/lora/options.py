@@ -119,9 +119,9 @@ class LoRA(Options, frozen=True, kw_only=True):
             CheckpointError: it cannot be read.
             UnsupportedError: it has what is not supported here, such as ranks that differ from layer to layer.
         """
-        from shardwise.techniques.lora.peft_files import option_of
+        from shardwise.techniques.lora.peft_files import option_in
 
-        return option_of(Path(folder))
+        return cls(**option_in(Path(folder)))
 
     @property
     def scale(self) -> float:

@@ -173,15 +173,13 @@ def _refuse_others(owners: Iterable[str], modules: Sequence[str], prefix: str) -
 # ---- read ---------------------------------------------------------------------------------------------------------
 
 
-def option_of(folder: Path) -> "LoRA":
-    """The option of the adapters in a directory.
+def option_in(folder: Path) -> dict[str, Any]:
+    """The fields of the option of the adapters in a directory.
 
     Raises:
         CheckpointError: it cannot be read, or its tensors are not those of adapters.
         UnsupportedError: it has what is not supported here.
     """
-    from shardwise.techniques.lora.options import LoRA
-
     config = _config_in(folder)
     _refuse_unknown(folder, config)
     layers, beside = _layers_in(folder, _shapes_in(folder))
@@ -199,15 +197,15 @@ def option_of(folder: Path) -> "LoRA":
             why=f"{'some of' if len(has_vectors) > 1 else 'all'} its layers are otherwise, by their lora_magnitude_vector",
             fix="take the two files of one adapter",
         )
-    return LoRA(
-        rank=ranks.pop(),
-        alpha=float(alphas.pop()),
-        targets=tuple(layers),
-        dropout=float(config.get("lora_dropout") or 0.0),
-        rslora=bool(config.get("use_rslora")),
-        dora=bool(config.get("use_dora")),
-        train=tuple(dict.fromkeys(name.rpartition(".")[0] for name in beside)),
-    )
+    return {
+        "rank": ranks.pop(),
+        "alpha": float(alphas.pop()),
+        "targets": tuple(layers),
+        "dropout": float(config.get("lora_dropout") or 0.0),
+        "rslora": bool(config.get("use_rslora")),
+        "dora": bool(config.get("use_dora")),
+        "train": tuple(dict.fromkeys(name.rpartition(".")[0] for name in beside)),
+    }
 
 
 def weights_in(folder: Path) -> Path:
@@ -235,21 +233,25 @@ def weights_in(folder: Path) -> Path:
 
 def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str], beside: Collection[str]) -> None:
     """Refuses adapters of another kind or of other layers than a model's."""
-    there = option_of(folder)
-    for what, theirs, own in (
-        ("rank", there.rank, lora.rank),
-        ("alpha", there.alpha_used, lora.alpha_used),
-        ("rslora", there.rslora, lora.rslora),
-        ("dora", there.dora, lora.dora),
-    ):
-        if theirs != own:
+    there = option_in(folder)
+    for what, own in (("rank", lora.rank), ("alpha", lora.alpha_used), ("rslora", lora.rslora), ("dora", lora.dora)):
+        if there[what] != own:
             raise CheckpointError(
-                f"{folder}: adapters with {what}={theirs}",
+                f"{folder}: adapters with {what}={there[what]}",
                 why=f"the model was made with {what}={own}",
                 fix=f"make it with theirs: parallelize(..., lora=sw.LoRA.of({str(folder)!r}))",
             )
     names = {_current(key) for key in _shapes_in(folder) if key not in beside}
     lacks, strange = [key for key in keys if key not in names], sorted(names - keys.keys())
+    there_as = {keys[name]: name for name in names & keys.keys()}
+    if lacks and not strange and all(keys[key] in there_as for key in lacks):
+        raise CheckpointError(
+            f"{folder}: {there_as[keys[lacks[0]]]} without {lacks[0]}",
+            why="the model ties these names to one tensor, and PEFT trained one of them apart from the other",
+            fix="build the model without that tie, tie_word_embeddings=False in its configuration; PEFT keeps it with "
+            "LoraConfig(ensure_weight_tying=True)",
+            name=keys[lacks[0]],
+        )
     if lacks or strange:
         texts = [f"{len(lacks)} of the model's {len(keys)} tensors are not there: {_some(lacks)}"] if lacks else []
         texts += [f"{len(strange)} are not the model's: {_some(strange)}"] if strange else []
