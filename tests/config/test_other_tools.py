@@ -22,6 +22,7 @@ NEXT_TO = {  # a key without which another would have no effect
     "checkpoint.keep_every": ("checkpoint.every=2",),
     "optim.name": ("parallel.layout=dp_replicate=-1",),
     "log.name": ("log.to=wandb",),
+    "model.adapter": ("model.hf=here", "parallel.lora.rank=8"),
     "data.micro_batch": ("data.global_batch=8",),
     **dict.fromkeys(("data.chat_template", "data.eos_token"), ("data.path=b.jsonl", "data.tokenizer=here")),
 }

@@ -244,7 +244,7 @@ _TRAINER = {
     **dict.fromkeys(("lora_modules_to_save", "additional_target"), _BESIDE),
     **dict.fromkeys(("use_rslora", "peft_use_rslora"), _RSLORA),
     **dict.fromkeys(("use_dora", "peft_use_dora"), _DORA),
-    **dict.fromkeys(("adapter_name_or_path", "lora_model_dir"), to("model.adapter", "DIRECTORY")),
+    **dict.fromkeys(("adapter_name_or_path", "lora_model_dir"), to("model.adapter", "DIRECTORY", "with model.hf=DIRECTORY of its base")),
     "qlora": _FOUR_BITS,
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type"), _BITS),
     "use_liger_kernel": switch("train.fused=true", "the loss without logits"),

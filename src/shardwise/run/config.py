@@ -44,7 +44,9 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     ] = None
     adapter: Annotated[
         str | None,
-        doc("with parallel.lora: folder for the adapters alone, in PEFT's files, inside log.dir unless absolute; null: none"),
+        doc(
+            "with parallel.lora: folder for the adapters alone, in PEFT's files, inside log.dir unless absolute; null: none"
+        ),
     ] = "adapter"
     every: Annotated[Positive | None, doc("steps between checkpoints, from which an ended run resumes; null: none")] = (
         None

@@ -55,7 +55,9 @@ class Optim(Options, frozen=True, kw_only=True):
     args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
     lr: Annotated[
         AboveZero | None,
-        doc("learning rate at its highest; null: 3e-3, 2e-5 with model.hf, 2e-4 with parallel.lora; with build: that of its own"),
+        doc(
+            "learning rate at its highest; null: 3e-3, 2e-5 with model.hf, 2e-4 with parallel.lora; with build: that of its own"
+        ),
     ] = None
     betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
     weight_decay: Annotated[NotNegative | None, doc("weight decay; null: 0.1; with build: that of its own")] = None

@@ -42,7 +42,9 @@ RESTORED = {
     "train.seed": "the order of samples and dropout go on with the seed they had",
     "train.scaler.": "the scale and its rules come with the checkpoint",
 }
-START = dict.fromkeys(("model.weights", "model.adapter", "model.rename", "model.cast", "model.strict", "parallel.init"), _START)
+START = dict.fromkeys(
+    ("model.weights", "model.adapter", "model.rename", "model.cast", "model.strict", "parallel.init"), _START
+)
 """Keys for a run's initial values: the command that resumes it may leave them out."""
 FIXED = {"model.": _MODEL, "data.": _DATA, "train.loss": _DATA, "train.count": _DATA, "train.forward": _DATA}
 MAY_CHANGE = tuple(
