@@ -28,7 +28,15 @@ def run_script(path: str) -> str:
 
 
 # They take a directory (below), or train nothing (its page's commands run it).
-WITH_WORDS = ("own_data.py", "small_chat.py", "in_peft.py", "small_model.py", "finetune.py", "finetune.yaml", "example_convert.py")
+WITH_WORDS = (
+    "own_data.py",
+    "small_chat.py",
+    "in_peft.py",
+    "small_model.py",
+    "finetune.py",
+    "finetune.yaml",
+    "example_convert.py",
+)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +176,12 @@ def test_adapters_are_trained_resumed_and_started_from_and_peft_opens_them(ranks
     assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
     assert ranks.run(in_peft, 1, str(tmp_path / "run"))[0] < 1e-4
 
-    again = ["--parallel.lora=null", f"--model.adapter={tmp_path / 'run/adapter'}", "--train.steps=1", "--optim.lr=1e-30"]
+    again = [
+        "--parallel.lora=null",
+        f"--model.adapter={tmp_path / 'run/adapter'}",
+        "--train.steps=1",
+        "--optim.lr=1e-30",
+    ]
     train("again", *again, "--checkpoint.export=null", "--checkpoint.dtype=null")
     found, before = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("again", "run"))
     assert found.keys() == before.keys() and all((found[key] == before[key]).all() for key in found)

@@ -38,7 +38,9 @@ def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
     before = run(ranks)(moving.run_script, 1 if name in ALONE else 2, f"{name}_before")[0]
     after = run(ranks)(moving.run_script, 2, f"{name}_after")[0]
     assert len(before[0]) == (8 if name == "nanogpt" else 6) and before[0][0] > 3  # steps, and validations
-    tolerance = 1e-5 if name in ("trainer", "peft") else 1e-9  # the loss of transformers is float32 in a float64 model too
+    tolerance = (
+        1e-5 if name in ("trainer", "peft") else 1e-9
+    )  # the loss of transformers is float32 in a float64 model too
     assert after[0] == pytest.approx(before[0], rel=0, abs=tolerance)
     assert moving.distance(before, after) < tolerance
     alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
