@@ -50,7 +50,7 @@ def _build(kind: str, width: int = 32, num_layers: int | None = None) -> nn.Modu
     torch.manual_seed(0)
     if kind == "GPT-2":
         sizes = {"n_embd": width, "n_layer": num_layers or 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
-        sizes |= {"bos_token_id": 0, "eos_token_id": 0, "loss_type": "ForCausalLM"}
+        sizes |= {"bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=False, **sizes))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB, "use_cache": False}
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": num_layers or 3}
