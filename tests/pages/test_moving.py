@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.run.config import RunConfig, load_config
+from shardwise.techniques.lora.options import LoRA
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("plain", "accelerate", "trainer", "fabric", "fsdp2", "torchtune")
@@ -104,6 +105,7 @@ def keys(config, prefix=""):
 def test_keys_that_the_pages_name_exist():
     sections = RunConfig.__struct_fields__
     known = {*keys(load_config(None).config)}
+    known |= {f"parallel.lora.{name}" for name in LoRA.__struct_fields__} | {"parallel.lora"}
     known |= {f"parallel.{name}" for name in ("remat.mode", "remat.offload", "precision.storage")}
     text = "".join((ROOT / "docs" / f"from-{name}.md").read_text(encoding="utf-8") for name in ("trainer", "torchtune"))
     # the columns that say what to write here: all but the first
