@@ -16,10 +16,9 @@ loader = sw.Loader(conversations(), world, global_batch=16, micro_batch=4, shuff
 losses = []
 for _ in range(2):
     for window in loader:
-        out = step(window)
-        losses.append(out.loss)
+        losses.append(step(window).loss)
         if world.is_main:
-            print(f"step {out.step}: loss {out.loss:.4f}")
+            print(f"step {len(losses)}: loss {losses[-1]:.4f}")
 sw.save_adapter(model, "adapter")
 weights = load_file("adapter/adapter_model.safetensors") if world.is_main else {}
 world.close()

@@ -7,8 +7,7 @@ from transformers import LlamaForCausalLM
 
 base = LlamaForCausalLM.from_pretrained(BASE)
 model = PeftModel.from_pretrained(base, ADAPTER, is_trainable=True)
-trained = [param for param in model.parameters() if param.requires_grad]
-optim = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.0)
+optim = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 loader = torch.utils.data.DataLoader(conversations(), batch_size=16)
 
 losses = []
@@ -16,7 +15,7 @@ for _ in range(2):
     for batch in loader:
         loss = model(**batch).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optim.step()
         optim.zero_grad()
         losses.append(loss.item())
