@@ -1,7 +1,6 @@
 """The benchmark of adapters checks that its contenders are equal, and writes what it counted."""
 
 import pytest
-
 from benchmarks.scripts import script
 
 
