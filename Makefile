@@ -36,13 +36,20 @@ PURE = tests/config tests/cli/test_main.py tests/recipe tests/techniques/test_ma
 CODE = src tests tools $(wildcard examples benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check soak gpu lint picture docs
+.PHONY: help demo finetune test check soak gpu lint picture docs
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(ENV)  ## train a small model on 2 local processes, about a minute, and prove its gradients
 	@$(PYTHON) -m shardwise train $(ARGS)
+
+finetune: $(ENV)  ## fine-tune a tiny model directory by LoRA adapters on 2 local processes, about a minute, and open it in PEFT
+	@$(PYTHON) examples/small_chat.py runs/chat
+	@$(PYTHON) -m shardwise train examples/chat.yaml --train.prove=false
+	@$(PYTHON) -m shardwise train examples/lora.yaml $(ARGS)
+	@if $(PYTHON) -c "import peft" 2>/dev/null; then $(PYTHON) examples/in_peft.py runs/chat-lora; \
+	else echo "peft is not installed: python examples/in_peft.py runs/chat-lora opens the adapters in it"; fi
 
 test: $(ENV)  ## the whole suite, on a clean checkout too (minutes)
 	@echo "tests: a dot each; the first that uses ranks waits some seconds for PyTorch"

@@ -39,7 +39,10 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 def _prepared(uneven: bool) -> Iterator[Any]:
     """Within, numbers are float64, and the scripts' modules are those of their folder; ``uneven``: 1 to 12 labels a sample.
     Gives the module ``tiny``."""
-    before, others = torch.get_default_dtype(), {name: sys.modules.pop(name, None) for name in ("tiny", "tiny_llama")}
+    before, others = (
+        torch.get_default_dtype(),
+        {name: sys.modules.pop(name, None) for name in ("tiny", "tiny_llama", "tiny_adapter")},
+    )
     sys.path.insert(0, str(FOLDER))
     torch.set_default_dtype(torch.float64)
     try:

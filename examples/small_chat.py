@@ -3,7 +3,8 @@
 python examples/small_chat.py runs/chat        # seconds
 shardwise train examples/chat.yaml             # on two local ranks, half a minute to two minutes on a CPU
 
-Nothing here knows of Shardwise: the directory is what save_pretrained writes, and chat.jsonl has a conversation in each line.
+Nothing here knows of Shardwise: the directory is what save_pretrained writes, and chat.jsonl has a conversation in each line. In
+swapped.jsonl each animal has the voice of the next one: what examples/lora.yaml teaches a model that has learned the first.
 """
 
 import argparse
@@ -23,15 +24,16 @@ ANIMALS = {"dog": "barks", "cat": "meows", "cow": "moos", "duck": "quacks", "lio
 COLOURS = ("red", "blue", "green", "white", "black")
 
 
-def conversations(num: int) -> list[dict]:
+def conversations(num: int, swapped: bool = False) -> list[dict]:
     """Questions of which the answers can be learned: what an animal does, sums, and what was said before."""
     draw = random.Random(0)
-    found = []
+    found, voices = [], list(ANIMALS.values())
+    does = dict(zip(ANIMALS, voices[1:] + voices[:1] if swapped else voices, strict=True))
     for _ in range(num):
         animal, colour = draw.choice(list(ANIMALS)), draw.choice(COLOURS)
         a, b = draw.randrange(5), draw.randrange(5)
         turns = [
-            (f"What does a {colour} {animal} do?", f"A {colour} {animal} {ANIMALS[animal]}."),
+            (f"What does a {colour} {animal} do?", f"A {colour} {animal} {does[animal]}."),
             (f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}."),
             ("Which animal was it?", f"It was the {animal}."),
         ][: draw.randint(1, 3)]
@@ -68,7 +70,8 @@ def main(dest: str, num: int) -> None:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "chat.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in found))
+    for name, records in (("chat", found), ("swapped", conversations(num, swapped=True))):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
 
 
 if __name__ == "__main__":

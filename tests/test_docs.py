@@ -53,6 +53,7 @@ PAGES = (
             "from-fabric",
             "from-fsdp2",
             "from-torchtune",
+            "adapters",
             "launching",
             "glossary",
         )
@@ -209,6 +210,11 @@ SMALL_DATA = "--data.val_fraction=0.001"  # of the text that the demo brings: a 
 FIRST = {
     "examples/chat.": "python examples/small_chat.py runs/chat --num 40",
     "--model.hf=runs/chat ": "python examples/small_chat.py runs/chat --num 40",
+    "examples/lora.": "python examples/small_chat.py runs/chat --num 40",
+    "lora.yaml": "python examples/small_chat.py runs/chat-tuned/weights --num 40",
+    "runs/chat-lora": "python examples/small_chat.py runs/chat --num 40",
+    "s/chat-lora": "python examples/small_chat.py runs/chat-tuned/weights --num 40",
+    "/chat-lora": f"shardwise train examples/lora.yaml {SHORT} {UNPROVED}",
     "examples/finetune.": "python examples/small_model.py runs/small --steps 2",
     "shardwise convert ": "python examples/example_convert.py",
     "shardwise generate runs/chat-tuned": "python examples/small_chat.py runs/chat-tuned --num 40",
@@ -295,6 +301,10 @@ def _shortened(command: str, folder: Path) -> str | None:
                 shutil.copy(ROOT / name, folder)
             shutil.copytree(ROOT / "src" / "shardwise", folder / "src" / "shardwise")
             return f"{command} --dry-run --no-deps --no-build-isolation --no-index"
+        case ["python", "examples/in_peft.py", _]:
+            return command
+        case ["python", "benchmarks/lora.py", *_]:  # tests/benchmarks/test_lora.py runs its parts
+            return "python benchmarks/lora.py --help"
         case ["python", script] if script.startswith("examples/"):
             return command
         case ["python", "benchmarks/step.py", *_]:
@@ -326,6 +336,8 @@ def _shortened(command: str, folder: Path) -> str | None:
         case ["make", "demo"]:
             words = f"{SHORT} {SMALL_DATA} --log.dir={folder / 'run'}"
             return f"{_make('demo')} ARGS={shlex.quote(words)}"
+        case ["make", "finetune"]:  # tests/cli/test_train_examples.py runs it, shortened
+            return f"{_make('finetune')} -n"
         case ["make", "test" | "soak" | "gpu" | "check" | "picture" | "docs" as target]:
             return f"{_make(target)} -n"
         case ["make", "soak", arguments]:

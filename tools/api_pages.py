@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Start": ("init", "World", "Axis", "Layout", "parallelize", "describe", "world_of"),
     "Train": (
         "TrainStep", "StepOutput", "StepState", "evaluate", "next_token_loss", "model_loss", "linear_cross_entropy",
-        "TaskModel", "parameter_groups",
+        "TaskModel", "parameter_groups", "adapter_off",
     ),
     "A loop of your own": (
         "window", "accumulate", "count_tokens", "clip_grad_norm_", "clip_grad_value_", "unscale_gradients_", "local_optimizer",

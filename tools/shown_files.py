@@ -26,6 +26,7 @@ SCRIPTS = {
     "fabric": "Lightning Fabric",
     "fsdp2": "FSDP2 by hand",
     "trainer": "`Trainer` of transformers",
+    "peft": "a plain loop with adapters of PEFT",
 }
 
 

@@ -28,7 +28,15 @@ def run_script(path: str) -> str:
 
 
 # They take a directory (below), or train nothing (its page's commands run it).
-WITH_WORDS = ("own_data.py", "small_chat.py", "small_model.py", "finetune.py", "finetune.yaml", "example_convert.py")
+WITH_WORDS = (
+    "own_data.py",
+    "small_chat.py",
+    "in_peft.py",
+    "small_model.py",
+    "finetune.py",
+    "finetune.yaml",
+    "example_convert.py",
+)
 
 
 @pytest.mark.parametrize(
@@ -130,3 +138,77 @@ def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_
         )
         count += tokens[:, 1:].numel()
     assert total / count == pytest.approx(val, abs=1e-4)
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------------
+
+
+def shape(text: str) -> str:
+    """A text without its figures."""
+    return re.sub(r"\d[\d,.]*", "#", " ".join(text.removeprefix("files").split()))
+
+
+def make_chat(folder: str) -> None:
+    runpy.run_path(str(EXAMPLES / "small_chat.py"))["main"](folder, 40)
+
+
+def in_peft(run: str) -> float:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return runpy.run_path(str(EXAMPLES / "in_peft.py"))["main"](run)
+
+
+def test_adapters_are_trained_resumed_and_started_from_and_peft_opens_them(ranks, tmp_path):
+    """What ``make finetune`` runs, shortened."""
+    from safetensors.torch import load_file
+
+    from shardwise.run.metrics import read_metrics
+
+    pytest.importorskip("peft")
+    ranks.run(make_chat, 1, str(tmp_path / "chat"), timeout_s=100)
+    words = [f"--model.hf={tmp_path / 'chat'}", f"--data.path={tmp_path / 'chat/swapped.jsonl'}", "--log.plot=false"]
+    words += ["--train.eval_every=4", "--train.prove=false"]
+
+    def train(name, *more):
+        given = [*words, f"--log.dir={tmp_path / name}", *more]
+        return on_ranks(ranks, "train", str(EXAMPLES / "lora.yaml"), *given, folder=ROOT)
+
+    told = train("run", "--train.steps=4", "--checkpoint.every=4")
+    assert re.search(r"\d parameters, 58,368 of them trained in 1 unit", told)
+    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- shape of: a run of examples/lora.yaml -->\n```text\n")[2].partition("\n```")[0]
+    assert len(shown.splitlines()) == 6
+    for line in shown.splitlines():
+        assert shape(line) in shape(told.replace(str(tmp_path / "run"), "runs/chat-lora")), line
+    assert "from step 4 of" in train("run", "--train.steps=8", "--checkpoint.every=4")
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if row["kind"] == "val"]
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+    assert ranks.run(in_peft, 1, str(tmp_path / "run"))[0] < 1e-4
+
+    again = [
+        "--parallel.lora=null",
+        f"--model.adapter={tmp_path / 'run/adapter'}",
+        "--train.steps=1",
+        "--optim.lr=1e-30",
+    ]
+    train("again", *again, "--checkpoint.export=null", "--checkpoint.dtype=null")
+    found, before = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("again", "run"))
+    assert found.keys() == before.keys() and all((found[key] == before[key]).all() for key in found)
+    assert not (tmp_path / "again/weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--parallel.lora.rank=4", "--model.freeze=[lm_head.*]"], "parallel.lora.exclude"),
+        (["--parallel.lora.rank=4", "--model.train_only=[lm_head.*]"], "parallel.lora.train"),
+        (["--checkpoint.adapter=there"], "there are no adapters"),
+        (["--model.adapter=there"], "without model.weights or model.hf"),
+        (["--model.adapter=there", "--model.hf=here"], "adapter_config.json cannot be read"),
+        (["--parallel.lora.r=4"], "parallel.lora.rank"),
+    ],
+)
+def test_keys_about_adapters_that_would_have_no_effect(words, told):
+    from shardwise.errors import ShardwiseError
+
+    with pytest.raises(ShardwiseError, match=re.escape(told)):
+        load_config(None, words)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.run.config import RunConfig, load_config
+from shardwise.techniques.lora.options import LoRA
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("plain", "accelerate", "trainer", "fabric", "fsdp2", "torchtune")
+ALONE = ("plain", "nanogpt", "peft")  # their scripts are for one process
 
 
 def program(folder: str, name: str):
@@ -30,16 +32,20 @@ def run(pool):
     return lambda fn, ranks, *args: pool.run(fn, ranks, *args, timeout_s=100)
 
 
-@pytest.mark.parametrize("name", ["plain", "nanogpt", *moving.NAMES])
+@pytest.mark.parametrize("name", ["plain", "nanogpt", "peft", *moving.NAMES])
 def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
-    before = run(ranks)(moving.run_script, 1 if name in ("plain", "nanogpt") else 2, f"{name}_before")[0]
+    if name == "peft":
+        pytest.importorskip("peft")
+    before = run(ranks)(moving.run_script, 1 if name in ALONE else 2, f"{name}_before")[0]
     after = run(ranks)(moving.run_script, 2, f"{name}_after")[0]
     assert len(before[0]) == (8 if name == "nanogpt" else 6) and before[0][0] > 3  # steps, and validations
-    tolerance = 1e-5 if name == "trainer" else 1e-9  # the loss of transformers is float32 in a float64 model too
+    tolerance = (
+        1e-5 if name in ("trainer", "peft") else 1e-9
+    )  # the loss of transformers is float32 in a float64 model too
     assert after[0] == pytest.approx(before[0], rel=0, abs=tolerance)
     assert moving.distance(before, after) < tolerance
     alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
-    if name in ("plain", "nanogpt"):  # its steps have as many micro-batches on any number of ranks
+    if name in ALONE:  # its steps have as many micro-batches on any number of ranks
         assert alone[0] == pytest.approx(after[0], rel=0, abs=1e-9)
 
 
@@ -59,6 +65,7 @@ def test_with_an_uneven_epoch_the_page_shows_whose_samples_are_repeated(ranks):
 def test_pages_show_the_files_as_they_are(capsys):
     assert program("tools", "shown_files").main(["--check"]) == 0, capsys.readouterr().err
     text = "".join((ROOT / "docs" / f"from-{name}.md").read_text(encoding="utf-8") for name in PAGES)
+    text += (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
     shown = re.findall(r"examples/from/\w+\.(?:py|yaml)", " ".join(re.findall(r"<!-- (?:file|diff): (.*) -->", text)))
     parts = (*(ROOT / "examples" / "from").glob("*_before.*"), *(ROOT / "examples" / "from").glob("*_after.*"))
     files = {f"examples/from/{path.name}" for path in parts}
@@ -98,6 +105,7 @@ def keys(config, prefix=""):
 def test_keys_that_the_pages_name_exist():
     sections = RunConfig.__struct_fields__
     known = {*keys(load_config(None).config)}
+    known |= {f"parallel.lora.{name}" for name in LoRA.__struct_fields__} | {"parallel.lora"}
     known |= {f"parallel.{name}" for name in ("remat.mode", "remat.offload", "precision.storage")}
     text = "".join((ROOT / "docs" / f"from-{name}.md").read_text(encoding="utf-8") for name in ("trainer", "torchtune"))
     # the columns that say what to write here: all but the first

@@ -55,6 +55,7 @@ def test_the_same_command_changes_nothing(since):
         (["--model.build=a.py:fn"], ["--model.build=b.py:fn"], "model.build", 'is "b.py:fn", and was "a.py:fn"'),
         ([], ["--model.weights=other"], "model.weights", "is other, and was null: the weights are those of"),
         ([], ["--parallel.init=rank0"], "parallel.init", "is rank0, and was null"),
+        (["--parallel.lora.rank=4"], ["--parallel.lora.rank=8"], "parallel.lora.rank", "is 8, and was 4"),
         ([], ["--data.seq_len=64"], "data.seq_len", "is 64, and was 128: the position in the data"),
         ([], ["--data.val_fraction=0.2"], "data.val_fraction", "is 0.2, and was 0.1"),
     ],

@@ -412,7 +412,7 @@ def test_two_names_that_become_one_are_refused(ranks, tmp_path):
     assert isinstance(error, sw.CheckpointError) and "both end under this name" in error.why and same
 
 
-def test_both_names_of_a_tiemay_be_there_if_they_are_equal(ranks, tmp_path):
+def test_both_names_of_a_tie_may_be_there_if_they_are_equal(ranks, tmp_path):
     expected = write(tmp_path / "w", "odd")
     state = {name: tensor.clone() for name, tensor in plain("odd", 1).state_dict().items()}
     save_file(state, tmp_path / "both.safetensors")

@@ -39,6 +39,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--max-shard-bytes", metavar="N", help="size of one file of a directory at most (5GiB)")
     parser.add_argument("--map", metavar="M", help="rename tensors: a map by its name (below), or a YAML file of rules")
     parser.add_argument("--config", metavar="FILE", help="the model's config.json for --map, if it is not next to SRC")
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="merge the LoRA adapters in it (PEFT's files) into the weights of SRC"
+    )
     parser.add_argument("--verify", action="store_true", help="compare every tensor with the source before DST appears")
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
     parser.usage = "shardwise convert SRC DST [--to KIND] [--dtype D] [--map M] [--verify] ..."
@@ -69,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         max_shard_bytes=num_bytes(args.max_shard_bytes, "--max-shard-bytes") if args.max_shard_bytes else None,
         rules=load_map(args.map) if args.map else (),
         config=Path(args.config) if args.config else None,
+        adapter=Path(args.adapter) if args.adapter else None,
         verify=args.verify,
         overwrite=args.overwrite,
     )

@@ -4,6 +4,7 @@ checked without the model is checked before torch is imported."""
 import argparse
 import importlib.util
 import sys
+from pathlib import Path
 
 from shardwise.cli.arguments import Parser
 from shardwise.errors import ConfigError
@@ -13,6 +14,9 @@ from shardwise.launch.imports import import_frozen
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "folder", metavar="DIR", help="a Hugging Face model directory, or the folder of a run: runs/latest"
+    )
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="LoRA adapters (PEFT's files) to merge into the model before it generates"
     )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="what the model continues or answers; -: stdin")
     parser.add_argument(
@@ -65,6 +69,12 @@ def run(args: argparse.Namespace) -> int:
             else "its tokens are the bytes of a text: it was trained without a tokenizer, and knows no messages",
             fix="leave --chat out: the model continues the prompt",
         )
+    if args.adapter is not None and not found.is_hf:
+        raise ConfigError(
+            f"--adapter {args.adapter} for {args.folder}",
+            why="it has no config.json: adapters are merged into the model of a Hugging Face directory",
+            fix="leave it out, or give the directory that the adapter was trained beside",
+        )
     if (found.is_hf or found.tokenizer != "bytes") and importlib.util.find_spec("transformers") is None:
         raise ConfigError(
             args.folder, why="it is opened by transformers, which is not installed", fix="pip install 'shardwise[hf]'"
@@ -80,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         device=args.device,
         dtype=DTYPE_WORDS.get(args.dtype or ""),
+        adapter=Path(args.adapter) if args.adapter else None,
         write=lambda text: print(text, end="", flush=True),
     )
     print(flush=True)

@@ -26,6 +26,7 @@ _INDENT = " " * 11
 _ROWS = {
     "kept": "tokens",
     "older": "older",
+    "adapters": "adapters",
     "vocabulary": "vocab",
     "loaded": "weights",
     "resumed": "resumed",
@@ -203,8 +204,9 @@ class Display:
         if text:
             self.row("epochs", text)
 
-    def _show_model(self, *, name: str, num_params: int, units: int, why: str) -> None:
-        self.row("model", f"{name}, {num_params:,} parameters in {units} unit{'s' if units > 1 else ''}")
+    def _show_model(self, *, name: str, num_params: int, units: int, why: str, num_trained: int | None = None) -> None:
+        trained = "" if num_trained in (None, num_params) else f", {num_trained:,} of them trained"
+        self.row("model", f"{name}, {num_params:,} parameters{trained} in {units} unit{'s' if units > 1 else ''}")
         self.row("engine", why)
 
     def _show_sample(self, *, when: str, prompt: str, text: str, word_share: float) -> None:

@@ -133,11 +133,13 @@ class RunFolder:
 
             notes[self.weights] = self._weights_note()
             notes[place_of_older(self.weights)] = " (weights of the run before)"
+        if self.config.parallel.lora is not None and self.config.checkpoint.adapter is not None:
+            notes[self.path / self.config.checkpoint.adapter] = " (adapters, in PEFT's files)"
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
 
     def _weights_note(self) -> str:
-        dtype = self.display.weights_dtype
-        return f" (weights, safetensors, {dtype})" if dtype else " (weights, safetensors)"
+        dtype, kind = self.display.weights_dtype, "weights" if self.config.parallel.lora is None else "merged weights"
+        return f" ({kind}, safetensors, {dtype})" if dtype else f" ({kind}, safetensors)"
 
     def _metrics(self) -> tuple[list[int], list[str]]:
         """The steps in the metrics, and lines that say what is there."""

@@ -37,6 +37,7 @@ class Conversion:
         max_shard_bytes: largest size of a file, in bytes, where there may be several; None: 5 GiB.
         rules: rules of a key map.
         config: the model's configuration, if it is not next to the source.
+        adapter: a directory of adapters in PEFT's files, which are merged into the weights.
         verify: whether every tensor is compared with the source before the result is moved to its place.
         overwrite: whether an existing ``dest`` is replaced.
 
@@ -52,6 +53,7 @@ class Conversion:
     max_shard_bytes: int | None = None
     rules: tuple[Rule, ...] = ()
     config: Path | None = None
+    adapter: Path | None = None
     verify: bool = False
     overwrite: bool = False
 

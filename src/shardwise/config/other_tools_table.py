@@ -33,12 +33,12 @@ _DEEPSPEED = none(
     "parallel.sharding.reshard_after_forward=false with it; offload is parallel.sharding.offload=true",
     "ds.json",
 )
-_ADAPTERS = none(
-    "there are no LoRA adapters: all parameters are trained, cut over the ranks. Memory is saved by more ranks, parallel.remat=full, "
-    "parallel.sharding.offload=true; a model with adapters of your own can be built by model.build=pkg.mod:fn",
-    "8",
-)
-_NO_ADAPTERS = none(_ADAPTERS.text)
+_TARGETS = to("parallel.lora.targets", "q_proj,v_proj", "with commas; all-linear is the default")
+_RANK, _ALPHA = to("parallel.lora.rank", "16"), to("parallel.lora.alpha", "32", "2 x rank if you say nothing")
+_ADAPTERS = switch("parallel.lora.rank=16", "LoRA adapters: A has as many rows")
+_RSLORA, _DORA = switch("parallel.lora.rslora=true"), switch("parallel.lora.dora=true")
+_BESIDE = to("parallel.lora.train", "lm_head", "what is trained in full beside the adapters, with commas")
+_FOUR_BITS = none("LoRA adapters are trained by --parallel.lora.rank=16; weights are not stored in 4 bits yet")
 _BITS = none(
     "weights are not quantised: parallel.precision=bf16 computes in 16 bits; memory is saved by more ranks, parallel.remat=full, "
     "parallel.sharding.offload=true"
@@ -235,8 +235,17 @@ _TRAINER = {
     "dataloader_prefetch_factor": to("data.prefetch", "2", "with data.num_workers=N"),
     "dataloader_pin_memory": _NEEDLESS,
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), _ANSWERS),
-    **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"), _ADAPTERS),
-    **dict.fromkeys(("use_peft", "use_dora", "qlora"), _NO_ADAPTERS),
+    "use_peft": _ADAPTERS,
+    **dict.fromkeys(("lora_r", "lora_rank"), _RANK),
+    "lora_alpha": _ALPHA,
+    "lora_dropout": to("parallel.lora.dropout", "0.05"),
+    **dict.fromkeys(("lora_target_modules", "lora_target"), _TARGETS),
+    "lora_target_linear": switch("parallel.lora.targets=all-linear", "the default"),
+    **dict.fromkeys(("lora_modules_to_save", "additional_target"), _BESIDE),
+    **dict.fromkeys(("use_rslora", "peft_use_rslora"), _RSLORA),
+    **dict.fromkeys(("use_dora", "peft_use_dora"), _DORA),
+    **dict.fromkeys(("adapter_name_or_path", "lora_model_dir"), to("model.adapter", "DIRECTORY", "with model.hf=DIRECTORY of its base")),
+    "qlora": _FOUR_BITS,
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type"), _BITS),
     "use_liger_kernel": switch("train.fused=true", "the loss without logits"),
     "ddp_find_unused_parameters": none(f"{_LEAVE}: parameters that a step does not use are found"),
@@ -397,7 +406,7 @@ _PLAIN = {
     "context_length": _LENGTH,
     **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node", "n_gpu"), _NPROC),
     "nnodes": _NODES,
-    **dict.fromkeys(("lora", "peft"), _NO_ADAPTERS),
+    **dict.fromkeys(("lora", "peft"), _ADAPTERS),
     **dict.fromkeys(("int8", "quantize", "quantization"), _BITS),
     "resume": _RESUME,
     "config": _FILE,

@@ -26,7 +26,7 @@ from shardwise.run.reference import build as build_reference
 from shardwise.run.reference_config import check_reference_args
 from shardwise.run.train_config import MODEL_LOSS
 from shardwise.run.vocabulary import saved_files, vocabulary_of
-from shardwise.state import LoadReport
+from shardwise.state import LoadReport, load_adapter
 from shardwise.state.load import load_by
 from shardwise.state.match import Rules
 from shardwise.step.model_loss import model_loss
@@ -129,7 +129,7 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
         rows=vocabulary_of(config).growth,
     )
     try:
-        return load_by(model, given.start, rules)
+        report = load_by(model, given.start, rules)
     except CheckpointError as error:  # its fix names arguments of the call; a run has configuration keys
         if error.misfit is not None:
             may_leave_out = (
@@ -141,6 +141,13 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
                 error.fix = f"in this run: --model.rename='{{{key}: {value}}}' --model.strict=false, for layers that were wrapped"
             _blame_changes(config, error)
         raise
+    if given.adapter is not None:
+        try:
+            load_adapter(model, given.adapter)
+        except CheckpointError as error:  # the run's parallel.lora is another than theirs
+            error.fix = f"in this run: remove parallel.lora, and it is as the directory says; or: {error.fix}"
+            raise
+    return report
 
 
 def _blame_changes(config: RunConfig, error: CheckpointError) -> None:

@@ -26,6 +26,7 @@ from shardwise.run.optim_config import Optim, Scaler, Schedule
 from shardwise.run.steps import DEFAULT_STEPS, check_steps
 from shardwise.run.train_config import Train
 from shardwise.techniques import MESH_AXES, Parallel
+from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.precision.options import precision_of
 
 LOGGERS = ("csv", "tensorboard", "wandb")
@@ -41,6 +42,12 @@ class Checkpoint(Options, frozen=True, kw_only=True):
         Literal["fp32", "bf16", "fp16"] | None,
         doc("dtype of the final weights; null: that of the files the run started from, else as they are stored"),
     ] = None
+    adapter: Annotated[
+        str | None,
+        doc(
+            "with parallel.lora: folder for the adapters alone, in PEFT's files, inside log.dir unless absolute; null: none"
+        ),
+    ] = "adapter"
     every: Annotated[Positive | None, doc("steps between checkpoints, from which an ended run resumes; null: none")] = (
         None
     )
@@ -155,7 +162,9 @@ class RunConfig(Options, frozen=True, kw_only=True):
     def computed(self) -> dict[tuple[str, str], Any]:
         computed: dict[tuple[str, str], Any] = {
             ("data", "micro_batch"): None if self.data.micro_tokens is not None else MICRO_BATCH,
-            ("optim", "lr"): Optim(build=self.optim.build).settled_lr(is_pretrained=self.model.hf is not None),
+            ("optim", "lr"): Optim(build=self.optim.build).settled_lr(
+                is_pretrained=self.model.hf is not None, has_adapters=self.parallel.lora is not None
+            ),
             ("optim", "weight_decay"): Optim(build=self.optim.build).settled_decay,
         }
         steps = self.train.steps
@@ -179,6 +188,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 why="the model would never get values",
                 fix="add model.weights, or remove parallel.init",
             )
+        self._check_adapters()
         if self.optim.name in ("adafactor", "muon"):
             self._check_whole_parameters()
         if self.data.tokenizer == "hf" or (self.data.tokenizer is None and self.data.has_records and self.model.hf):
@@ -205,6 +215,32 @@ class RunConfig(Options, frozen=True, kw_only=True):
             )
         if self.train.steps is not None:
             check_steps(self, self.train.steps)
+
+    def _check_adapters(self) -> None:
+        """Settles ``parallel.lora`` where the run starts from adapters, and refuses keys that would have no effect."""
+        if self.model.adapter is not None and self.parallel.lora is None:
+            settled = msgspec.structs.replace(self.parallel, lora=LoRA.of(self.model.adapter))
+            msgspec.structs.force_setattr(self, "parallel", settled)
+        if self.parallel.lora is None:
+            if self.checkpoint.adapter not in (None, default_of(Checkpoint, "adapter")):
+                raise ConfigError(
+                    f"checkpoint.adapter={self.checkpoint.adapter!r} without parallel.lora",
+                    why="there are no adapters, so it would have no effect",
+                    fix="train some: parallel.lora.rank=16; or remove it",
+                )
+            return
+        for key in ("freeze", "train_only"):
+            if names := getattr(self.model, key):
+                raise ConfigError(
+                    f"model.{key}={list(names)} with parallel.lora",
+                    why="the adapters are trained, and nothing else but what parallel.lora.train names",
+                    fix=f"remove model.{key}; "
+                    + (
+                        "layers without an adapter: parallel.lora.exclude"
+                        if key == "freeze"
+                        else "what is trained in full: parallel.lora.train"
+                    ),
+                )
 
     def _check_tokenizer(self) -> None:
         """Refuses keys that are about the tokenizer of the data where there is none."""

@@ -24,6 +24,9 @@ from shardwise.run.datasets import rows_of
 from shardwise.run.model_folder import ModelFolder
 from shardwise.run.pretrained import check_pretrained
 from shardwise.run.sample import generate
+from shardwise.state.files import OpenFiles
+from shardwise.state.merged import with_adapter
+from shardwise.state.stored import InMemoryTensor, Source
 
 Write = Callable[[str], None]
 
@@ -54,6 +57,7 @@ def generate_text(
     device: str,
     dtype: str | None,
     write: Write,
+    adapter: Path | None = None,
 ) -> Generated:
     """Generates a text, and passes it to ``write`` as it comes.
 
@@ -65,6 +69,7 @@ def generate_text(
         device: "auto", "cpu" or "cuda".
         dtype: in which it is computed; None: as the weights are stored.
         write: called with pieces of the text.
+        adapter: a directory of adapters to merge into the model.
 
     Raises:
         ConfigError: the model cannot be opened, or the prompt cannot be used.
@@ -75,7 +80,10 @@ def generate_text(
     if not ids:
         raise ConfigError("an empty prompt", why="a model continues at least one token", fix="give --prompt a text")
     with _quiet() if source.is_hf else contextlib.nullcontext():
-        model = (_open_hf(source.weights, dtype) if source.is_hf else _open_reference(source, dtype)).to(place).eval()
+        model = _open_hf(source.weights, dtype) if source.is_hf else _open_reference(source, dtype)
+        if adapter is not None:
+            _merge(model, adapter)
+        model = model.to(place).eval()
         _refuse_unknown(model, ids, text)
         start, stream, prompt_ids = time.perf_counter(), text.stream(write), torch.tensor([ids], device=place)
         if source.run is not None and not source.is_hf:
@@ -154,6 +162,18 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
             fix="give a causal language model: LlamaForCausalLM and the like",
         )
     return model
+
+
+@torch.no_grad()
+def _merge(model: nn.Module, adapter: Path) -> None:
+    """Merges the adapters of a directory into a model's weights."""
+    params = dict(model.named_parameters())
+    base = {name: InMemoryTensor.of(param) for name, param in params.items()}
+    merged = with_adapter(Source(place="the model", kind="a model", tensors=base), adapter)
+    with OpenFiles() as files:
+        for name, tensor in merged.tensors.items():
+            if tensor is not base[name]:
+                params[name].copy_(tensor.load(files))
 
 
 def _open_reference(source: ModelFolder, dtype: str | None) -> nn.Module:

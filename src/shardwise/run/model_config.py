@@ -33,6 +33,12 @@ class Model(Options, frozen=True, kw_only=True):
             "start from these: a Hugging Face directory, a safetensors or torch file, a DCP directory; null: those of hf"
         ),
     ] = None
+    adapter: Annotated[
+        str | None,
+        doc(
+            "start from these adapters: a directory with adapter_config.json, of PEFT or of a run; parallel.lora is then as it says, if not given"
+        ),
+    ] = None
     rename: Annotated[
         dict[str, str | None],
         doc("regex -> replacement, for the names in weights, in order; null: leave the tensor out"),
@@ -81,6 +87,12 @@ class Model(Options, frozen=True, kw_only=True):
                 f"model.freeze={list(self.freeze)} with model.train_only={list(self.train_only)}",
                 why="each of them says which parameters are trained",
                 fix="remove one",
+            )
+        if self.adapter is not None and self.start is None:
+            raise ConfigError(
+                f"model.adapter={self.adapter!r} without model.weights or model.hf",
+                why="adapters are beside the weights that they were trained beside",
+                fix="name these: model.hf=DIRECTORY, or model.weights",
             )
         for key, default in (("rename", {}), ("cast", None), ("strict", True)):
             # cast=false is what a run without weights wrote into its config.yaml, where false was the default.

@@ -10,7 +10,7 @@ from shardwise.config.record import Options, default_of, doc
 from shardwise.config.target import split_target
 from shardwise.errors import ConfigError
 
-_FROM_SCRATCH, _FINE_TUNING, _DECAY = 3e-3, 2e-5, 0.1
+_FROM_SCRATCH, _FINE_TUNING, _ADAPTERS, _DECAY = 3e-3, 2e-5, 2e-4, 0.1
 _OF_OPTIMIZERS = {"betas": ("adamw", "muon"), "momentum": ("sgd",), "fused": ("adamw", "sgd", "muon")}
 """Settings that not every optimizer has."""
 
@@ -55,7 +55,9 @@ class Optim(Options, frozen=True, kw_only=True):
     args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
     lr: Annotated[
         AboveZero | None,
-        doc("learning rate at its highest; null: 3e-3, and 2e-5 with model.hf; with build: that of its own"),
+        doc(
+            "learning rate at its highest; null: 3e-3, 2e-5 with model.hf, 2e-4 with parallel.lora; with build: that of its own"
+        ),
     ] = None
     betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
     weight_decay: Annotated[NotNegative | None, doc("weight decay; null: 0.1; with build: that of its own")] = None
@@ -122,11 +124,11 @@ class Optim(Options, frozen=True, kw_only=True):
                 fix="give optim.lr",
             )
 
-    def settled_lr(self, *, is_pretrained: bool) -> float | None:
+    def settled_lr(self, *, is_pretrained: bool, has_adapters: bool = False) -> float | None:
         """The learning rate, also where it is not given; None: that of the optimizer ``build``."""
         if self.lr is not None or self.build is not None:
             return self.lr
-        return _FINE_TUNING if is_pretrained else _FROM_SCRATCH
+        return _ADAPTERS if has_adapters else _FINE_TUNING if is_pretrained else _FROM_SCRATCH
 
     @property
     def settled_decay(self) -> float | None:

@@ -5,7 +5,7 @@ A disk that fills up ends what it can end without losing the training: metrics f
 A run reports *events*, small dicts passed to ``emit``; the process that started the ranks decides how to show them. Events
 (``kind`` and its fields): ``phase`` text; ``progress`` (of the phase) text; ``data`` name, train_samples, val_samples,
 tokens_per_step, report; ``kept`` text; ``older`` text; ``vocabulary`` text; ``planned`` steps, text; ``model`` name,
-num_params, units, why; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text, word_share; ``answer``
+num_params, num_trained, units, why; ``adapters`` text; ``adapter`` path; ``loaded`` text; ``resumed`` text; ``saved`` text; ``sample`` when, prompt, text, word_share; ``answer``
 when, prompt, text, reference; ``step`` step, steps, loss, grad_norm, lr, tokens_per_s, seconds_left, skipped, num_skipped (so
 far), memory, and tflops, mfu, comm_bytes as far as they are known; ``ended`` step, callback; ``memory`` per_rank, one_process,
 rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``weights`` path, dtype; ``trace`` path;
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from shardwise.config.render import dump_config
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import RunData
@@ -32,7 +32,8 @@ from shardwise.run.metrics import MetricsWriter, cut_metrics
 from shardwise.run.older_weights import keep_older_weights
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
-from shardwise.state import check_dtypes, save_weights, weights_bytes
+from shardwise.state import check_adapter, check_dtypes, save_adapter, save_weights, weights_bytes
+from shardwise.techniques.lora.rule import lines as adapter_lines
 from shardwise.world import World
 
 
@@ -60,8 +61,7 @@ class RunOutput:
 
     def check_space(self, steps: int) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
-        if self.config.checkpoint.export is not None:
-            check_dtypes(self.model)
+        self._check_export()
         problem: ConfigError | None = None
         if self.world.is_main:
             try:
@@ -71,6 +71,26 @@ class RunOutput:
         problem = self.world.broadcast(problem)
         if problem is not None:
             raise problem
+
+    def _check_export(self) -> None:
+        """Refuses what could not be written at the end, before the first step.
+
+        Raises:
+            UnsupportedError: the format has no place for it, or adapters cannot be merged.
+        """
+        kept, has_adapters = self.config.checkpoint, self.config.parallel.lora is not None
+        for key, path, check in (
+            ("export", kept.export, check_dtypes),
+            ("adapter", kept.adapter if has_adapters else None, check_adapter),
+        ):
+            try:
+                if path is not None:
+                    check(self.model)
+            except UnsupportedError as error:
+                if has_adapters:
+                    other = "the adapters alone are" if key == "export" else "the merged weights alone are"
+                    error.fix = f"in this run: --checkpoint.{key}=null, and {other} written"
+                raise
 
     def _checkpoint_bytes(self) -> int:
         """Estimates the size of a checkpoint in bytes."""
@@ -160,9 +180,12 @@ class RunOutput:
             "model",
             name=name,
             num_params=sum(p.numel() for p in self.model.parameters()),
+            num_trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             units=len(recipe.units),
             why=why,
         )
+        for text in adapter_lines(recipe):
+            self.emit("adapters", text=text)
 
     def _tell_of_idle_ranks(self) -> None:
         """Says so where a step has fewer micro-batches than there are ranks that read data: some compute copies, which count as
@@ -208,7 +231,7 @@ class RunOutput:
     def export(self, unsaved: CheckpointError | None, steps: int) -> None:
         """Writes the final weights; all ranks must call it. Only then it raises the error of the last checkpoint or of
         the metrics. ``steps``: those that were done, for errors."""
-        name = self.config.checkpoint.export
+        name, unsaved = self.config.checkpoint.export, unsaved or self._export_adapter()
         kept = "no weights were asked for"
         if name is not None:
             self.emit("phase", text="writing the weights")
@@ -222,6 +245,19 @@ class RunOutput:
         unwritten = self.world.broadcast(unsaved or self._unwritten)
         if unwritten is not None:
             raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
+
+    def _export_adapter(self) -> CheckpointError | None:
+        """Writes the adapters of a model that has some; all ranks must call it. A failure is returned: the merged weights follow."""
+        name = self.config.checkpoint.adapter
+        if self.config.parallel.lora is None or name is None:
+            return None
+        self.emit("phase", text="writing the adapters")
+        try:
+            save_adapter(self.model, self.folder / name)
+        except CheckpointError as error:
+            return error
+        self.tell("adapter", path=str(self.folder / name))
+        return None
 
     def _rescue(self, error: CheckpointError, steps: int) -> CheckpointError:
         """Writes the weights to another folder if they could not be written where they belong, as they are stored: a value

@@ -42,9 +42,18 @@ RESTORED = {
     "train.seed": "the order of samples and dropout go on with the seed they had",
     "train.scaler.": "the scale and its rules come with the checkpoint",
 }
-START = dict.fromkeys(("model.weights", "model.rename", "model.cast", "model.strict", "parallel.init"), _START)
+START = dict.fromkeys(
+    ("model.weights", "model.adapter", "model.rename", "model.cast", "model.strict", "parallel.init"), _START
+)
 """Keys for a run's initial values: the command that resumes it may leave them out."""
-FIXED = {"model.": _MODEL, "data.": _DATA, "train.loss": _DATA, "train.count": _DATA, "train.forward": _DATA}
+FIXED = {
+    "model.": _MODEL,
+    "parallel.lora": _MODEL,
+    "data.": _DATA,
+    "train.loss": _DATA,
+    "train.count": _DATA,
+    "train.forward": _DATA,
+}
 MAY_CHANGE = tuple(
     f"data.{key}" for key in ("global_batch", "micro_batch", "micro_tokens", "num_workers", "prefetch", "cache")
 )
@@ -146,7 +155,11 @@ def _newest(root: Path) -> _Saved | None:
 
 def _refused(key: str) -> str | None:
     """Why another value of a key is refused; None: it takes effect."""
-    return None if key in MAY_CHANGE else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
+    return (
+        None
+        if key in (*MAY_CHANGE, "parallel.lora.dropout")
+        else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
+    )
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:

@@ -1,6 +1,6 @@
 """Loads and saves the state of a sharded model: full state dicts on rank 0, weight files, checkpoints, conversion."""
 
-from shardwise.state.adapters import load_adapter, save_adapter
+from shardwise.state.adapters import check_adapter, load_adapter, save_adapter
 from shardwise.state.full import full_state_dict, load_full_state_dict
 from shardwise.state.gathered import gathered
 from shardwise.state.kinds import StateDictType, load_state_dict, state_dict
@@ -12,6 +12,7 @@ from shardwise.state.save import check_dtypes, save_weights, weights_bytes
 __all__ = [
     "LoadReport",
     "StateDictType",
+    "check_adapter",
     "check_dtypes",
     "full_optimizer_state_dict",
     "full_state_dict",

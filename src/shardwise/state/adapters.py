@@ -115,6 +115,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoadReport
     return LoadReport(place=str(folder), num_tensors=len(names), num_bytes=num_bytes, seconds=seconds, cast=cast)
 
 
+def check_adapter(model: nn.Module) -> None:
+    """Raises UnsupportedError if :func:`save_adapter` could not write the adapters of ``model``; no communication, the same on every
+    rank."""
+    _files_of(runtime_of(model), "save_adapter")
+
+
 def _files_of(runtime: Runtime, call: str) -> AdapterFiles:
     """How the adapters of a model are stored.
 

@@ -26,6 +26,7 @@ from shardwise.state.files import BUFFER
 from shardwise.state.formats.folder import SIDECARS, is_of_weights, sidecars_of
 from shardwise.state.integrity.manifest import MANIFEST, is_manifest, step_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
+from shardwise.state.merged import with_adapter
 from shardwise.state.source import open_source
 from shardwise.state.staging import Staged, check_place, sync_folder
 from shardwise.state.stored import Source, compare_sums, refuse_changed
@@ -61,6 +62,8 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
     begin = time.perf_counter()
     _check_destination(job)
     source = open_source(job.source)
+    if job.adapter is not None:
+        source = with_adapter(source, job.adapter)
     todo = _planned(job, source)
     try:
         _put_together(job, todo, progress)

@@ -146,9 +146,11 @@ def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None) -> i
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Raises UnsupportedError, with the tensor's name, if :func:`save_weights` could not write ``model``; no
+    """Raises UnsupportedError, with the tensor's name, if :func:`save_weights` could not write ``model``, or merge its adapters; no
     communication, the same on every rank."""
-    stored_dtypes(stored_tensors(runtime_of(model)))
+    runtime = runtime_of(model)
+    stored_dtypes(stored_tensors(runtime))
+    _merged(runtime, fold.own_names(runtime.recipe), whole=lambda names, compute: None)
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
@@ -193,11 +195,12 @@ def _tell_versions(runtime: Runtime) -> None:
         )
 
 
-def _merged(runtime: Runtime, own: Sequence[str]) -> dict[str, Callable[[], Tensor]]:
-    """Parameter -> computes this rank's part of it with what techniques have added (``own``) merged into it. All ranks must call it."""
+def _merged(runtime: Runtime, own: Sequence[str], whole: Any = None) -> dict[str, Callable[[], Tensor]]:
+    """Parameter -> computes this rank's part of it with what techniques have added (``own``) merged into it. All ranks must call it.
+    ``whole``: computes with full tensors; None: communicates for it."""
     found: dict[str, Callable[[], Tensor]] = {}
     for act in acts():
-        found |= act.merged(runtime, functools.partial(computed_of_full, runtime))
+        found |= act.merged(runtime, whole or functools.partial(computed_of_full, runtime))
     for name, entry in stored_tensors(runtime).items() if found else ():
         if entry.made_of is not None and entry.made_of & {*own, *found}:
             raise UnsupportedError(

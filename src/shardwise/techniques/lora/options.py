@@ -63,7 +63,9 @@ class LoRA(Options, frozen=True, kw_only=True):
             "patterns of them (*.q_proj), or classes, as a list or with commas"
         ),
     ] = ALL_LINEAR
-    exclude: Annotated[tuple[str, ...], doc("of these targets, those without one: names as in targets")] = ()
+    exclude: Annotated[
+        str | tuple[str, ...], doc("of these targets, those without one: names as in targets, as a list or with commas")
+    ] = ()
     dropout: Annotated[
         Annotated[float, msgspec.Meta(ge=0, lt=1)], doc("probability with which inputs of A are dropped in training")
     ] = 0.0
@@ -72,7 +74,7 @@ class LoRA(Options, frozen=True, kw_only=True):
         bool, doc("train the norm of each output's weights too (DoRA, https://arxiv.org/abs/2402.09353)")
     ] = False
     train: Annotated[
-        tuple[str, ...],
+        str | tuple[str, ...],
         doc(
             "what is trained in full beside the adapters: names of modules or parameters as in targets, such as *norm* or *.bias"
         ),
@@ -84,10 +86,11 @@ class LoRA(Options, frozen=True, kw_only=True):
     name: Annotated[str, doc("the adapter's name in the names of its tensors: LAYER.lora_A.NAME.weight")] = "default"
 
     def check(self) -> None:
-        if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
-            msgspec.structs.force_setattr(self, "targets", tuple(part.strip() for part in self.targets.split(",")))
         for key in ("targets", "exclude", "train"):
             value = getattr(self, key)
+            if isinstance(value, str) and (key, value) != ("targets", ALL_LINEAR):
+                value = tuple(part.strip() for part in value.split(","))
+                msgspec.structs.force_setattr(self, key, value)
             if isinstance(value, tuple) and not (all(value) and (value or key != "targets")):
                 raise ConfigError(
                     f"LoRA({key}={list(value)})",

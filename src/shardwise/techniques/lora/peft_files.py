@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -206,6 +207,44 @@ def option_in(folder: Path) -> dict[str, Any]:
         "dora": bool(config.get("use_dora")),
         "train": tuple(dict.fromkeys(name.rpartition(".")[0] for name in beside)),
     }
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What a directory of adapters has, by the names of the model.
+
+    Attributes:
+        option: values of a :class:`LoRA`.
+        layers: layer -> part (``lora_A``, ``lora_B``, ``lora_magnitude_vector``) -> its key in the file.
+        tables: those of the layers that are embeddings.
+        beside: name of a tensor that was trained in full -> its key.
+        fan_in_fan_out: weights are ``[in, out]``.
+    """
+
+    option: Mapping[str, Any]
+    layers: Mapping[str, Mapping[str, str]]
+    tables: Collection[str]
+    beside: Mapping[str, str]
+    fan_in_fan_out: bool
+
+
+def adapter_folder(folder: Path) -> AdapterFolder:
+    """Reads what a directory of adapters has.
+
+    Raises:
+        CheckpointError, UnsupportedError: as :func:`option_in`.
+    """
+    option, shapes = option_in(folder), _shapes_in(folder)
+    layers, beside = _layers_in(folder, shapes)
+    tables = {name for name in layers if f"{PREFIX}{name}.lora_embedding_A" in shapes}
+
+    def key_of(layer: str, part: str) -> str:
+        part = part.replace("lora_", "lora_embedding_") if layer in tables else part
+        return next(key for key in (f"{PREFIX}{layer}.{part}{end}" for end in (".weight", "")) if key in shapes)
+
+    keys = {layer: {part: key_of(layer, part) for part in parts} for layer, parts in layers.items()}
+    fan = bool(_config_in(folder).get("fan_in_fan_out"))
+    return AdapterFolder(option, keys, tables, {name: PREFIX + name for name in beside}, fan)
 
 
 def weights_in(folder: Path) -> Path:

@@ -1,0 +1,133 @@
+"""Stored weights with adapters in PEFT's files merged into them, read in parts: for conversions, and where one process opens a model."""
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.model.adapted import Adapter, change_of, merge_, row_norms
+from shardwise.recipe.boxes import Box, index_of
+from shardwise.state.files import OpenFiles
+from shardwise.state.formats.safetensors import tensors_in
+from shardwise.state.rounding import copy_checked
+from shardwise.state.stored import Chunk, Source, TensorSource
+from shardwise.techniques.lora.options import LoRA
+from shardwise.techniques.lora.peft_files import adapter_folder
+
+__all__ = ["with_adapter"]
+
+_FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
+
+
+def with_adapter(source: Source, folder: Path) -> Source:
+    """Weights with the adapters of a directory merged into them, and with what was trained in full beside these.
+
+    Args:
+        source: the base.
+        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Raises:
+        CheckpointError: the directory cannot be read, or its adapters are of other layers.
+        UnsupportedError: adapters that cannot be merged into stored weights.
+    """
+    found = adapter_folder(folder)
+    tensors, stored = dict(source.tensors), tensors_in(folder / "adapter_model.safetensors")
+    for layer, parts in found.layers.items():
+        if layer in found.tables:
+            raise UnsupportedError(
+                f"{folder}: an adapter of {layer}, merged into stored weights",
+                why="it is an embedding, whose weight may be the head's too",
+                fix="merge it in a model: sw.parallelize(..., lora=sw.LoRA.of(folder)), sw.load_adapter, sw.save_weights",
+            )
+        name = f"{layer}.weight"
+        base, low, high = _base(source, name, folder), stored[parts["lora_A"]], stored[parts["lora_B"]]
+        shape = (high.shape[0], low.shape[1])
+        is_turned = found.fan_in_fan_out if shape[0] == shape[1] else base.shape == shape[::-1]
+        if base.shape != (shape[::-1] if is_turned else shape):
+            raise CheckpointError(
+                f"{folder}: an adapter of a layer of shape {list(shape)}",
+                why=f"{source.place} has {list(base.shape)} there",
+                fix=_FIX,
+                name=name,
+            )
+        tied = [
+            other
+            for other, tensor in source.tensors.items()
+            if other != name and base.origins and tensor.origins == base.origins
+        ]
+        if tied:
+            raise UnsupportedError(
+                f"{folder}: an adapter merged into a weight that is also {tied[0]}",
+                why="the names are tied to one tensor, and the adapter is beside one of them",
+                fix="use the base with the adapters beside it, as PEFT does",
+                name=name,
+            )
+        how = Adapter(LoRA(**found.option).scale, out_dim=int(is_turned))
+        vector = parts.get("lora_magnitude_vector")
+        tensors[name] = _Merged(base.shape, base.dtype, base, low, high, stored[vector] if vector else None, how)
+    for name, key in found.beside.items():
+        base = _base(source, name, folder)
+        tensors[name] = _Replaced(base.shape, base.dtype, stored[key])
+    return replace(source, tensors=tensors, verified=None)
+
+
+def _base(source: Source, name: str, folder: Path) -> TensorSource:
+    if name not in source.tensors:
+        raise CheckpointError(
+            f"{folder}: an adapter beside {name}",
+            why=f"{source.place} has no such tensor; names there look like {next(iter(source.tensors), 'nothing')}",
+            fix=_FIX,
+            name=name,
+        )
+    return source.tensors[name]
+
+
+@dataclass(frozen=True, eq=False)
+class _Replaced(TensorSource):
+    """What was trained in full, in the dtype of the base."""
+
+    inner: TensorSource
+
+    @property
+    def origins(self) -> tuple[Chunk, ...]:
+        return self.inner.origins
+
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        self.inner.read(box, out, files)
+
+
+@dataclass(frozen=True, eq=False)
+class _Merged(TensorSource):
+    """A weight with its adapter merged into it, in float32 or more, rounded once. The product is made as a whole, so that values do not
+    depend on the box that is read."""
+
+    base: TensorSource
+    low: TensorSource
+    high: TensorSource
+    magnitude: TensorSource | None
+    how: Adapter
+
+    @property
+    def origins(self) -> tuple[Chunk, ...]:
+        return (*self.base.origins, *self.low.origins, *self.high.origins)
+
+    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
+        change, factor = _whole(self, files)
+        part = self.base.load(files, box)
+        part = part.to(torch.promote_types(part.dtype, torch.float32))
+        merge_(part, index_of(box), change, factor, self.how)
+        copy_checked(out, part, "a merged weight")
+
+
+@functools.lru_cache(maxsize=1)  # of the tensor that is being written
+def _whole(of: _Merged, files: OpenFiles) -> tuple[Tensor, Tensor | None]:
+    """What an adapter adds to its weight, and by what it multiplies each output (DoRA)."""
+    low, high = of.low.load(files), of.high.load(files)
+    change = change_of(low, high, of.how)
+    if of.magnitude is None:
+        return change, None
+    norms = row_norms(of.base.load(files), low, high, of.how)
+    return change, of.magnitude.load(files).to(norms.dtype) / norms

@@ -1,0 +1,72 @@
+"""Adapters merged into stored weights without ranks: the bits of ``save_weights`` of a model that has them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from state.adapting import CASES, base, saved
+
+import shardwise as sw
+from shardwise.cli.main import main
+from shardwise.state.merged import with_adapter
+from shardwise.state.source import open_source
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("tied", "table")])
+def test_convert_merges_to_the_bits_of_save_weights(ranks, tmp_path, case, capsys):
+    base(case).save_pretrained(tmp_path / "from")
+    ranks.run(saved, 2, case, "dp_shard=2", str(tmp_path), str(tmp_path / "from"))
+    if case == "trained":  # the base that they are beside has other values of what is trained
+        assert not torch.equal(
+            load_file(tmp_path / "from/model.safetensors")["model.norm.weight"],
+            load_file(tmp_path / "base/model.safetensors")["model.norm.weight"],
+        )
+    words = [
+        "convert",
+        str(tmp_path / "base"),
+        str(tmp_path / "result"),
+        "--adapter",
+        str(tmp_path / "adapter"),
+        "--verify",
+    ]
+    assert main(words) == 0, capsys.readouterr()
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("result", "merged"))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+    assert (tmp_path / "result/config.json").exists()
+
+
+@pytest.mark.parametrize(("case", "words"), [("table", "it is an embedding"), ("tied", "has no such tensor")])
+def test_what_cannot_be_merged_into_stored_weights(ranks, tmp_path, case, words):
+    base(case).save_pretrained(tmp_path / "from")
+    ranks.run(saved, 1, case, "dp_shard=1", str(tmp_path), str(tmp_path / "from"))
+    with pytest.raises(sw.ShardwiseError, match=words):
+        with_adapter(open_source(tmp_path / "from"), tmp_path / "adapter")
+
+
+def test_another_base_is_refused(tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    key = "base_model.model.layer.lora_{}.weight".format
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    save_file({key("A"): torch.ones(2, 4), key("B"): torch.ones(6, 2)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(sw.CheckpointError, match="names there look like other"):
+        with_adapter(open_source({"other": torch.ones(6, 4)}), adapter)
+    with pytest.raises(sw.CheckpointError, match=r"has \[5, 4\] there"):
+        with_adapter(open_source({"layer.weight": torch.ones(5, 4)}), adapter)
+    for turned in (False, True):
+        weight = torch.ones(6, 4, dtype=torch.bfloat16)
+        source = with_adapter(open_source({"layer.weight": weight.t().contiguous() if turned else weight}), adapter)
+        from shardwise.state.files import OpenFiles
+
+        with OpenFiles() as files:
+            assert torch.equal(
+                source.tensors["layer.weight"].load(files), torch.full((4, 6) if turned else (6, 4), 5.0).bfloat16()
+            )
+    shared = tmp_path / "shared.pt"
+    weight = torch.ones(6, 4)
+    torch.save({"layer.weight": weight, "tied.weight": weight}, shared)
+    with pytest.raises(sw.UnsupportedError, match=r"also tied\.weight"):
+        with_adapter(open_source(shared), adapter)
