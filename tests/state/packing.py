@@ -1,0 +1,177 @@
+"""Tiny models with weights in 4 bits, and what ranks do with them."""
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from state.adapting import EVERY, IDS, VOCAB, count, forward, logits, loss
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.model import nf4
+
+LORA = {"rank": 3, "alpha": 8.0}
+PARTS = ("_nf4", "_nf4_scales", "_nf4_outer", "_nf4_mean")
+
+
+def base(wide: int = 64, seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Inner widths of 120: no multiple of 64, also not where tp cuts it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=wide,
+        intermediate_size=120,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config).to(dtype)
+
+
+class Widths(nn.Module):
+    """A layer of each width, of as many rows; some rows have no part of their own on a rank."""
+
+    def __init__(self, widths: tuple[int, ...], seed: int = 1):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(width, 1 + width * 7 % 11, bias=width % 2 == 0) for width in widths)
+        for layer in self.layers:
+            layer.requires_grad_(False)
+        self.last = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last * sum(layer(x[:, : layer.in_features]).sum() for layer in self.layers)
+
+
+def packed(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What ``values`` (name -> whole weight) are stored in."""
+    return {
+        name + suffix: part
+        for name, value in values.items()
+        for suffix, part in zip(PARTS, nf4.pack(value), strict=True)
+    }
+
+
+def unpacked(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: nf4.unpack(*nf4.pack(value), nf4.Packing.of(tuple(value.shape)), value.dtype)
+        for name, value in values.items()
+    }
+
+
+def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a base that are packed."""
+    return {name: value for name, value in state.items() if "_proj" in name and name.endswith("weight") and "lora" not in name}
+
+
+def sharded(world: sw.World, wide: int = 64, seed: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    options = {"lora": sw.LoRA(**LORA), "quantize": "nf4", "sharding": EVERY, **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sw.parallelize(
+            functools.partial(base, wide, seed, dtype), world, example={"input_ids": IDS}, **options
+        )
+
+
+def of_widths(layout: str, widths: tuple[int, ...], **options: Any) -> list[dict[str, Tensor]]:
+    """What layers of these widths are stored in, loaded from a state dict by every rank, and from rank 0's."""
+    with sw.init(layout, device="cpu") as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = sw.parallelize(Widths(widths, 2), world, example={"x": torch.ones(1, max(widths))}, quantize="nf4", sharding=EVERY)
+        found = []
+        for shared in (True, False):
+            sw.load_full_state_dict(model, Widths(widths, 3).state_dict())
+            sw.load_weights(model, Widths(widths).state_dict(), shared_files=shared)
+            found += [sw.full_state_dict(model, packed=True), sw.full_state_dict(model)]
+        return found
+
+
+def loaded(layout: str, folder: str, wide: int, calls: int = 2, **options: Any) -> dict[str, Any]:
+    """What a model has after a directory was loaded, by each way."""
+    with sw.init(layout, device="cpu") as world:
+        found: dict[str, Any] = {}
+        for shared in (True, False)[:calls]:
+            model = sharded(world, wide, init="load", **options)
+            report = sw.load_weights(model, folder, shared_files=shared, cast=True)
+            found[f"report {shared}"] = report
+            found[f"parts {shared}"] = sw.full_state_dict(model, packed=True)
+        found["plain"] = sw.full_state_dict(model)
+        found["cut"] = [name for name, p in sw.recipe_of(model).params.items() if {c.axis for c in p.cuts} >= {"tp"}]
+        found["logits"] = logits(model.eval())
+        return found
+
+
+def drawn(model: nn.Module) -> None:
+    """Gives adapters values that depend on their names alone."""
+    state = sw.full_state_dict(model, packed=True)
+    for name, value in state.items():
+        if "lora_" in name and "magnitude" not in name:
+            value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(sum(map(ord, name)))) * 0.2)
+    sw.load_full_state_dict(model, state)
+
+
+def saved(layout: str, source: str, folder: str, wide: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Writes a model in all forms; returns its full state dict and logits."""
+    with sw.init(layout, device="cpu") as world:
+        model = sharded(world, wide, dtype=dtype, **options)
+        sw.load_weights(model, source)
+        drawn(model)
+        sw.save_weights(model, Path(folder, "merged"))
+        sw.save_weights(model, Path(folder, "base"), merge=False)
+        sw.save_weights(model, Path(folder, "packed"), merge=False, packed=True)
+        sw.save_adapter(model, Path(folder, "adapter"))
+        found = sw.full_state_dict(model)
+        assert sw.weights_bytes(model) == Path(folder, "base/model.safetensors").stat().st_size
+        return found, logits(model.eval())
+
+
+def trained(layout: str, root: str, windows: int, saves: int, wide: int = 64) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of a run that resumes a checkpoint if there is one, and saves one after ``saves`` windows; and all bytes."""
+    with sw.init(layout, device="cpu") as world:
+        model = sharded(world, wide, dtype=torch.float64)
+        optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        step = sw.TrainStep(model, optim, loss=loss, forward=forward, count=count)
+        manager = sw.CheckpointManager(root, step, async_save=False)
+        if not manager.load():
+            sw.load_weights(model, base(wide, dtype=torch.float64).state_dict())
+        dp, losses = world.axis("dp"), []
+        for i in range(step.num_steps, windows):
+            rows = [{"input_ids": (IDS[j : j + 1] + i) % VOCAB} for j in range(2)]
+            losses.append(step(rows[dp.rank :: dp.size]).loss)
+            if step.num_steps == saves:
+                manager.save()
+        return losses, sw.full_state_dict(model, packed=True)
+
+
+def refusals(layout: str, calls: list[tuple[str, Any, dict[str, Any]]], **options: Any) -> list[str]:
+    """The texts of the errors of calls ``(name, argument, options)``; "" where there is none."""
+    with sw.init(layout, device="cpu") as world:
+        model, texts = sharded(world, **options), []
+        for name, argument, keywords in calls:
+            try:
+                getattr(sw, name)(model, argument, **keywords)
+                texts.append("")
+            except sw.ShardwiseError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        return texts
+
+
+def left_half(layout: str, bad: str, good: str) -> list[str]:
+    """What a forward says after a load that failed, and after one that did not."""
+    with sw.init(layout, device="cpu") as world:
+        model, texts = sharded(world), []
+        for folder in (bad, good):
+            try:
+                sw.load_weights(model, folder)
+            except sw.ShardwiseError as error:
+                texts.append(str(error))
+            try:
+                logits(model)
+                texts.append("")
+            except sw.ShardwiseError as error:
+                texts.append(str(error))
+        return texts
