@@ -1,6 +1,7 @@
 """Tiny models with weights in 4 bits, and what ranks do with them."""
 
 import functools
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.model import nf4
+from shardwise.state import weights_bytes
 
 LORA = {"rank": 3, "alpha": 8.0}
 PARTS = ("_nf4", "_nf4_scales", "_nf4_outer", "_nf4_mean")
@@ -125,7 +127,7 @@ def saved(layout: str, source: str, folder: str, wide: int, dtype: torch.dtype =
         sw.save_weights(model, Path(folder, "packed"), merge=False, packed=True)
         sw.save_adapter(model, Path(folder, "adapter"))
         found = sw.full_state_dict(model)
-        assert sw.weights_bytes(model) == Path(folder, "base/model.safetensors").stat().st_size
+        assert weights_bytes(model) == Path(folder, "base/model.safetensors").stat().st_size
         return found, logits(model.eval())
 
 
@@ -175,3 +177,43 @@ def left_half(layout: str, bad: str, good: str) -> list[str]:
             except sw.ShardwiseError as error:
                 texts.append(str(error))
         return texts
+
+
+def of_bitsandbytes(state: dict[str, Tensor], dtype: str = "float32", **changes: Any) -> dict[str, Tensor]:
+    """A state dict as transformers writes it with bitsandbytes. ``changes``: of the texts beside weights."""
+    found = {name: value for name, value in state.items() if name not in weights(state)}
+    for name, value in weights(state).items():
+        codes, scales, outer, mean = nf4.pack(value)
+        text = {
+            "quant_type": "nf4", "blocksize": 64, "dtype": dtype, "shape": [*value.shape], "nested_blocksize": 256,
+            "nested_dtype": "float32", "nested_offset": float(mean), **changes,
+        }  # fmt: skip
+        found |= {
+            name: codes.reshape(-1, 1),
+            f"{name}.absmax": scales.reshape(-1),
+            f"{name}.nested_absmax": outer,
+            f"{name}.nested_quant_map": torch.tensor(nf4.dynamic_map()),
+            f"{name}.quant_map": torch.tensor(nf4.TABLE),
+            f"{name}.quant_state.bitsandbytes__{text['quant_type']}": torch.tensor([*json.dumps(text).encode()], dtype=torch.uint8),
+        }
+    return found
+
+
+def plain_loaded(layout: str, folder: str) -> tuple[sw.LoadReport, dict[str, Tensor]]:
+    """What a model whose weights are plain has of a packed directory."""
+    with sw.init(layout, device="cpu") as world:
+        model = sharded(world, quantize=None)
+        return sw.load_weights(model, folder), sw.full_state_dict(model)
+
+
+def magnitudes(layout: str, folder: str, wide: int) -> dict[str, Tensor]:
+    """Full values of a model with DoRA, after plain values, then bytes, were loaded: each time other ones."""
+    with sw.init(layout, device="cpu") as world:
+        model = sharded(world, wide, lora=sw.LoRA(**LORA, dora=True))
+        first = sw.full_state_dict(model, packed=True)
+        sw.load_weights(model, folder)
+        found = sw.full_state_dict(model)
+        sw.load_full_state_dict(model, {name: value for name, value in first.items() if "lora_" not in name})
+        again = sw.full_state_dict(model, packed=True)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+        return found

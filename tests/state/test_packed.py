@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from state import packing
 from state.adapting import logits
-from state.packing import base, left_half, loaded, of_widths, packed, refusals, saved, trained, unpacked, weights
+from state.packing import base, left_half, loaded, magnitudes, of_widths, packed, refusals, saved, trained, unpacked, weights
 
 LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_shard=3": 3, "tp=2": 2, "dp_shard=2,tp=2": 4}
 WIDTHS = (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 70)
@@ -70,3 +71,109 @@ def test_weights_of_every_floating_dtype_are_packed_without_a_cast(ranks, folder
     found = ranks.run(loaded, 2, "dp_shard=2", folders(64, dtype), 64, 1)[0]
     same(found["parts True"], packed(weights(base(dtype=dtype).state_dict())))
     assert not set(found["report True"].cast) & set(weights(found["plain"]))
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=3", "tp=2"])
+def test_magnitudes_of_dora_follow_the_unpacked_values(ranks, folders, layout):
+    found = ranks.run(magnitudes, LAYOUTS[layout], layout, folders(40), 40)[0]
+    for name, value in unpacked(weights(base(40).state_dict())).items():
+        magnitude = found[name.removesuffix("weight") + "lora_magnitude_vector.default.weight"]
+        assert torch.equal(magnitude, torch.linalg.norm(value, dim=1)), name
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=3", "tp=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("wide", [64, 40])
+def test_what_is_saved_computes_the_same_without_shardwise(ranks, tmp_path, folders, layout, wide):
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    full, answer = ranks.run(saved, LAYOUTS[layout], layout, folders(wide), str(tmp_path), wide)[0]
+    expected = base(wide).state_dict()
+    same(load_file(tmp_path / "base/model.safetensors"), {**expected, **unpacked(weights(expected))})
+    alone = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.PeftModel.from_pretrained(alone, tmp_path / "adapter").eval()
+        assert (logits(theirs) - answer).abs().max() < 1e-5
+        expected_merged = theirs.merge_and_unload().state_dict()
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    same(merged, {name: expected_merged[name] for name in merged})
+    assert merged.keys() == expected.keys() and not torch.equal(merged["model.layers.1.mlp.up_proj.weight"], full["model.layers.1.mlp.up_proj.weight"])
+    same(load_file(tmp_path / "packed/model.safetensors"), packing.of_bitsandbytes(expected))
+    settings = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
+    assert settings["load_in_4bit"] and settings["llm_int8_skip_modules"] == ["lm_head"]
+    assert "quantization_config" not in json.loads((tmp_path / "base/config.json").read_text())
+
+
+@pytest.fixture
+def bnb(tmp_path, folders):
+    """Writes a directory as transformers does with bitsandbytes; ``edit`` changes its tensors."""
+
+    def write(edit=lambda tensors: None, settings=None, **changes):
+        folder = tmp_path / f"bnb{len([*tmp_path.iterdir()])}"
+        shutil.copytree(folders(), folder)
+        tensors = packing.of_bitsandbytes(base().state_dict(), **changes)
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = settings or {"quant_method": "bitsandbytes", "load_in_4bit": True}
+        (folder / "config.json").write_text(json.dumps(config))
+        return str(folder)
+
+    return write
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=3", "dp_shard=2,tp=2"])
+def test_a_directory_of_bitsandbytes_keeps_its_bits(ranks, bnb, layout):
+    state = base().state_dict()
+
+    def other_bits(tensors):  # as no packing of the values would give them
+        for name in weights(state):
+            tensors[f"{name}.absmax"] = tensors[f"{name}.absmax"].flip(0)
+            tensors[name] = tensors[name].flip(0).flatten().view(torch.bfloat16).view(-1, 1)
+
+    for edit in (lambda tensors: None, other_bits):
+        tensors = {}
+        folder = bnb(lambda made, edit=edit: (edit(made), tensors.update(made)))
+        found = ranks.run(loaded, LAYOUTS[layout], layout, folder, 64)[0]
+        for shared in (True, False):
+            for name in weights(state):
+                parts = found[f"parts {shared}"]
+                assert torch.equal(parts[f"{name}_nf4"].flatten(), tensors[name].flatten().view(torch.uint8))
+                assert torch.equal(parts[f"{name}_nf4_scales"].flatten(), tensors[f"{name}.absmax"])
+                assert torch.equal(parts[f"{name}_nf4_outer"], tensors[f"{name}.nested_absmax"])
+        report, plain = ranks.run(packing.plain_loaded, LAYOUTS[layout], layout, folder)[0]
+        same(plain, {name: found["plain"][name] for name in state})
+        assert len(report.unpacked) == 14 and "packed there, and plain in the model (14)" in str(report)
+
+
+def test_a_directory_that_transformers_has_packed(ranks, tmp_path, folders):
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folders(), quantization_config=config, device_map="cpu")
+    theirs.save_pretrained(tmp_path / "theirs")
+    full, _ = ranks.run(saved, 2, "dp_shard=2", str(tmp_path / "theirs"), str(tmp_path), 64)[0]
+    first, second = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("theirs", "packed"))
+    assert first.keys() == second.keys() and all(
+        torch.equal(second[name], value) for name, value in first.items() if "quant_state" not in name
+    )
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map="cpu")
+    assert {type(back.get_submodule(n.removesuffix(".weight"))).__name__ for n in weights(full)} == {"Linear4bit"}
+    for name, layer in back.named_modules():
+        if f"{name}.weight" in weights(full):
+            import bitsandbytes.functional as F
+
+            assert torch.equal(F.dequantize_4bit(layer.weight.data, layer.weight.quant_state), full[f"{name}.weight"])
+
+
+def test_checkpoints_have_the_bytes_under_other_layouts(ranks, tmp_path):
+    expected = ranks.run(trained, 2, "dp_shard=2", str(tmp_path), 4, 9)[0]
+    first = ranks.run(trained, 2, "dp_shard=2", str(tmp_path), 1, 1)[0]
+    second = ranks.run(trained, 2, "tp=2", str(tmp_path), 2, 2)[0]
+    third = ranks.run(trained, 1, "dp_shard=1", str(tmp_path), 4, 9)[0]
+    assert first[0] + second[0] + third[0] == pytest.approx(expected[0], rel=1e-12)
+    of_base = packed(weights(base(dtype=torch.float64).state_dict()))
+    for _, parts in (first, second, third):
+        same(parts, of_base)
