@@ -217,3 +217,14 @@ def magnitudes(layout: str, folder: str, wide: int) -> dict[str, Tensor]:
         again = sw.full_state_dict(model, packed=True)
         assert all(torch.equal(again[name], value) for name, value in first.items())
         return found
+
+
+def odd(folder: str) -> str:
+    """What is said of a weight that has no place in bitsandbytes' files."""
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(Widths((4, 5)), world, example={"x": torch.ones(1, 5)}, quantize="nf4")
+        try:
+            sw.save_weights(model, folder, packed=True)
+        except sw.UnsupportedError as error:
+            return str(error)
+        return ""

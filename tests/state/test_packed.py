@@ -177,3 +177,102 @@ def test_checkpoints_have_the_bytes_under_other_layouts(ranks, tmp_path):
     of_base = packed(weights(base(dtype=torch.float64).state_dict()))
     for _, parts in (first, second, third):
         same(parts, of_base)
+
+
+FIRST = "model.layers.0.self_attn.q_proj.weight"
+
+
+def edited(suffix, change):
+    def edit(tensors):
+        value = change(tensors.pop(FIRST + suffix))
+        if value is not None:
+            tensors[FIRST + suffix] = value
+
+    return edit
+
+
+def int8(tensors):
+    for name in weights(base().state_dict()):
+        tensors[name], tensors[f"{name}.SCB"] = torch.zeros(64, 64, dtype=torch.int8), torch.ones(64)
+
+
+def test_directories_that_are_packed_otherwise_are_refused_by_name(ranks, tmp_path, bnb, folders):
+    state, text = ".quant_state.bitsandbytes__nf4", lambda value: torch.tensor([*value], dtype=torch.uint8)
+
+    def says(**changes):
+        return edited(state, lambda value: text(json.dumps({**json.loads(bytes(value.tolist())), **changes}).encode()))
+
+    cases = {
+        bnb(quant_type="fp4"): ("bitsandbytes in fp4", "take the directory that it was made from"),
+        bnb(blocksize=128): ("nf4 in blocks of 128, whose scales are in groups of 256",),
+        bnb(nested_blocksize=64): ("scales are in groups of 64",),
+        bnb(edited(".nested_absmax", lambda value: None)): ("no double quantisation",),
+        bnb(int8): ("8 bits (LLM.int8)",),
+        bnb(settings={"quant_method": "bitsandbytes", "load_in_8bit": True}): ("8 bits (LLM.int8)",),
+        bnb(edited("", lambda value: value[:-1])): ("has 2047 bytes", "shape [64, 64] has 2048"),
+        bnb(edited(".absmax", lambda value: value[:-1])): (".absmax has 63 bytes",),
+        bnb(edited(".nested_absmax", lambda value: value.repeat(2))): (".nested_absmax has 8 bytes",),
+        bnb(edited(".nested_absmax", lambda value: value.view(torch.int32))): ("is int32, and not float32",),
+        bnb(edited(".quant_map", lambda value: value.flip(0))): (".quant_map is not the table of NF4",),
+        bnb(edited(".nested_quant_map", lambda value: value * 2)): ("is not the table of the scales in 8 bits",),
+        bnb(edited(".absmax", lambda value: None)): (".absmax is missing beside",),
+        bnb(edited(state, lambda value: text(b"{"))): ("is not the JSON that bitsandbytes writes",),
+        bnb(edited(state, lambda value: text(b"[1]"))): ("is not the JSON that bitsandbytes writes",),
+        bnb(edited(state, lambda value: text(b"\xff"))): ("is not the JSON that bitsandbytes writes",),
+        bnb(edited(state, lambda value: value.float())): ("is no text",),
+        bnb(says(shape=[64, 64, 1])): ("says shape [64, 64, 1]",),
+        bnb(says(shape=[64, -64])): ("says shape [64, -64]",),
+        bnb(says(shape=[1 << 40, 1 << 40])): (" bytes, and a weight of shape [1099511627776, 1099511627776]",),
+        bnb(says(shape="ab")): ("says shape ['a', 'b']",),
+        bnb(says(nested_offset=float("nan"))): ("nested_offset nan",),
+        bnb(says(dtype="int8")): ("says dtype 'int8'",),
+        bnb(says(shape=[32, 128])): ("shape [32, 128]", "the model has [64, 64] there"),
+        bnb(says(shape=[64 * 64, 1])): ("has numbers of two rows",),
+    }  # fmt: skip
+    for method in ("gptq", "awq", "fp8"):
+        folder = shutil.copytree(folders(), tmp_path / method)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+        cases[str(folder)] = (f"names {method}", 'quantize="nf4"')
+    calls = [("load_weights", folder, {}) for folder in cases]
+    for options in ({}, {"quantize": None}):
+        told = ranks.run(refusals, 1, "dp_shard=1", calls, **options)[0]
+        for (folder, words), answer in zip(cases.items(), told, strict=True):
+            assert answer.startswith("CheckpointError") and folder in answer, answer
+            assert all(word in answer for word in words), answer
+
+
+def test_values_that_cannot_be_packed_withhold_the_model_until_others_are_loaded(ranks, tmp_path, folders):
+    for i, bad in enumerate((float("nan"), float("inf"), 1e39)):
+        folder = shutil.copytree(folders(), tmp_path / str(i))
+        state, name = base().state_dict(), "model.layers.1.mlp.up_proj.weight"
+        state[name] = state[name].double()
+        state[name][-1, -1] = bad  # on the last rank
+        save_file(state, folder / "model.safetensors")
+        for answers in ranks.run(left_half, 2, "dp_shard=2", str(folder), folders()):
+            refused, withheld, used = answers
+            assert f"{name}: {folder}: 1 numbers in rows" in refused and "NaN or infinite" in refused
+            assert "weights were not loaded whole" in withheld and used == ""
+
+
+def test_what_has_no_form_or_two_is_refused(ranks, tmp_path, folders):
+    state = base().state_dict()
+    parts = packed(weights(state))
+    rest = {name: value for name, value in state.items() if name not in weights(state)}
+    few = {name: value for name, value in {**rest, **parts}.items() if name != f"{FIRST}_nf4_outer"}
+    cases = [
+        ("load_full_state_dict", {**state, f"{FIRST}_nf4": parts[f"{FIRST}_nf4"]}, ("in two forms",)),
+        ("load_full_state_dict", few, ("1 of 91 ", f"are missing: {FIRST}_nf4_outer\n")),
+        ("load_full_state_dict", {n: v for n, v in state.items() if n != FIRST}, ("1 of 49 ", f"are missing: {FIRST}\n")),
+        ("load_full_state_dict", {**state, FIRST: torch.zeros(64, 63)}, ("shape [64, 63]",)),
+        ("load_full_state_dict", {**state, FIRST: torch.zeros(64, 64, dtype=torch.int64)}, ("dtype int64",)),
+        ("save_weights", str(tmp_path / "merged"), ("packing the merged weights again", "merge=False, packed=True")),
+        ("load_weights", {**state, FIRST: torch.full((64, 64), torch.nan)}, ("a state dict: ", "NaN or infinite")),
+    ]
+    calls = [(name, given, {"packed": True} if name == "save_weights" else {}) for name, given, _ in cases]
+    for (*_, words), told in zip(cases, ranks.run(refusals, 1, "dp_shard=1", calls)[0], strict=True):
+        assert all(word in told for word in words), told
+    calls = [("save_weights", str(tmp_path / "plain"), {"packed": True, "merge": False})]
+    assert "without packed weights" in ranks.run(refusals, 1, "dp_shard=1", calls, quantize=None)[0][0]
+    assert "a weight of 5 inputs" in ranks.run(packing.odd, 1, str(tmp_path / "odd"))[0]
+    assert not [*tmp_path.iterdir()]

@@ -136,7 +136,7 @@ def plan_of(
         matched.missing = tuple(name for name in matched.missing if name not in exact)
     for name in recipe.buffers.keys() & matched.tensors.keys() if rules.buffers_as_stored else ():
         wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
-    _choose_form(matched, weights, opened)
+    _choose_form(matched, wanted, weights, opened)
     if isinstance(source, Mapping):
         states = extra_names(runtime.module)
         strange = [name for name in opened.extra if name not in states] if own is None else own.found.unexpected
@@ -208,33 +208,35 @@ def _quantization_of(folder: Path | None) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) and found else None
 
 
-def _choose_form(matched: Matched, weights: Mapping[str, PackedTensor], source: Source) -> None:
+def _choose_form(
+    matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
+) -> None:
     """Of each packed weight, leaves wanted and found the form that the source has: its parts, or plain values.
 
     Raises:
         CheckpointError: it has both.
     """
-    missing = set(matched.missing)
+    other_form: set[str] = set()
     for name, packed in weights.items():
-        parts = [part for part in packed.parts.values() if part in matched.tensors]
-        stored = matched.tensors.get(name)
-        if stored is not None and parts:
+        names = [*packed.parts.values()]
+        there, stored = [part for part in names if part in matched.tensors], matched.tensors.get(name)
+        if stored is not None and there:
             raise CheckpointError(
-                f"{source.place}: {matched.names[name]} and {matched.names[parts[0]]}",
+                f"{source.place}: {matched.names[name]} and {matched.names[there[0]]}",
                 why="they are the values of one weight in two forms, plain and packed",
                 fix=f"leave one out: rename=[({'^' + re.escape(matched.names[name]) + '$'!r}, None)]",
                 name=name,
                 misfit="double",
             )
-        if stored is None:
-            missing -= {name} if parts else {*packed.parts.values()}
-            continue
-        missing -= {*packed.parts.values()}
-        if (as_they_are := as_bytes(stored, packed)) is not None:
-            matched.tensors |= as_they_are
-            matched.names |= dict.fromkeys(as_they_are, matched.names[name])
+        if stored is not None and (parts := as_bytes(stored, packed)) is not None:
+            matched.names |= dict.fromkeys(parts, matched.names[name])
+            matched.tensors |= parts
             del matched.tensors[name]
-    matched.missing = tuple(name for name in matched.missing if name in missing)
+            there = names
+        for other in [name] if there else names:
+            del wanted[other]
+            other_form.add(other)
+    matched.missing = tuple(name for name in matched.missing if name not in other_form | matched.tensors.keys())
 
 
 def _holds_adapters_alone(folder: Path) -> bool:
