@@ -67,23 +67,29 @@ def unpacked(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those of a base that are packed."""
-    return {name: value for name, value in state.items() if "_proj" in name and name.endswith("weight") and "lora" not in name}
+    return {
+        name: value
+        for name, value in state.items()
+        if "_proj" in name and name.endswith("weight") and "lora" not in name
+    }
 
 
-def sharded(world: sw.World, wide: int = 64, seed: int = 2, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+def sharded(
+    world: sw.World, wide: int = 64, seed: int = 2, dtype: torch.dtype = torch.float32, **options: Any
+) -> nn.Module:
     options = {"lora": sw.LoRA(**LORA), "quantize": "nf4", "sharding": EVERY, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return sw.parallelize(
-            functools.partial(base, wide, seed, dtype), world, example={"input_ids": IDS}, **options
-        )
+        return sw.parallelize(functools.partial(base, wide, seed, dtype), world, example={"input_ids": IDS}, **options)
 
 
 def of_widths(layout: str, widths: tuple[int, ...], **options: Any) -> list[dict[str, Tensor]]:
     """What layers of these widths are stored in, loaded from a state dict by every rank, and from rank 0's."""
     with sw.init(layout, device="cpu") as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = sw.parallelize(Widths(widths, 2), world, example={"x": torch.ones(1, max(widths))}, quantize="nf4", sharding=EVERY)
+        model = sw.parallelize(
+            Widths(widths, 2), world, example={"x": torch.ones(1, max(widths))}, quantize="nf4", sharding=EVERY
+        )
         found = []
         for shared in (True, False):
             sw.load_full_state_dict(model, Widths(widths, 3).state_dict())
@@ -131,15 +137,15 @@ def saved(layout: str, source: str, folder: str, wide: int, dtype: torch.dtype =
         return found, logits(model.eval())
 
 
-def trained(layout: str, root: str, windows: int, saves: int, wide: int = 64) -> tuple[list[float], dict[str, Tensor]]:
+def trained(layout: str, root: str, windows: int, saves: int, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of a run that resumes a checkpoint if there is one, and saves one after ``saves`` windows; and all bytes."""
     with sw.init(layout, device="cpu") as world:
-        model = sharded(world, wide, dtype=torch.float64)
+        model = sharded(world, dtype=torch.float64, **options)
         optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         step = sw.TrainStep(model, optim, loss=loss, forward=forward, count=count)
         manager = sw.CheckpointManager(root, step, async_save=False)
         if not manager.load():
-            sw.load_weights(model, base(wide, dtype=torch.float64).state_dict())
+            sw.load_weights(model, base(dtype=torch.float64).state_dict())
         dp, losses = world.axis("dp"), []
         for i in range(step.num_steps, windows):
             rows = [{"input_ids": (IDS[j : j + 1] + i) % VOCAB} for j in range(2)]
@@ -194,7 +200,9 @@ def of_bitsandbytes(state: dict[str, Tensor], dtype: str = "float32", **changes:
             f"{name}.nested_absmax": outer,
             f"{name}.nested_quant_map": torch.tensor(nf4.dynamic_map()),
             f"{name}.quant_map": torch.tensor(nf4.TABLE),
-            f"{name}.quant_state.bitsandbytes__{text['quant_type']}": torch.tensor([*json.dumps(text).encode()], dtype=torch.uint8),
+            f"{name}.quant_state.bitsandbytes__{text['quant_type']}": torch.tensor(
+                [*json.dumps(text).encode()], dtype=torch.uint8
+            ),
         }
     return found
 

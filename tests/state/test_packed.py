@@ -9,7 +9,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from state import packing
 from state.adapting import logits
-from state.packing import base, left_half, loaded, magnitudes, of_widths, packed, refusals, saved, trained, unpacked, weights
+from state.packing import (
+    base,
+    left_half,
+    loaded,
+    magnitudes,
+    of_widths,
+    packed,
+    refusals,
+    saved,
+    trained,
+    unpacked,
+    weights,
+)
+
+import shardwise as sw
 
 LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_shard=3": 3, "tp=2": 2, "dp_shard=2,tp=2": 4}
 WIDTHS = (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 70)
@@ -98,7 +112,9 @@ def test_what_is_saved_computes_the_same_without_shardwise(ranks, tmp_path, fold
         expected_merged = theirs.merge_and_unload().state_dict()
     merged = load_file(tmp_path / "merged/model.safetensors")
     same(merged, {name: expected_merged[name] for name in merged})
-    assert merged.keys() == expected.keys() and not torch.equal(merged["model.layers.1.mlp.up_proj.weight"], full["model.layers.1.mlp.up_proj.weight"])
+    assert merged.keys() == expected.keys() and not torch.equal(
+        merged["model.layers.1.mlp.up_proj.weight"], full["model.layers.1.mlp.up_proj.weight"]
+    )
     same(load_file(tmp_path / "packed/model.safetensors"), packing.of_bitsandbytes(expected))
     settings = json.loads((tmp_path / "packed/config.json").read_text())["quantization_config"]
     assert settings["load_in_4bit"] and settings["llm_int8_skip_modules"] == ["lm_head"]
@@ -133,8 +149,8 @@ def test_a_directory_of_bitsandbytes_keeps_its_bits(ranks, bnb, layout):
             tensors[name] = tensors[name].flip(0).flatten().view(torch.bfloat16).view(-1, 1)
 
     for edit in (lambda tensors: None, other_bits):
-        tensors = {}
-        folder = bnb(lambda made, edit=edit: (edit(made), tensors.update(made)))
+        folder = bnb(edit)
+        tensors = load_file(f"{folder}/model.safetensors")
         found = ranks.run(loaded, LAYOUTS[layout], layout, folder, 64)[0]
         for shared in (True, False):
             for name in weights(state):
@@ -177,6 +193,9 @@ def test_checkpoints_have_the_bytes_under_other_layouts(ranks, tmp_path):
     of_base = packed(weights(base(dtype=torch.float64).state_dict()))
     for _, parts in (first, second, third):
         same(parts, of_base)
+    ranks.run(trained, 1, "dp_shard=1", str(tmp_path / "plain"), 1, 1, quantize=None)
+    with pytest.raises(sw.RankError, match=r"q_proj.weight: .*: a checkpoint of a model with plain weights"):
+        ranks.run(trained, 1, "dp_shard=1", str(tmp_path / "plain"), 2, 9)
 
 
 FIRST = "model.layers.0.self_attn.q_proj.weight"
@@ -263,7 +282,11 @@ def test_what_has_no_form_or_two_is_refused(ranks, tmp_path, folders):
     cases = [
         ("load_full_state_dict", {**state, f"{FIRST}_nf4": parts[f"{FIRST}_nf4"]}, ("in two forms",)),
         ("load_full_state_dict", few, ("1 of 91 ", f"are missing: {FIRST}_nf4_outer\n")),
-        ("load_full_state_dict", {n: v for n, v in state.items() if n != FIRST}, ("1 of 49 ", f"are missing: {FIRST}\n")),
+        (
+            "load_full_state_dict",
+            {n: v for n, v in state.items() if n != FIRST},
+            ("1 of 49 ", f"are missing: {FIRST}\n"),
+        ),
         ("load_full_state_dict", {**state, FIRST: torch.zeros(64, 63)}, ("shape [64, 63]",)),
         ("load_full_state_dict", {**state, FIRST: torch.zeros(64, 64, dtype=torch.int64)}, ("dtype int64",)),
         ("save_weights", str(tmp_path / "merged"), ("packing the merged weights again", "merge=False, packed=True")),

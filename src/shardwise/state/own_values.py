@@ -50,7 +50,9 @@ def stored_tensors(runtime: Runtime, buffers: Facts | None = None, *, unpacked: 
         found = {name: Stored(name, p.shape, p.storage, True) for name, p in recipe.params.items()}
         found |= {name: Stored(name, shape, dtype, False) for name, (shape, dtype) in buffers.items()}
         if unpacked:
-            plain = {name: Stored(name, weight.shape, weight.dtype, True) for name, weight in packed_of(runtime).items()}
+            plain = {
+                name: Stored(name, weight.shape, weight.dtype, True) for name, weight in packed_of(runtime).items()
+            }
             found = {name: (found | plain)[name] for name in in_weights_place(runtime, found)}
         return found
     if unpacked:

@@ -97,14 +97,16 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
         raise CheckpointError(
             f"weights from {source.place}, which are quantised: quantization_config in its config.json names {method}",
             why="their small numbers are right only with the scales beside them, in a form that is not read",
-            fix="name a directory of the same model that is not quantised, and pass quantize=\"nf4\" to parallelize to store it in 4 bits",
+            fix='name a directory of the same model that is not quantised, and pass quantize="nf4" to parallelize to store it in 4 bits',
         )
     beside = {name for weight in found.values() for name in weight.beside}
     tensors = {name: stored for name, stored in source.tensors.items() if name not in beside}
     for name, weight in found.items():
         parts: dict[str, TensorSource] = {role: InMemoryTensor.of(value) for role, value in weight.made.items()}
         for role, (key, shape) in weight.parts.items():
-            parts[role] = _shaped(source, key, shape, "float32" if source.tensors[key].num_bytes == 4 * math.prod(shape) else "uint8")
+            parts[role] = _shaped(
+                source, key, shape, "float32" if source.tensors[key].num_bytes == 4 * math.prod(shape) else "uint8"
+            )
         tensors[name] = DecodedTensor(weight.shape, weight.dtype, weight, parts)
     return replace(source, tensors=tensors) if found else source
 

@@ -172,15 +172,17 @@ def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
     refuse_own_methods(runtime, "save_weights(packed=True)")
 
 
-def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None) -> int:
-    """Size in bytes of the files that :func:`save_weights` would write; no communication."""
+def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None, *, as_stored: bool = False) -> int:
+    """Size in bytes of the files that :func:`save_weights` would write; ``as_stored``: of a checkpoint's weights, with what techniques
+    have added, and packed weights as they are. No communication."""
+    runtime = runtime_of(model)
     return file_layout_of(
-        runtime_of(model),
+        runtime,
         max_shard_bytes=SHARD_BYTES,
         dtype=_checked_dtype(dtype),
         of_main=False,
-        without=fold.own_names(runtime_of(model).recipe),
-        form="plain",
+        without=() if as_stored else fold.own_names(runtime.recipe),
+        form="stored" if as_stored else "plain",
     ).num_bytes
 
 

@@ -24,7 +24,9 @@ class Origin:
         self.folder: Path | None = None
 
 
-def sidecar_files(runtime: Runtime, dtype: str | None = None, *, packed: bool = False) -> tuple[dict[str, bytes], list[str]]:
+def sidecar_files(
+    runtime: Runtime, dtype: str | None = None, *, packed: bool = False
+) -> tuple[dict[str, bytes], list[str]]:
     """File name -> content of the configuration and tokenizer files from the directory that the model was loaded from,
     and of a Hugging Face model's current configuration; and notes for the user.
 
@@ -50,7 +52,9 @@ def sidecar_files(runtime: Runtime, dtype: str | None = None, *, packed: bool = 
     if isinstance(runtime.tokenizer, Mapping):
         found |= runtime.tokenizer
     found |= _of_hugging_face(runtime, dtype)
-    settings = {key: value for act in acts() for key, value in act.packed_settings(runtime).items()} if packed else {}
+    settings: dict[str, Any] = {}
+    for act in acts() if packed else ():
+        settings |= act.packed_settings(runtime, naming_of(runtime.module, shapes_of(runtime)).prefix)
     if settings or "config.json" in found:
         found["config.json"] = _with_settings(found.get("config.json", b"{}"), settings)
     return found, notes

@@ -21,6 +21,7 @@ Files with torch are named by text and loaded when they are first used, so that 
 """
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,10 +36,9 @@ from shardwise.recipe.records import Record
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from shardwise.errors import ShardwiseError
     from shardwise.recipe import Slice
     from shardwise.recipe.boxes import Box
-
-    from shardwise.errors import ShardwiseError
     from shardwise.world import World
 
 Found = TypeVar("Found")
@@ -221,7 +221,8 @@ class PackedTensor(Protocol):
         """Suffix of the weight's name -> what a packed file has under it."""
 
 
-class PackedInFile(Protocol):
+@dataclass(frozen=True, eq=False)
+class PackedInFile(ABC):
     """A packed weight in files of another library.
 
     Attributes:
@@ -241,6 +242,7 @@ class PackedInFile(Protocol):
     made: "Mapping[str, Tensor]"
     beside: tuple[str, ...]
 
+    @abstractmethod
     def decode(self, box: "Box", read: "Callable[[str, Box | None], Tensor]") -> "Tensor":
         """The plain values of a box; ``read(role, box)`` reads a box of a part (None: all)."""
 
@@ -305,8 +307,9 @@ class Act:
         """
         return {}
 
-    def packed_settings(self, runtime: Any) -> Mapping[str, Any]:
-        """``quantization_config`` of config.json for files with packed weights; {}: it has packed none."""
+    def packed_settings(self, runtime: Any, prefix: str) -> Mapping[str, Any]:
+        """``quantization_config`` of config.json for files with packed weights; {}: it has packed none. ``prefix``: as for
+        :meth:`adapter_files`."""
         return {}
 
     def adapter_files(self, runtime: Any, prefix: str) -> "AdapterFiles | None":

@@ -231,7 +231,11 @@ def place_tensors(
     for name in order:
         shape, dtype = tensors[name]
         end = position + sizes[name]
-        entries[name] = {"dtype": CODES[dtype], "shape": [*(shapes or {}).get(name, shape)], "data_offsets": [position, end]}
+        entries[name] = {
+            "dtype": CODES[dtype],
+            "shape": [*(shapes or {}).get(name, shape)],
+            "data_offsets": [position, end],
+        }
         starts[name], position = position, end
     head = header_of(entries, align)
     placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]

@@ -48,10 +48,10 @@ class QuantizeAct(Act):
     ) -> Mapping[str, PackedInFile]:
         return bitsandbytes.found(tensors, load, settings, place)
 
-    def packed_settings(self, runtime: Any) -> Mapping[str, Any]:
+    def packed_settings(self, runtime: Any, prefix: str) -> Mapping[str, Any]:
         packed = codecs_of(runtime.recipe, runtime.world.rank)
         if not packed:
             return {}
         layers = [name for name, layer in runtime.modules if out_dim_of(layer) == 0 and name]
-        plain = [name for name in layers if f"{name}.weight" not in packed and ".lora_" not in name]
+        plain = [name.removeprefix(prefix) for name in layers if f"{name}.weight" not in packed]
         return bitsandbytes.config(next(iter(packed.values())).dtype, plain)

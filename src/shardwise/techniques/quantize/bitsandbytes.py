@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from shardwise.model import dtype_of
 from shardwise.model.nf4 import BLOCK, GROUP, TABLE, Packing, dynamic_map, unpack
 from shardwise.recipe.boxes import Box
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.techniques.technique import StoredPart
+from shardwise.techniques.technique import PackedInFile, StoredPart
 
 STATE = ".quant_state.bitsandbytes__"
 _STATE = re.compile(r"(.+)\.quant_state\.bitsandbytes__(\w+)")
 _BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _UNPACK = (
-    "take the directory that it was made from, and quantize=\"nf4\" if it is to be packed; or unpack it by transformers: "
+    'take the directory that it was made from, and quantize="nf4" if it is to be packed; or unpack it by transformers: '
     "AutoModelForCausalLM.from_pretrained(DIR).dequantize().save_pretrained(OTHER)"
 )
 
@@ -86,17 +85,8 @@ def config(dtype: str, plain: list[str]) -> dict[str, Any]:
 # ---- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class FoundWeight:
-    """A packed weight in files, as a :class:`~shardwise.techniques.technique.PackedInFile`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    parts: Mapping[str, tuple[str, tuple[int, ...]]]
-    made: Mapping[str, Tensor]
-    beside: tuple[str, ...]
-    kind: str = "nf4"
+class FoundWeight(PackedInFile):
+    """A weight that bitsandbytes has packed."""
 
     def decode(self, box: Box, read: Callable[[str, Box | None], Tensor]) -> Tensor:
         (row, first), (rows, num) = box
@@ -136,7 +126,10 @@ def _found(
 ) -> FoundWeight:
     def damaged(why: str) -> CheckpointError:
         return CheckpointError(
-            f"{place}: a packed weight that cannot be read", why=why, fix="copy or export the directory again", name=name
+            f"{place}: a packed weight that cannot be read",
+            why=why,
+            fix="copy or export the directory again",
+            name=name,
         )
 
     if kind != "nf4":
@@ -186,4 +179,4 @@ def _found(
         "outer": (f"{name}.nested_absmax", (-(-packing.num_blocks // GROUP),)),
     }
     beside = (*(name + suffix for suffix in _BESIDE), state_name)
-    return FoundWeight(name, shape, dtype, parts, {"mean": torch.tensor(mean)}, beside)
+    return FoundWeight(name, shape, dtype, "nf4", parts, {"mean": torch.tensor(mean)}, beside)

@@ -40,9 +40,7 @@ class PackedWeight:
     @property
     def parts(self) -> Mapping[str, str]:
         """Role -> canonical name."""
-        return dict(
-            zip(ROLES, (self.codes, self.scales, f"{self.codes}_outer", f"{self.codes}_mean"), strict=True)
-        )
+        return dict(zip(ROLES, (self.codes, self.scales, f"{self.codes}_outer", f"{self.codes}_mean"), strict=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,9 +128,7 @@ class PackedWeight:
                 values = self._values(read, at, number, packing, place)
                 yield here, at, number, values, packing, codes[here : here + number]
 
-    def _values(
-        self, read: Callable[[Box], Tensor], row: int, number: int, packing: Packing, place: str
-    ) -> Tensor:
+    def _values(self, read: Callable[[Box], Tensor], row: int, number: int, packing: Packing, place: str) -> Tensor:
         values = read(Box((row, packing.first), (number, packing.num_inputs))).float()
         num = values.numel() - int(torch.isfinite(values).sum())
         if num:
