@@ -227,12 +227,35 @@ def magnitudes(layout: str, folder: str, wide: int) -> dict[str, Tensor]:
         return found
 
 
-def odd(folder: str) -> str:
-    """What is said of a weight that has no place in bitsandbytes' files."""
+class Hooked(Widths):
+    """Decides by a method of its own what is stored."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "twice"] = self.last.detach() * 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state.pop(prefix + "twice", None)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def odd(folder: str) -> list[str]:
+    """What is said of a weight that has no place in bitsandbytes' files; and of plain values where a module's own method decides."""
     with sw.init("dp_shard=1", device="cpu") as world:
         model = sw.parallelize(Widths((4, 5)), world, example={"x": torch.ones(1, 5)}, quantize="nf4")
-        try:
-            sw.save_weights(model, folder, packed=True)
-        except sw.UnsupportedError as error:
-            return str(error)
-        return ""
+        other = sw.parallelize(Hooked((4, 6)), world, example={"x": torch.ones(1, 6)}, quantize="nf4")
+        bytes_ = sw.full_state_dict(other, packed=True)
+        sw.load_full_state_dict(other, bytes_)
+        texts = []
+        for call in (
+            lambda: sw.save_weights(model, folder, packed=True),
+            lambda: sw.save_weights(other, folder),
+            lambda: sw.full_state_dict(other),
+            lambda: sw.load_full_state_dict(other, Hooked((4, 6)).state_dict()),
+        ):
+            try:
+                call()
+                texts.append("")
+            except sw.ShardwiseError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+        return texts

@@ -3,27 +3,18 @@
 import json
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from state import packing
 from state.adapting import logits
-from state.packing import (
-    base,
-    left_half,
-    loaded,
-    magnitudes,
-    of_widths,
-    packed,
-    refusals,
-    saved,
-    trained,
-    unpacked,
-    weights,
-)
+from state.packing import base, packed, refusals, unpacked, weights
 
 import shardwise as sw
+from shardwise.config.conversion import Conversion
+from shardwise.state.convert import convert
 
 LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_shard=3": 3, "tp=2": 2, "dp_shard=2,tp=2": 4}
 WIDTHS = (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 70)
@@ -55,7 +46,7 @@ def test_each_width_has_the_bytes_of_the_whole_weight(ranks, widths):
     state = packing.Widths(widths).state_dict()
     of_layers = {name: value for name, value in state.items() if name.endswith("weight")}
     for num in (1, 2, 3):
-        parts, plain, again, _ = ranks.run(of_widths, num, f"dp_shard={num}", widths)[0]
+        parts, plain, again, _ = ranks.run(packing.of_widths, num, f"dp_shard={num}", widths)[0]
         for found in (parts, again):
             same(found, packed(of_layers), num)
             assert not set(found) & set(of_layers)
@@ -67,7 +58,7 @@ def test_each_width_has_the_bytes_of_the_whole_weight(ranks, widths):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_directory_is_packed_under_every_layout_as_the_whole_tensors_are(ranks, folders, layout, wide):
     expected = base(wide).state_dict()
-    results = ranks.run(loaded, LAYOUTS[layout], layout, folders(wide), wide)
+    results = ranks.run(packing.loaded, LAYOUTS[layout], layout, folders(wide), wide)
     found = results[0]
     for shared in (True, False):
         same(found[f"parts {shared}"], packed(weights(expected)), shared)
@@ -82,14 +73,14 @@ def test_a_directory_is_packed_under_every_layout_as_the_whole_tensors_are(ranks
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_of_every_floating_dtype_are_packed_without_a_cast(ranks, folders, dtype):
-    found = ranks.run(loaded, 2, "dp_shard=2", folders(64, dtype), 64, 1)[0]
+    found = ranks.run(packing.loaded, 2, "dp_shard=2", folders(64, dtype), 64, 1)[0]
     same(found["parts True"], packed(weights(base(dtype=dtype).state_dict())))
     assert not set(found["report True"].cast) & set(weights(found["plain"]))
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=1", "dp_shard=3", "tp=2"])
 def test_magnitudes_of_dora_follow_the_unpacked_values(ranks, folders, layout):
-    found = ranks.run(magnitudes, LAYOUTS[layout], layout, folders(40), 40)[0]
+    found = ranks.run(packing.magnitudes, LAYOUTS[layout], layout, folders(40), 40)[0]
     for name, value in unpacked(weights(base(40).state_dict())).items():
         magnitude = found[name.removesuffix("weight") + "lora_magnitude_vector.default.weight"]
         assert torch.equal(magnitude, torch.linalg.norm(value, dim=1)), name
@@ -101,7 +92,7 @@ def test_what_is_saved_computes_the_same_without_shardwise(ranks, tmp_path, fold
     import peft
     from transformers import AutoModelForCausalLM
 
-    full, answer = ranks.run(saved, LAYOUTS[layout], layout, folders(wide), str(tmp_path), wide)[0]
+    full, answer = ranks.run(packing.saved, LAYOUTS[layout], layout, folders(wide), str(tmp_path), wide)[0]
     expected = base(wide).state_dict()
     same(load_file(tmp_path / "base/model.safetensors"), {**expected, **unpacked(weights(expected))})
     alone = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
@@ -151,7 +142,7 @@ def test_a_directory_of_bitsandbytes_keeps_its_bits(ranks, bnb, layout):
     for edit in (lambda tensors: None, other_bits):
         folder = bnb(edit)
         tensors = load_file(f"{folder}/model.safetensors")
-        found = ranks.run(loaded, LAYOUTS[layout], layout, folder, 64)[0]
+        found = ranks.run(packing.loaded, LAYOUTS[layout], layout, folder, 64)[0]
         for shared in (True, False):
             for name in weights(state):
                 parts = found[f"parts {shared}"]
@@ -170,7 +161,7 @@ def test_a_directory_that_transformers_has_packed(ranks, tmp_path, folders):
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     theirs = AutoModelForCausalLM.from_pretrained(folders(), quantization_config=config, device_map="cpu")
     theirs.save_pretrained(tmp_path / "theirs")
-    full, _ = ranks.run(saved, 2, "dp_shard=2", str(tmp_path / "theirs"), str(tmp_path), 64)[0]
+    full, _ = ranks.run(packing.saved, 2, "dp_shard=2", str(tmp_path / "theirs"), str(tmp_path), 64)[0]
     first, second = (load_file(tmp_path / f"{name}/model.safetensors") for name in ("theirs", "packed"))
     assert first.keys() == second.keys() and all(
         torch.equal(second[name], value) for name, value in first.items() if "quant_state" not in name
@@ -185,20 +176,32 @@ def test_a_directory_that_transformers_has_packed(ranks, tmp_path, folders):
 
 
 def test_checkpoints_have_the_bytes_under_other_layouts(ranks, tmp_path):
-    expected = ranks.run(trained, 2, "dp_shard=2", str(tmp_path), 4, 9)[0]
-    first = ranks.run(trained, 2, "dp_shard=2", str(tmp_path), 1, 1)[0]
-    second = ranks.run(trained, 2, "tp=2", str(tmp_path), 2, 2)[0]
-    third = ranks.run(trained, 1, "dp_shard=1", str(tmp_path), 4, 9)[0]
+    expected = ranks.run(packing.trained, 2, "dp_shard=2", str(tmp_path), 4, 9)[0]
+    first = ranks.run(packing.trained, 2, "dp_shard=2", str(tmp_path), 1, 1)[0]
+    second = ranks.run(packing.trained, 2, "tp=2", str(tmp_path), 2, 2)[0]
+    third = ranks.run(packing.trained, 1, "dp_shard=1", str(tmp_path), 4, 9)[0]
     assert first[0] + second[0] + third[0] == pytest.approx(expected[0], rel=1e-12)
     of_base = packed(weights(base(dtype=torch.float64).state_dict()))
     for _, parts in (first, second, third):
         same(parts, of_base)
-    ranks.run(trained, 1, "dp_shard=1", str(tmp_path / "plain"), 1, 1, quantize=None)
+    ranks.run(packing.trained, 1, "dp_shard=1", str(tmp_path / "plain"), 1, 1, quantize=None)
     with pytest.raises(sw.RankError, match=r"q_proj.weight: .*: a checkpoint of a model with plain weights"):
-        ranks.run(trained, 1, "dp_shard=1", str(tmp_path / "plain"), 2, 9)
+        ranks.run(packing.trained, 1, "dp_shard=1", str(tmp_path / "plain"), 2, 9)
 
 
 FIRST = "model.layers.0.self_attn.q_proj.weight"
+
+
+def test_a_packed_directory_is_converted_to_plain_values(ranks, tmp_path, bnb):
+    state = base().state_dict()
+    convert(Conversion(source=Path(bnb()), dest=tmp_path / "plain", to="hf", dtype="fp64", verify=True))
+    found = load_file(tmp_path / "plain/model.safetensors")
+    same(found, {name: value.double() for name, value in {**state, **unpacked(weights(state))}.items()})
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "float64"
+    save_file(packed(weights(state)), tmp_path / "parts.safetensors")
+    with pytest.raises(sw.CheckpointError, match="_nf4: weights from .* parts of packed weights"):
+        convert(Conversion(source=tmp_path / "parts.safetensors", dest=tmp_path / "out", to="hf"))
 
 
 def edited(suffix, change):
@@ -252,7 +255,7 @@ def test_directories_that_are_packed_otherwise_are_refused_by_name(ranks, tmp_pa
         folder = shutil.copytree(folders(), tmp_path / method)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
-        cases[str(folder)] = (f"names {method}", 'quantize="nf4"')
+        cases[str(folder)] = (f"names {method}", "parallelize(..., quantize=) packs")
     calls = [("load_weights", folder, {}) for folder in cases]
     for options in ({}, {"quantize": None}):
         told = ranks.run(refusals, 1, "dp_shard=1", calls, **options)[0]
@@ -268,7 +271,7 @@ def test_values_that_cannot_be_packed_withhold_the_model_until_others_are_loaded
         state[name] = state[name].double()
         state[name][-1, -1] = bad  # on the last rank
         save_file(state, folder / "model.safetensors")
-        for answers in ranks.run(left_half, 2, "dp_shard=2", str(folder), folders()):
+        for answers in ranks.run(packing.left_half, 2, "dp_shard=2", str(folder), folders()):
             refused, withheld, used = answers
             assert f"{name}: {folder}: 1 numbers in rows" in refused and "NaN or infinite" in refused
             assert "weights were not loaded whole" in withheld and used == ""
@@ -297,5 +300,10 @@ def test_what_has_no_form_or_two_is_refused(ranks, tmp_path, folders):
         assert all(word in told for word in words), told
     calls = [("save_weights", str(tmp_path / "plain"), {"packed": True, "merge": False})]
     assert "without packed weights" in ranks.run(refusals, 1, "dp_shard=1", calls, quantize=None)[0][0]
-    assert "a weight of 5 inputs" in ranks.run(packing.odd, 1, str(tmp_path / "odd"))[0]
+    calls = [("load_full_state_dict", {**rest, **parts}, {})]
+    assert "are parts of packed weights" in ranks.run(refusals, 1, "dp_shard=1", calls, quantize=None)[0][0]
+    first, *others = ranks.run(packing.odd, 1, str(tmp_path / "odd"))[0]
+    assert "a weight of 5 inputs" in first
+    for told in others:
+        assert "UnsupportedError" in told and "a model with packed weights and " in told and "packed=True" in told
     assert not [*tmp_path.iterdir()]

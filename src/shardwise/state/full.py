@@ -44,7 +44,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False, packed: b
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
     found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: it may communicate
     if runtime.own_state is not None:
-        refuse_own_methods(runtime, "full_state_dict", packed=packed)
+        refuse_own_methods(runtime, "full_state_dict of", packed=packed)
         return _by_own_methods(runtime, own_of(runtime), found, trainable_only=trainable_only)
     aliases = {name: p.aliases for name, p in runtime.recipe.params.items() if p.trainable or not trainable_only}
     if not trainable_only:

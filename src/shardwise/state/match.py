@@ -22,7 +22,8 @@ from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
 from shardwise.state.misfit_names import refuse_misfit_names
 from shardwise.state.own_load import OwnLoad, match_own
-from shardwise.state.packed import DecodedTensor, as_bytes, packed_of, with_packed
+from shardwise.state.own_values import refuse_own_methods
+from shardwise.state.packed import DecodedTensor, as_bytes, packed_of, refuse_parts, with_packed
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
@@ -136,7 +137,12 @@ def plan_of(
         matched.missing = tuple(name for name in matched.missing if name not in exact)
     for name in recipe.buffers.keys() & matched.tensors.keys() if rules.buffers_as_stored else ():
         wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
+    if not weights:
+        fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
+        refuse_parts(opened, fix=fix)
     _choose_form(matched, wanted, weights, opened)
+    if runtime.own_state is not None and any(name in matched.missing for name in weights):
+        refuse_own_methods(runtime, "plain values loaded into")
     if isinstance(source, Mapping):
         states = extra_names(runtime.module)
         strange = [name for name in opened.extra if name not in states] if own is None else own.found.unexpected
@@ -233,6 +239,8 @@ def _choose_form(
             matched.tensors |= parts
             del matched.tensors[name]
             there = names
+        if stored is None and not there and name not in {*matched.missing, *matched.ignored}:
+            matched.missing += (name,)
         for other in [name] if there else names:
             del wanted[other]
             other_form.add(other)

@@ -56,7 +56,7 @@ def stored_tensors(runtime: Runtime, buffers: Facts | None = None, *, unpacked: 
             found = {name: (found | plain)[name] for name in in_weights_place(runtime, found)}
         return found
     if unpacked:
-        refuse_own_methods(runtime, "save_weights")
+        refuse_own_methods(runtime, "save_weights of")
     entries = own_of(runtime, buffers).encode(runtime.module).entries
     homes: dict[str, str] = {}  # canonical name -> the name that it is stored under
     for name, entry in entries.items():
@@ -77,7 +77,7 @@ def refuse_own_methods(runtime: Runtime, call: str, *, packed: bool = False) -> 
     if runtime.own_state is not None and packed_of(runtime) and not packed:
         name, methods = next(iter(runtime.own_state.methods.items()))
         raise UnsupportedError(
-            f"{call} of a model with packed weights and {', '.join(methods)}",
+            f"{call} a model with packed weights and {', '.join(methods)}",
             why="the method is given what the module holds, and not the plain values of what is packed",
             fix="use sw.full_state_dict(model, packed=True), or sw.CheckpointManager: both keep the bytes",
             name=name or None,

@@ -97,7 +97,7 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
         raise CheckpointError(
             f"weights from {source.place}, which are quantised: quantization_config in its config.json names {method}",
             why="their small numbers are right only with the scales beside them, in a form that is not read",
-            fix='name a directory of the same model that is not quantised, and pass quantize="nf4" to parallelize to store it in 4 bits',
+            fix="name a directory of the same model that is not quantised; parallelize(..., quantize=) packs what is loaded from it",
         )
     beside = {name for weight in found.values() for name in weight.beside}
     tensors = {name: stored for name, stored in source.tensors.items() if name not in beside}
@@ -109,6 +109,27 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
             )
         tensors[name] = DecodedTensor(weight.shape, weight.dtype, weight, parts)
     return replace(source, tensors=tensors) if found else source
+
+
+def refuse_parts(source: Source, *, fix: str, known: Collection[str] = ()) -> None:
+    """Refuses a source with the parts of packed weights, as a model stores them, which say nothing where no such model is.
+
+    Args:
+        source: opened.
+        fix: what to do instead.
+        known: parts that there is a model for.
+
+    Raises:
+        CheckpointError: with the name of the first.
+    """
+    names = [name for act in acts() for name in act.packed_names(source.tensors) if name not in known]
+    if names:
+        raise CheckpointError(
+            f"weights from {source.place}, with {len(names)} tensors that are parts of packed weights",
+            why="their bytes are those of a model that stores its weights quantised",
+            fix=fix,
+            name=names[0],
+        )
 
 
 def _shaped(source: Source, name: str, shape: tuple[int, ...], dtype: str) -> TensorSource:

@@ -69,7 +69,7 @@ class LoadReport:
             lines.append(f"  packed ({len(self.packed)}): {shortened(self.packed)}")
         if self.unpacked:
             lines.append(
-                f'  packed there, and plain in the model ({len(self.unpacked)}): {shortened(self.unpacked)}; quantize="nf4" keeps the bytes'
+                f"  packed there, and plain in the model ({len(self.unpacked)}): {shortened(self.unpacked)}; quantize= keeps the bytes"
             )
         if self.grown:
             lines.append(f"  rows added, each the mean of the others ({len(self.grown)}): {shortened(self.grown)}")

@@ -160,7 +160,7 @@ def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
         raise UsageError(
             "save_weights(packed=True) of a model without packed weights",
             why="its weights are plain",
-            fix='leave packed out; or train with parallelize(..., quantize="nf4")',
+            fix="leave packed out; or train with parallelize(..., quantize=)",
         )
     if own and merge:
         raise UsageError(
@@ -169,7 +169,7 @@ def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
             fix="write plain values, save_weights(model, dest); or the packed base, save_weights(model, dest, merge=False, packed=True), and the "
             "adapters beside it, save_adapter(model, folder)",
         )
-    refuse_own_methods(runtime, "save_weights(packed=True)")
+    refuse_own_methods(runtime, "save_weights(packed=True) of")
 
 
 def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None, *, as_stored: bool = False) -> int:

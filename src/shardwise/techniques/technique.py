@@ -307,6 +307,10 @@ class Act:
         """
         return {}
 
+    def packed_names(self, names: Iterable[str]) -> Sequence[str]:
+        """Those names of parts of packed weights, as a model has them, that no other tensor has."""
+        return ()
+
     def packed_settings(self, runtime: Any, prefix: str) -> Mapping[str, Any]:
         """``quantization_config`` of config.json for files with packed weights; {}: it has packed none. ``prefix``: as for
         :meth:`adapter_files`."""

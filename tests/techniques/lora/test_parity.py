@@ -92,4 +92,3 @@ def test_dropout_of_whole_inputs_is_that_of_one_process(ranks):
     for layout in ("dp_shard=2", "dp_replicate=2"):
         compared(ranks, "llama", layout, sw.LoRA(rank=2, dropout=0.3))
     compared(ranks, "llama", "dp_shard=2", sw.LoRA(rank=2, dropout=0.3), remat="full")
-

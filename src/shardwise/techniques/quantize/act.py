@@ -1,6 +1,6 @@
 """What packed layers know of a rank's part: which rows and inputs of the whole weight its bytes are. And how they are stored."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -47,6 +47,9 @@ class QuantizeAct(Act):
         place: str,
     ) -> Mapping[str, PackedInFile]:
         return bitsandbytes.found(tensors, load, settings, place)
+
+    def packed_names(self, names: Iterable[str]) -> Sequence[str]:
+        return [name for name in names if name.endswith((".weight_nf4", ".weight_nf4_scales"))]
 
     def packed_settings(self, runtime: Any, prefix: str) -> Mapping[str, Any]:
         packed = codecs_of(runtime.recipe, runtime.world.rank)
