@@ -65,13 +65,9 @@ def unpacked(values: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def weights(state: dict[str, Tensor], *but: str) -> dict[str, Tensor]:
     """Those of a base that are packed."""
-    return {
-        name: value
-        for name, value in state.items()
-        if "_proj" in name and name.endswith("weight") and "lora" not in name
-    }
+    return {name: value for name, value in state.items() if name.endswith("_proj.weight") and name not in but}
 
 
 def sharded(

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardwise.errors import CheckpointError, errors_about
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
+from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, whole
 from shardwise.state.files import OpenFiles
 from shardwise.state.rounding import copy_checked
@@ -21,6 +22,7 @@ from shardwise.techniques.fold import acts
 from shardwise.techniques.technique import PackedInFile, PackedTensor
 from shardwise.world.collectively import collectively
 
+_PACKED = ("int16", "int32")  # dtypes in which small numbers are packed; others of two bytes and more are plain
 _TOGETHER = 4 << 20  # numbers of several weights that are reduced in one message
 
 
@@ -92,10 +94,11 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
     found: dict[str, PackedInFile] = {}
     for act in acts():
         found |= act.packed_in(source.tensors, lambda name: source.tensors[name].load(files), settings, source.place)
-    if settings is not None and not found:
+    numbers = {stored.dtype for stored in source.tensors.values()}
+    if settings is not None and not found and any(DTYPE_BYTES[dtype] == 1 or dtype in _PACKED for dtype in numbers):
         method = str(settings.get("quant_method", "a method that it does not name"))
         raise CheckpointError(
-            f"weights from {source.place}, which are quantised: quantization_config in its config.json names {method}",
+            f"quantised weights from {source.place}: quantization_config in its config.json names {method}",
             why="their small numbers are right only with the scales beside them, in a form that is not read",
             fix="name a directory of the same model that is not quantised; parallelize(..., quantize=) packs what is loaded from it",
         )

@@ -105,9 +105,10 @@ def found(
     Raises:
         CheckpointError: they are packed in another way, or damaged.
     """
-    if any(name.endswith(".SCB") for name in tensors) or (settings or {}).get("load_in_8bit"):
-        name = next((name for name in tensors if name.endswith(".SCB")), None)
-        raise _other(place, "8 bits (LLM.int8)", name)
+    weights = (f"{name.removesuffix('.SCB')}.weight" for name in tensors if name.endswith(".SCB"))
+    eights = [name for name in weights if name in tensors and tensors[name].dtype == "int8"]
+    if eights or (settings or {}).get("load_in_8bit"):
+        raise _other(place, "8 bits (LLM.int8)", next(iter(eights), None))
     states = {match[1]: (name, match[2]) for name in tensors if (match := _STATE.fullmatch(name))}
     return {name: _found(name, *state, tensors, load, place) for name, state in states.items()}
 
