@@ -139,19 +139,17 @@ def test_a_directory_of_bitsandbytes_keeps_its_bits(ranks, bnb, layout):
             tensors[f"{name}.absmax"] = tensors[f"{name}.absmax"].flip(0)
             tensors[name] = tensors[name].flip(0).flatten().view(torch.bfloat16).view(-1, 1)
 
-    for edit in (lambda tensors: None, other_bits):
-        folder = bnb(edit)
-        tensors = load_file(f"{folder}/model.safetensors")
-        found = ranks.run(packing.loaded, LAYOUTS[layout], layout, folder, 64)[0]
-        for shared in (True, False):
-            for name in weights(state):
-                parts = found[f"parts {shared}"]
-                assert torch.equal(parts[f"{name}_nf4"].flatten(), tensors[name].flatten().view(torch.uint8))
-                assert torch.equal(parts[f"{name}_nf4_scales"].flatten(), tensors[f"{name}.absmax"])
-                assert torch.equal(parts[f"{name}_nf4_outer"], tensors[f"{name}.nested_absmax"])
-        report, plain = ranks.run(packing.plain_loaded, LAYOUTS[layout], layout, folder)[0]
-        same(plain, {name: found["plain"][name] for name in state})
-        assert len(report.unpacked) == 14 and "packed there, and plain in the model (14)" in str(report)
+    folder = bnb(other_bits)
+    tensors = load_file(f"{folder}/model.safetensors")
+    found = ranks.run(packing.loaded, LAYOUTS[layout], layout, folder, 64)[0]
+    for parts in (found["parts True"], found["parts False"]):
+        for name in weights(state):
+            assert torch.equal(parts[f"{name}_nf4"].flatten(), tensors[name].flatten().view(torch.uint8))
+            assert torch.equal(parts[f"{name}_nf4_scales"].flatten(), tensors[f"{name}.absmax"])
+            assert torch.equal(parts[f"{name}_nf4_outer"], tensors[f"{name}.nested_absmax"])
+    report, plain = ranks.run(packing.plain_loaded, LAYOUTS[layout], layout, folder)[0]
+    same(plain, {name: found["plain"][name] for name in state})
+    assert len(report.unpacked) == 14 and "packed there, and plain in the model (14)" in str(report)
 
 
 def test_a_directory_that_transformers_has_packed(ranks, tmp_path, folders):
@@ -181,9 +179,8 @@ def test_checkpoints_have_the_bytes_under_other_layouts(ranks, tmp_path):
     second = ranks.run(packing.trained, 2, "tp=2", str(tmp_path), 2, 2)[0]
     third = ranks.run(packing.trained, 1, "dp_shard=1", str(tmp_path), 4, 9)[0]
     assert first[0] + second[0] + third[0] == pytest.approx(expected[0], rel=1e-12)
-    of_base = packed(weights(base(dtype=torch.float64).state_dict()))
     for _, parts in (first, second, third):
-        same(parts, of_base)
+        same(parts, packed(weights(base(dtype=torch.float64).state_dict())))
     ranks.run(packing.trained, 1, "dp_shard=1", str(tmp_path / "plain"), 1, 1, quantize=None)
     with pytest.raises(sw.RankError, match=r"q_proj.weight: .*: a checkpoint of a model with plain weights"):
         ranks.run(packing.trained, 1, "dp_shard=1", str(tmp_path / "plain"), 2, 9)
@@ -239,7 +236,6 @@ def test_directories_that_are_packed_otherwise_are_refused_by_name(ranks, tmp_pa
         bnb(edited(".nested_quant_map", lambda value: value * 2)): ("is not the table of the scales in 8 bits",),
         bnb(edited(".absmax", lambda value: None)): (".absmax is missing beside",),
         bnb(edited(state, lambda value: text(b"{"))): ("is not the JSON that bitsandbytes writes",),
-        bnb(edited(state, lambda value: text(b"[1]"))): ("is not the JSON that bitsandbytes writes",),
         bnb(edited(state, lambda value: text(b"\xff"))): ("is not the JSON that bitsandbytes writes",),
         bnb(edited(state, lambda value: value.float())): ("is no text",),
         bnb(says(shape=[64, 64, 1])): ("says shape [64, 64, 1]",),
@@ -299,8 +295,7 @@ def test_what_has_no_form_or_two_is_refused(ranks, tmp_path, folders):
     assert "without packed weights" in ranks.run(refusals, 1, "dp_shard=1", calls, quantize=None)[0][0]
     calls = [("load_full_state_dict", {**rest, **parts}, {})]
     assert "are parts of packed weights" in ranks.run(refusals, 1, "dp_shard=1", calls, quantize=None)[0][0]
-    first, *others = ranks.run(packing.odd, 1, str(tmp_path / "odd"))[0]
-    assert "a weight of 5 inputs" in first
-    for told in others:
-        assert "UnsupportedError" in told and "a model with packed weights and " in told and "packed=True" in told
+    odd, *others = ranks.run(packing.odd, 1, str(tmp_path / "odd"))[0]
+    assert "a weight of 5 inputs" in odd
+    assert all("UnsupportedError" in told and "a model with packed weights and " in told for told in others)
     assert not [*tmp_path.iterdir()]

@@ -55,6 +55,10 @@ def load_weights(
     Each rank reads only its own pieces, from files that every rank can see: no full tensor is in memory, and nothing is
     sent. Either everything fits and is loaded, or nothing of the model has changed.
 
+    Weights that the model stores packed (``quantize=``) are packed from plain values of any floating dtype, each rank its part, with the
+    bytes of the whole tensor under every layout; a directory that transformers has written with bitsandbytes (NF4, double quantisation) keeps
+    its bytes. Into a model with plain weights it is unpacked, which the report says.
+
     Args:
         model: from ``parallelize``.
         source: a Hugging Face model directory, a checkpoint (every block that is read is compared with its checksum), a
