@@ -43,11 +43,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Data": ("Loader", "MicroBatch", "make_labels", "shift_labels", "default_collate", "pad_collate", "SFTDataset"),
     "Records of options": (
-        "Options", "Parallel", "Sharding", "Prefetch", "DDP", "Precision", "Remat", "Compile", "TensorParallel", "transform",
+        "Options", "Parallel", "Sharding", "Prefetch", "DDP", "Precision", "Remat", "Compile", "TensorParallel", "LoRA", "Quantize",
+        "transform",
         "from_fsdp1",
     ),
     "Weights": (
-        "load_weights", "save_weights", "load_adapter", "save_adapter", "LoadReport", "full_state_dict", "load_full_state_dict", "full_optimizer_state_dict",
+        "load_weights", "save_weights", "load_adapter", "save_adapter", "adapter_off", "LoadReport", "full_state_dict", "load_full_state_dict", "full_optimizer_state_dict",
         "load_full_optimizer_state_dict", "state_dict", "load_state_dict", "StateDictType", "gathered",
     ),
     "Checkpoints": ("CheckpointManager", "Stopped"),

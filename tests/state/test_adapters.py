@@ -247,6 +247,15 @@ def test_what_a_merge_or_pefts_files_cannot_hold_is_refused_by_name(ranks, tmp_p
     assert (
         "model.embed_tokens.weight: adapters merged into a weight that is also lm_head.weight" in merged and not alone
     )
+    ranks.run(saved, 1, "tied", "dp_shard=1", str(tmp_path))
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "base_model.model.lm_head.weight": tensors["base_model.model.lm_head.weight"] + 1}, file)
+    text = ranks.run(refusals, 1, "tied", "dp_shard=1", [("load_adapter", str(file.parent), {})])[0][0]
+    assert "differs from" in text and "the model ties these names" in text and "model.embed_tokens.weight" in text
+    save_file({name: value for name, value in tensors.items() if name != "base_model.model.lm_head.weight"}, file)
+    text = ranks.run(refusals, 1, "tied", "dp_shard=1", [("load_adapter", str(file.parent), {})])[0][0]
+    assert "without base_model.model.lm_head.weight" in text and "ensure_weight_tying=True" in text
     text = ranks.run(refusals, 1, "doubled", "dp_shard=1", [("save_weights", str(tmp_path / "w"), {})])[0][0]
     assert "model.layers.0.self_attn.q_proj: adapters merged into a Doubled" in text
     biases = sw.LoRA(rank=2, train=("*.bias",))

@@ -105,13 +105,15 @@ class PackedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packing: Packing, *packed: Tensor) -> Tensor:
-        ctx.save_for_backward(*packed)
+        codes, scales, outer, mean = packed
+        ctx.save_for_backward(codes, scales, outer, mean)
         ctx.packing = packing
-        return functional.linear(x, unpack(*packed, packing, x.dtype))
+        return functional.linear(x, unpack(codes, scales, outer, mean, packing, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad @ unpack(*ctx.saved_tensors, ctx.packing, grad.dtype), None, None, None, None, None
+        codes, scales, outer, mean = ctx.saved_tensors
+        return grad @ unpack(codes, scales, outer, mean, ctx.packing, grad.dtype), None, None, None, None, None
 
 
 def _packed_linear(packed: Any, packing: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -217,8 +219,9 @@ class PackedLinear:
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs for an input, with this bias."""
-        is_on = isinstance(self, Adapted) and not self.adapter_is_off
-        how, tensors = (self.adapter, adapter_tensors(self)) if is_on else (Adapter(), (None, None, None))
+        how, tensors = Adapter(), (None, None, None)
+        if isinstance(self, Adapted) and not self.adapter_is_off:
+            how, tensors = self.adapter, adapter_tensors(self)  # type: ignore[assignment]
         how = dataclasses.replace(how, packing=self.packing)
         codes, *rest = packed_tensors(self)
         return adapted_linear(x, codes, bias, *tensors, *rest, how, self.training)  # type: ignore[attr-defined, arg-type]

@@ -163,8 +163,8 @@ Compute = Callable[[Tensor, Tensor | None], Tensor]
 """The outputs of a layer function for an input and a bias, and all its other tensors as they were given."""
 
 
-def _compute(func: Any, weight: Tensor, *rest: Any) -> Tensor:
-    *rest, x, bias = rest
+def _compute(func: Any, weight: Tensor, *given: Any) -> Tensor:
+    *rest, x, bias = given
     return func(x, weight, bias, *rest)
 
 

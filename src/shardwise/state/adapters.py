@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.config.caller import level_of_caller
@@ -169,6 +170,7 @@ def _read(folder: Path, files: AdapterFiles, runtime: Runtime) -> tuple[dict[str
     stored = tensors_in(folder / WEIGHTS)
     values: dict[str, Tensor] = {}
     cast: dict[str, tuple[str, str]] = {}
+    keys: dict[str, str] = {}
     with OpenFiles() as opened_files:
         for key, name in {**files.keys, **{key: name for key, name in files.beside.items() if key in stored}}.items():
             found, (shape, dtype) = stored.get(key) or stored[f"{key}.weight"], _facts_of(runtime, name)
@@ -181,7 +183,15 @@ def _read(folder: Path, files: AdapterFiles, runtime: Runtime) -> tuple[dict[str
                     name=name,
                 )
             with errors_about(name):
-                values[name] = found.load(opened_files).to(dtype_of(dtype))
+                value = found.load(opened_files).to(dtype_of(dtype))
+            if name in values and not torch.equal(bytes_of(values[name]), bytes_of(value)):
+                raise CheckpointError(
+                    f"{folder / WEIGHTS}: {key} differs from {keys[name]}",
+                    why="the model ties these names: it has one tensor for both",
+                    fix="build the model without that tie, tie_word_embeddings=False in its configuration",
+                    name=name,
+                )
+            values[name], keys[name] = value, key
             if found.dtype != dtype:
                 cast[name] = (found.dtype, dtype)
     return values, cast

@@ -13,7 +13,7 @@ from shardwise.model.adapted import out_dim_of
 def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mapping[str, nn.Module]) -> dict[str, str]:
     """The linear layers that "all-linear" does not mean -> why: heads, and routers of experts."""
     left = {}
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None  # type: ignore[operator]
     tables = [child for child in modules.values() if isinstance(child, nn.Embedding)]
     rows, weights = {table.num_embeddings for table in tables}, {id(table.weight) for table in tables}
     for name, layer in linear.items():

@@ -243,6 +243,15 @@ def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str], beside: C
             )
     names = {_current(key) for key in _shapes_in(folder) if key not in beside}
     lacks, strange = [key for key in keys if key not in names], sorted(names - keys.keys())
+    there_as = {keys[name]: name for name in names & keys.keys()}
+    if lacks and not strange and all(keys[key] in there_as for key in lacks):
+        raise CheckpointError(
+            f"{folder}: {there_as[keys[lacks[0]]]} without {lacks[0]}",
+            why="the model ties these names to one tensor, and PEFT trained one of them apart from the other",
+            fix="build the model without that tie, tie_word_embeddings=False in its configuration; PEFT keeps it with "
+            "LoraConfig(ensure_weight_tying=True)",
+            name=keys[lacks[0]],
+        )
     if lacks or strange:
         texts = [f"{len(lacks)} of the model's {len(keys)} tensors are not there: {_some(lacks)}"] if lacks else []
         texts += [f"{len(strange)} are not the model's: {_some(strange)}"] if strange else []

@@ -180,7 +180,7 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
         layer.lora_embedding_A = nn.ParameterDict({lora.name: low.weight})
         layer.lora_embedding_B = nn.ParameterDict({lora.name: high.weight})
         layer.adapter = Adapter(lora.scale)  # type: ignore[assignment]
-        layer.__class__ = adapted_class(type(layer))
+        layer.__class__ = adapted_class(type(layer))  # type: ignore[assignment]
         return
     out_dim = out_dim_of(layer) or 0
     num_outputs, num_inputs = weight.shape[out_dim], weight.shape[1 - out_dim]

@@ -33,19 +33,6 @@ def rule(draft: Draft, _facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     if lora is None:
         return
     draft.entries["lora"] = LoRAEntry(layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora))
-    wide = sorted(
-        {
-            fact.dtype
-            for name, fact in draft.anatomy.params.items()
-            if not fact.trainable and draft.dtypes[name].storage != fact.dtype
-        }
-    )
-    if wide:
-        draft.note(
-            "lora",
-            f"frozen weights of {', '.join(wide)} are stored in the dtype that they are computed in",
-            option="lora",
-        )
 
 
 def lines(recipe: Recipe) -> list[str]:
