@@ -65,7 +65,9 @@ class RunOutput:
         problem: ConfigError | None = None
         if self.world.is_main:
             try:
-                check_space(self.config, weights_bytes(self.model, self.dtype), self._checkpoint_bytes(), steps)
+                exported = self.config.checkpoint.export is not None
+                num_bytes = weights_bytes(self.model, self.dtype) if exported else None
+                check_space(self.config, num_bytes, self._checkpoint_bytes(), steps)
             except ConfigError as error:
                 problem = error
         problem = self.world.broadcast(problem)
@@ -100,7 +102,7 @@ class RunOutput:
         moments = (
             2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0, "muon": 2}[optim.name]
         )
-        return weights_bytes(self.model) + moments * trained
+        return weights_bytes(self.model, as_stored=True) + moments * trained
 
     def open(self, done: int) -> None:
         """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are

@@ -27,6 +27,7 @@ from shardwise.state.formats.folder import SIDECARS, is_of_weights, sidecars_of
 from shardwise.state.integrity.manifest import MANIFEST, is_manifest, step_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.merged import with_adapter
+from shardwise.state.packed import DecodedTensor, refuse_parts, with_packed
 from shardwise.state.source import open_source
 from shardwise.state.staging import Staged, check_place, sync_folder
 from shardwise.state.stored import Source, compare_sums, refuse_changed
@@ -62,6 +63,12 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
     begin = time.perf_counter()
     _check_destination(job)
     source = open_source(job.source)
+    refuse_parts(
+        source,
+        fix="load the checkpoint into its model, and write plain values: sw.load_weights(model, source), sw.save_weights(model, dest)",
+    )
+    with VerifiedFiles(source.verified) as files:
+        source = with_packed(source, None, files)
     if job.adapter is not None:
         source = with_adapter(source, job.adapter)
     todo = _planned(job, source)
@@ -130,6 +137,9 @@ def _planned(job: Conversion, source: Source) -> _ConversionJob:
         notes.append(
             f"{name} is {other} in the source; it is written for each name, since the format has no ties{more}"
         )
+    unpacked = sum(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
+    if unpacked:
+        notes.append(f"{unpacked} weights are packed in the source (quantised), and are written as plain values")
     sidecars = _sidecars(job, source, notes) if job.to in ("hf", "shardwise") else {}
     return _ConversionJob(items, _plan(job, source, items, ties), sidecars, notes, source.verified)
 
@@ -169,15 +179,18 @@ def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, by
     if job.rules:
         notes.append("config.json and tokenizer files stay behind: renamed weights are not what they describe")
         return {}
+    is_unpacked = any(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
     found = {path.name: path.read_bytes() for path in sidecars_of(source.folder)} if source.folder is not None else {}
     if "config.json" not in found:
         notes.append("there is no config.json next to the source: transformers needs one next to the result")
-    elif job.dtype is not None:
+    elif job.dtype is not None or is_unpacked:
         content = _config_of(source, found["config.json"])
         for key in ("dtype", "torch_dtype"):
-            if content.get(key) not in (None, job.dtype):
+            if job.dtype is not None and content.get(key) not in (None, job.dtype):
                 notes.append(f"config.json: {key} is {job.dtype} now, and was {content[key]}")
                 content[key] = job.dtype
+        if is_unpacked:
+            content.pop("quantization_config", None)
         found["config.json"] = (json.dumps(content, indent=2) + "\n").encode()
     return found
 

@@ -6,20 +6,29 @@ Every rank makes it from the recipe, and the shapes that buffers have on rank 0,
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
 
 from shardwise.errors import UnsupportedError
+from shardwise.model import dtype_name
 from shardwise.parallel import Runtime
 from shardwise.recipe import DTYPE_BYTES, extents, owners
 from shardwise.recipe.boxes import Box, blocks, common, whole
 from shardwise.state.formats.folder import INDEX, WEIGHTS, index_of, lay_out
 from shardwise.state.formats.safetensors import CODES, Placed, place_tensors
-from shardwise.state.naming import naming_of
+from shardwise.state.naming import naming_of, shapes_of
 from shardwise.state.own_values import Stored, stored_tensors
+from shardwise.state.packed import packed_of
 from shardwise.state.stored import is_rounded
 from shardwise.state.stored_parts import View
+from shardwise.techniques.technique import PackedTensor
 
 SHARD_BYTES = 5 << 30  # default for the largest size of a file
 BLOCK = 32 << 20  # bytes that one holder of a piece writes before the next holder's turn
+
+Form = Literal["stored", "plain", "packed"]
+"""Of packed weights: their parts as the model has them; their plain values; or their bytes as another library reads them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,8 @@ class FileLayout:
 
     files: tuple[PlannedFile, ...]
     views: Mapping[str, View]
-    computed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of what modules' own methods compute
+    computed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shapes of what is computed on rank 0
+    weights: Mapping[str, PackedTensor] = field(default_factory=dict)  # whose plain values are written
 
     @property
     def num_bytes(self) -> int:
@@ -106,6 +116,7 @@ def file_layout_of(
     align: int = 8,
     of_main: bool = True,
     without: Collection[str] = (),
+    form: Form = "stored",
 ) -> FileLayout:
     """Plans a model's files: tensors in the model's order, a new file where the next one would not fit.
 
@@ -116,17 +127,53 @@ def file_layout_of(
         align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
         of_main: with the buffers of rank 0: all ranks must call it. Else those of this rank.
         without: canonical names of tensors that are left out.
+        form: of packed weights.
     """
-    stored = stored_tensors(runtime, runtime.saved_buffers(of_main=of_main))
+    stored = stored_tensors(runtime, runtime.saved_buffers(of_main=of_main), unpacked=form != "stored")
+    weights = packed_of(runtime) if form != "stored" else {}
+    shapes, made = {}, {}
+    if form == "packed":
+        stored, shapes, made = _packed_entries(runtime, stored)
     stored = {name: entry for name, entry in stored.items() if entry.key not in without}
     dtypes = stored_dtypes(stored, dtype)
     views = naming_of(runtime.module, {name: entry.shape for name, entry in stored.items()}).views
     facts = {name: (view.shape, dtypes[view.name]) for name, view in views.items()}
     views = {name: replace(view, name=stored[view.name].key) for name, view in views.items()}
     computed = {entry.key: entry.shape for entry in stored.values() if entry.made_of is not None}
+    computed |= {key: tuple(values.shape) for key, values in made.items()}
     modules = None if runtime.own_state is None else runtime.own_state.versions
-    files = planned_files(facts, max_shard_bytes=max_shard_bytes, align=align, modules=modules)
-    return FileLayout(files, views, computed)
+    files = planned_files(facts, max_shard_bytes=max_shard_bytes, align=align, modules=modules, shapes=shapes)
+    return FileLayout(files, views, computed, weights)
+
+
+def made_for_packed(runtime: Runtime) -> dict[str, Tensor]:
+    """Key -> values of what packed files have beside the parts of weights: tables and texts, the same on every rank."""
+    return _packed_entries(runtime, {})[2]
+
+
+def _packed_entries(
+    runtime: Runtime, plain: Mapping[str, Stored]
+) -> tuple[dict[str, Stored], dict[str, tuple[int, ...]], dict[str, Tensor]]:
+    """What packed files have: name -> entry; name -> its shape in the file, where that is not the tensor's; key -> values that are made.
+    ``plain``: entries with the plain values of packed weights, which their parts replace."""
+    weights, local, facts = packed_of(runtime), runtime.local_tensors(), shapes_of(runtime)
+    found: dict[str, Stored] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    made: dict[str, Tensor] = {}
+    for name, entry in (plain or dict.fromkeys(weights)).items():
+        if name not in weights:
+            assert entry is not None
+            found[name] = entry
+            continue
+        for suffix, part in weights[name].stored(local).items():
+            key = part.key or name + suffix
+            if part.values is not None:
+                made[key] = part.values
+            shape = facts[key] if part.values is None else part.shape
+            dtype = dtype_name(local[key].dtype if part.values is None else part.values.dtype)
+            found[name + suffix] = Stored(key, shape, dtype, False)
+            shapes[name + suffix] = part.shape
+    return found, shapes, made
 
 
 def planned_files(
@@ -136,13 +183,14 @@ def planned_files(
     align: int = 8,
     stem: str = "model",
     modules: str | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[PlannedFile, ...]:
     """Plans the files for tensors (name -> shape, dtype), divided as :func:`file_layout_of` says; file names begin with
-    ``stem``; ``modules``: as for :func:`~shardwise.state.formats.safetensors.place_tensors`."""
+    ``stem``; ``modules``, ``shapes``: as for :func:`~shardwise.state.formats.safetensors.place_tensors`."""
     sizes = {name: math.prod(shape) * DTYPE_BYTES[kind] for name, (shape, kind) in facts.items()}
     files = []
     for file, names in lay_out(sizes, max_shard_bytes, stem).items():
-        head, placed, size = place_tensors({name: facts[name] for name in names}, align, modules)
+        head, placed, size = place_tensors({name: facts[name] for name in names}, align, modules, shapes)
         files.append(PlannedFile(file, head, tuple(placed), size))
     return tuple(files)
 
@@ -172,6 +220,8 @@ def _pieces(
     runtime: Runtime, file_layout: FileLayout, view: View, rank: int
 ) -> list[tuple[Box, tuple[int, ...], tuple[int, ...]]]:
     """``(box of the model's tensor, where it begins in the rank's local tensor, ranks that hold it)`` of each piece."""
+    if (weight := file_layout.weights.get(view.name)) is not None:
+        return [(piece.box, piece.local_starts, holders) for piece, holders in weight.pieces(rank)]
     param = runtime.recipe.params.get(view.name)
     if param is None:
         found = file_layout.computed.get(view.name)

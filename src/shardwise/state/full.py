@@ -13,14 +13,15 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
 from shardwise.state.match_names import Rename
-from shardwise.state.own_values import own_of
+from shardwise.state.own_values import own_of, refuse_own_methods
+from shardwise.state.packed import in_weights_place, packed_of
 from shardwise.state.report import LoadReport
 from shardwise.state.to_rank0 import full_tensors
 from shardwise.world.collectively import collectively
 
 
 @public_call({"cpu_offload": "leave it out: rank 0 has the values in host memory"})
-def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, trainable_only: bool = False, packed: bool = False) -> dict[str, Any]:
     """The full state dict of a sharded model: every parameter and persistent buffer, unsharded, on rank 0's CPU; ``{}``
     on the other ranks. All ranks must call it.
 
@@ -31,6 +32,8 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     Args:
         model: from ``parallelize``.
         trainable_only: leave out frozen parameters, buffers and extra states.
+        packed: of weights that are stored packed (``quantize=``), True: what they are stored in, as the module has it. False: their plain
+            values, under the names and in the dtypes of the module before they were packed.
 
     Raises:
         RankError: a rank does not take part: it has exited, or makes another call.
@@ -41,13 +44,17 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
     found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: it may communicate
     if runtime.own_state is not None:
+        refuse_own_methods(runtime, "full_state_dict of", packed=packed)
         return _by_own_methods(runtime, own_of(runtime), found, trainable_only=trainable_only)
     aliases = {name: p.aliases for name, p in runtime.recipe.params.items() if p.trainable or not trainable_only}
     if not trainable_only:
         aliases |= {name: buffer.aliases for name, buffer in runtime.recipe.buffers.items() if buffer.persistent}
-    for name, whole in full_tensors(runtime, aliases).items():
-        found.update(dict.fromkeys((name, *aliases[name]), whole))
-    return {name: found[name] for name in _order(model, found) if name in found} if runtime.world.is_main else {}
+    names = aliases if packed else [*in_weights_place(runtime, aliases)]
+    for name, whole in full_tensors(runtime, names).items():
+        found.update(dict.fromkeys((name, *aliases.get(name, ())), whole))
+    if not runtime.world.is_main:
+        return {}
+    return {name: found[name] for name in _order(model, found, packed_of(runtime))}
 
 
 def _by_own_methods(
@@ -98,11 +105,14 @@ def load_full_state_dict(
     return load_weights(model, state, strict=strict, rename=rename, cast=cast, shared_files=False)
 
 
-def _order(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Sorts names in the order of the module's own state dict: by module, then parameters, buffers, extra state."""
-    wanted = set(names)
-    found = []
+def _order(model: nn.Module, names: Iterable[str], packed: Iterable[str]) -> list[str]:
+    """Sorts names in the order of the module's own state dict: by module, then parameters, buffers, extra state. ``packed``: of weights,
+    which are no parameters of their layers, and were their first."""
+    wanted, found = set(names), []
+    weights = {name.rpartition(".")[0]: name for name in packed}
     for prefix, module in canonical_modules(model):
+        if weights.get(prefix) in wanted:
+            found.append(weights[prefix])
         for attr in (*module._parameters, *module._buffers, EXTRA_STATE):
             name = f"{prefix}.{attr}" if prefix else attr
             if name in wanted:

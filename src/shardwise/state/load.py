@@ -7,7 +7,7 @@ read that fails after that leaves a model that refuses to be used until it is lo
 import functools
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
 from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.own_load import give_attributes
+from shardwise.state.packed import loaded_names, pack_weights, packed_of, parts_of_packed
 from shardwise.state.report import LoadReport
 from shardwise.state.sidecars import Origin
 from shardwise.state.stored import compare_sums
@@ -53,6 +54,10 @@ def load_weights(
 
     Each rank reads only its own pieces, from files that every rank can see: no full tensor is in memory, and nothing is
     sent. Either everything fits and is loaded, or nothing of the model has changed.
+
+    Weights that the model stores packed (``quantize=``) are packed from plain values of any floating dtype, each rank its part, with the
+    bytes of the whole tensor under every layout; a directory that transformers has written with bitsandbytes (NF4, double quantisation) keeps
+    its bytes. Into a model with plain weights it is unpacked, which the report says.
 
     Args:
         model: from ``parallelize``.
@@ -111,12 +116,14 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
             fix="put the same files on every node, or pass shared_files=False where rank 0 alone has them",
         ),
     )
-    refuse_left_half(runtime, plan.report.place, plan.tensors)
+    names = [*plan.tensors, *_parts_of(runtime, plan.to_pack)]
+    refuse_left_half(runtime, plan.report.place, names)
     local = runtime.local_tensors()
 
     def read() -> Sums:
         with ThreadPoolExecutor(1) as aside, OpenFiles() as others:
-            compared = aside.submit(compare_sums, plan.tensors, others, world.rank, world.size)
+            every = {**plan.tensors, **plan.to_pack}
+            compared = aside.submit(compare_sums, every, others, world.rank, world.size)
             for name, stored in plan.tensors.items():
                 with errors_about(name):
                     for piece, part in runtime.parts(name, local[name]):
@@ -124,12 +131,13 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
             attributes.update(plan.own.attributes(files) if plan.own is not None else {})
             compared.result()
         plan.refuse_changed_files()  # all ranks made their plan before this: all have read one version
-        return sums_of_copies(runtime, {name: local[name] for name in plan.tensors})
+        return sums_of_copies(runtime, {name: local[name] for name in names})
 
     before, attributes = files.num_bytes, dict[str, Any]()
-    with LoadTransaction(runtime, local, plan.tensors):
+    with LoadTransaction(runtime, local, names):
+        pack_weights(runtime, plan.to_pack, local, plan.report.place, files)
         _refuse_other_values(runtime, collectively(world, "load_weights, reading", read))
-    _after(runtime, plan.tensors, plan.extra, plan.folder, attributes)
+    _after(runtime, names, plan.extra, plan.folder, attributes)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
 
@@ -141,8 +149,9 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         lambda: plan_of(runtime, source, rules, files, all_of),
         on_main=True,
     )
-    told = (plan.report, list(plan.tensors), plan.extra, plan.folder) if plan is not None else None
-    report, names, extra, folder = world.broadcast(told)
+    told = (plan.report, [*plan.tensors], [*plan.to_pack], plan.extra, plan.folder) if plan is not None else None
+    report, as_they_are, to_pack, extra, folder = world.broadcast(told)
+    names = [*as_they_are, *_parts_of(runtime, to_pack)]
     refuse_left_half(runtime, report.place, names)
     local = runtime.local_tensors()
     problems: list[Exception] = []
@@ -160,17 +169,36 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
                 problems.append(error)
         return values
 
+    packed: dict[str, Tensor] = {}  # the parts of the weight that is sent
+
+    def packed_part_of(name: str, piece: Slice) -> Tensor:
+        assert plan is not None  # on rank 0
+        weight = parts_of_packed(runtime)[name]
+        if not packed and not problems:
+            try:
+                with errors_about(weight):
+                    stored = plan.to_pack[weight]
+                    packed.update(
+                        packed_of(runtime)[weight].encode_whole(lambda box: stored.load(files, box), plan.report.place)
+                    )
+            except Exception as error:  # as above
+                problems.append(error)
+        return packed[name][piece.full_index] if packed else torch.zeros(piece.sizes, dtype=local[name].dtype)
+
     def check() -> Mapping[str, Any]:
         if problems:
             raise problems[0]
         found = plan.own.attributes(files) if plan is not None and plan.own is not None else {}
         if plan is not None:
-            compare_sums(plan.tensors, files)
+            compare_sums({**plan.tensors, **plan.to_pack}, files)
             plan.refuse_changed_files()
         return found
 
     with LoadTransaction(runtime, local, names):
-        scatter_values(runtime, part_of, {name: local[name] for name in names})
+        scatter_values(runtime, part_of, {name: local[name] for name in as_they_are})
+        for weight in to_pack:
+            packed.clear()
+            scatter_values(runtime, packed_part_of, {name: local[name] for name in _parts_of(runtime, [weight])})
         attributes = collectively(world, "load_weights, after rank 0 has sent", check, on_main=True)
     if runtime.own_state is not None:
         attributes = world.broadcast(attributes)
@@ -202,10 +230,16 @@ def _after(
 ) -> None:
     """Sets what follows from the loaded tensors, and restores what comes with the weights and is not a tensor: their directory's path,
     extra state, and what the modules' own methods keep beside tensors."""
+    loaded = loaded_names(runtime, names)
     for act in acts():
-        act.loaded(runtime, names, functools.partial(computed_of_full, runtime))
+        act.loaded(runtime, loaded, functools.partial(computed_of_full, runtime))
     give_attributes(runtime.module, attributes, runtime.world.device)
     if folder is not None:  # values from no directory are still of the model that was loaded from one
         runtime.memory(Origin).folder = folder.resolve()
     if extra:
         set_extra_states(runtime.module, extra)
+
+
+def _parts_of(runtime: Runtime, weights: Iterable[str]) -> list[str]:
+    """The parameters and buffers that packed weights are stored in."""
+    return [part for name in weights for part in packed_of(runtime)[name].parts.values()]

@@ -1,5 +1,7 @@
 """Matches stored weights to a model's tensors, and checks names, shapes and dtypes before any value is copied."""
 
+import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +22,13 @@ from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
 from shardwise.state.misfit_names import refuse_misfit_names
 from shardwise.state.own_load import OwnLoad, match_own
+from shardwise.state.own_values import refuse_own_methods
+from shardwise.state.packed import DecodedTensor, as_bytes, packed_of, refuse_parts, with_packed
 from shardwise.state.report import LoadReport, shortened
 from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
 from shardwise.techniques import fold
+from shardwise.techniques.technique import PackedTensor
 
 Cast = bool | Literal["lossless"]
 """Which values of another dtype are converted: all, none, or those of which every value exists in the model's dtype."""
@@ -48,6 +53,7 @@ class LoadPlan:
 
     report: LoadReport
     tensors: Mapping[str, TensorSource]
+    to_pack: Mapping[str, TensorSource]  # plain values of weights that the model stores packed
     extra: Mapping[str, Any]
     folder: Path | None
     verified: bool  # checksums are compared when values are read
@@ -60,12 +66,13 @@ class LoadPlan:
             CheckpointError: a file is not what it was when its header was read.
         """
         if not self.verified:
-            refuse_changed(self.tensors.values())
+            refuse_changed([*self.tensors.values(), *self.to_pack.values()])
 
     @property
     def digest(self) -> str:
         """A text that must be equal on every rank: names, shapes and dtypes."""
-        return repr([(name, stored.shape, stored.dtype) for name, stored in self.tensors.items()])
+        found = [*self.tensors.items(), *self.to_pack.items()]
+        return repr([(name, stored.shape, stored.dtype) for name, stored in found])
 
 
 Boxes = Callable[[str, TensorSource], list[Box]]  # tensor -> boxes of it that this rank reads to check values
@@ -73,6 +80,8 @@ Boxes = Callable[[str, TensorSource], list[Box]]  # tensor -> boxes of it that t
 
 def own_boxes(runtime: Runtime, name: str, stored: TensorSource) -> list[Box]:
     """The boxes of a tensor that this rank holds."""
+    if (packed := packed_of(runtime).get(name)) is not None:
+        return [piece.box for piece, _ in packed.pieces(runtime.world.rank)]
     if name not in runtime.recipe.params:
         return all_of(name, stored)
     return [piece.box for piece in runtime.view.extents(name)]
@@ -106,12 +115,15 @@ def plan_of(
     """
     opened = source if isinstance(source, Source) else open_source(source)
     files.verify_with(opened.verified)
-    recipe = runtime.recipe
+    settings = _quantization_of(opened.folder)
+    opened = with_packed(opened, settings, files)
+    recipe, weights = runtime.recipe, packed_of(runtime)
     wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
     wanted |= {
         name: Wanted(shape, dtype, recipe.buffers[name].aliases)
         for name, (shape, dtype) in runtime.saved_buffers().items()
     }
+    wanted |= {name: Wanted(packed.shape, packed.dtype) for name, packed in weights.items()}
     computed = [n for name, b in recipe.buffers.items() if not b.persistent for n in (name, *b.aliases)]
     own: OwnLoad | None = None
     if runtime.own_state is None:
@@ -125,6 +137,12 @@ def plan_of(
         matched.missing = tuple(name for name in matched.missing if name not in exact)
     for name in recipe.buffers.keys() & matched.tensors.keys() if rules.buffers_as_stored else ():
         wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
+    if not weights:
+        fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
+        refuse_parts(opened, fix=fix)
+    _choose_form(matched, wanted, weights, opened)
+    if runtime.own_state is not None and any(name in matched.missing for name in weights):
+        refuse_own_methods(runtime, "plain values loaded into")
     if isinstance(source, Mapping):
         states = extra_names(runtime.module)
         strange = [name for name in opened.extra if name not in states] if own is None else own.found.unexpected
@@ -146,7 +164,18 @@ def plan_of(
     rounded = {
         n for n, p in recipe.params.items() if own_names and not p.trainable and p.storage in ("bfloat16", "float16")
     }
-    drawn = [name for name in matched.missing if name in runtime.frozen_draws and runtime.frozen_draws[name]()]
+    # Floating numbers of any dtype are packed; what is packed already is read as it is.
+    plain = {name: matched.tensors[name] for name in weights if name in matched.tensors}
+    for name, stored in plain.items():
+        if is_rounded(stored.dtype):
+            wanted[name] = replace(wanted[name], dtype=stored.dtype)
+    drawn = [
+        name
+        for name in matched.missing
+        for part in (weights[name].parts.values() if name in weights else (name,))
+        if part in runtime.frozen_draws and runtime.frozen_draws[part]()
+    ]
+    drawn = [*dict.fromkeys(drawn)]
     _refuse_unfit(matched, wanted, opened, rules, drawn, rounded)
     _refuse_untied(matched, opened, files, boxes)
     if rules.check_finite:
@@ -164,10 +193,58 @@ def plan_of(
         rounded=tuple(sorted({cast[name] for name in rounded & cast.keys()})),
         beside=beside,
         grown=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, GrownTable)),
+        packed=tuple(plain),
+        unpacked=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, DecodedTensor)),
     )
-    ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors}
+    ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors and name not in weights}
     extra = {name: value for name, value in given.items() if name not in matched.unexpected}
-    return LoadPlan(report, ordered, extra, opened.folder, opened.verified is not None, own)
+    return LoadPlan(report, ordered, plain, extra, opened.folder, opened.verified is not None, own)
+
+
+def _quantization_of(folder: Path | None) -> Mapping[str, Any] | None:
+    """What a directory's config.json says of quantised weights; None: nothing."""
+    path = None if folder is None else folder / "config.json"
+    if path is None or not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):  # who needs it will say so
+        return None
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    return found if isinstance(found, dict) and found else None
+
+
+def _choose_form(
+    matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
+) -> None:
+    """Of each packed weight, leaves wanted and found the form that the source has: its parts, or plain values.
+
+    Raises:
+        CheckpointError: it has both.
+    """
+    other_form: set[str] = set()
+    for name, packed in weights.items():
+        names = [*packed.parts.values()]
+        there, stored = [part for part in names if part in matched.tensors], matched.tensors.get(name)
+        if stored is not None and there:
+            raise CheckpointError(
+                f"{source.place}: {matched.names[name]} and {matched.names[there[0]]}",
+                why="they are the values of one weight in two forms, plain and packed",
+                fix=f"leave one out: rename=[({'^' + re.escape(matched.names[name]) + '$'!r}, None)]",
+                name=name,
+                misfit="double",
+            )
+        if stored is not None and (parts := as_bytes(stored, packed)) is not None:
+            matched.names |= dict.fromkeys(parts, matched.names[name])
+            matched.tensors |= parts
+            del matched.tensors[name]
+            there = names
+        if stored is None and not there and name not in {*matched.missing, *matched.ignored}:
+            matched.missing += (name,)
+        for other in [name] if there else names:
+            del wanted[other]
+            other_form.add(other)
+    matched.missing = tuple(name for name in matched.missing if name not in other_form | matched.tensors.keys())
 
 
 def _holds_adapters_alone(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.model import dtype_name, dtype_of
 from shardwise.model.own_state import OwnState
 from shardwise.parallel import Runtime
+from shardwise.state.packed import in_weights_place, packed_of
 from shardwise.state.to_rank0 import full_tensors
 from shardwise.world.collectively import collectively
 
@@ -40,14 +41,22 @@ class Stored:
     made_of: frozenset[str] | None = None
 
 
-def stored_tensors(runtime: Runtime, buffers: Facts | None = None) -> dict[str, Stored]:
+def stored_tensors(runtime: Runtime, buffers: Facts | None = None, *, unpacked: bool = False) -> dict[str, Stored]:
     """Name -> entry, of all that is stored of a model: a tied tensor once, under its first name. ``buffers``: from
-    ``Runtime.saved_buffers``; None: this rank's."""
+    ``Runtime.saved_buffers``; None: this rank's. ``unpacked``: the plain values of packed weights in place of their parts."""
     recipe = runtime.recipe
     buffers = runtime.saved_buffers() if buffers is None else buffers
     if runtime.own_state is None:
         found = {name: Stored(name, p.shape, p.storage, True) for name, p in recipe.params.items()}
-        return found | {name: Stored(name, shape, dtype, False) for name, (shape, dtype) in buffers.items()}
+        found |= {name: Stored(name, shape, dtype, False) for name, (shape, dtype) in buffers.items()}
+        if unpacked:
+            plain = {
+                name: Stored(name, weight.shape, weight.dtype, True) for name, weight in packed_of(runtime).items()
+            }
+            found = {name: (found | plain)[name] for name in in_weights_place(runtime, found)}
+        return found
+    if unpacked:
+        refuse_own_methods(runtime, "save_weights of")
     entries = own_of(runtime, buffers).encode(runtime.module).entries
     homes: dict[str, str] = {}  # canonical name -> the name that it is stored under
     for name, entry in entries.items():
@@ -61,6 +70,18 @@ def stored_tensors(runtime: Runtime, buffers: Facts | None = None) -> dict[str, 
         elif homes[entry.home] == name:
             found[name] = Stored(entry.home, entry.shape, dtype_name(entry.dtype), is_weight)
     return found
+
+
+def refuse_own_methods(runtime: Runtime, call: str, *, packed: bool = False) -> None:
+    """Refuses the plain values of packed weights of a model whose modules' own methods decide what is stored."""
+    if runtime.own_state is not None and packed_of(runtime) and not packed:
+        name, methods = next(iter(runtime.own_state.methods.items()))
+        raise UnsupportedError(
+            f"{call} a model with packed weights and {', '.join(methods)}",
+            why="the method is given what the module holds, and not the plain values of what is packed",
+            fix="use sw.full_state_dict(model, packed=True), or sw.CheckpointManager: both keep the bytes",
+            name=name or None,
+        )
 
 
 def not_stored(runtime: Runtime) -> list[str]:

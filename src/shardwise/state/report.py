@@ -30,6 +30,8 @@ class LoadReport:
         rounded: of these pairs, those of frozen weights that are stored in a smaller dtype because adapters are trained beside them; it
             needs no ``cast``.
         beside: parameters that a technique has added (adapters), none of which the source has; they are as before, or ``fresh``.
+        packed: weights whose plain values were packed (``quantize=``).
+        unpacked: weights that are packed there and plain in the model.
         grown: tables to which ``shardwise train`` has added rows for new tokens, each the mean of the others.
     """
 
@@ -46,6 +48,8 @@ class LoadReport:
     rounded: tuple[tuple[str, str], ...] = ()
     beside: tuple[str, ...] = ()
     grown: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ()
+    unpacked: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [
@@ -61,6 +65,12 @@ class LoadReport:
             f"  a base of {there} is stored in {here}; Precision(parts={{...: {_WORDS.get(there, there)!r}}}) keeps it"
             for there, here in self.rounded
         ]
+        if self.packed:
+            lines.append(f"  packed ({len(self.packed)}): {shortened(self.packed)}")
+        if self.unpacked:
+            lines.append(
+                f"  packed there, and plain in the model ({len(self.unpacked)}): {shortened(self.unpacked)}; quantize= keeps the bytes"
+            )
         if self.grown:
             lines.append(f"  rows added, each the mean of the others ({len(self.grown)}): {shortened(self.grown)}")
         now = "with their constructor's values" if self.fresh else "left as they were"

@@ -21,15 +21,25 @@ from shardwise.config.caller import level_of_caller
 from shardwise.config.conversion import ENDINGS
 from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keywords import public_call
-from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, errors_about
+from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, UsageError, errors_about
 from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import extra_states
-from shardwise.state.file_layout import SHARD_BYTES, FileLayout, Part, file_layout_of, parts_of, stored_dtypes
+from shardwise.state.file_layout import (
+    SHARD_BYTES,
+    FileLayout,
+    Form,
+    Part,
+    file_layout_of,
+    made_for_packed,
+    parts_of,
+    stored_dtypes,
+)
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.formats.safetensors import CODES
-from shardwise.state.own_values import computed_values, stored_tensors
+from shardwise.state.own_values import computed_values, refuse_own_methods, stored_tensors
+from shardwise.state.packed import packed_of
 from shardwise.state.rounding import refuse_overflow
 from shardwise.state.sidecars import sidecar_files
 from shardwise.state.staging import TOKEN, Staged, StagedSave, check_place
@@ -47,6 +57,7 @@ from shardwise.state.writing import (
 )
 from shardwise.techniques import fold
 from shardwise.techniques.fold import acts
+from shardwise.techniques.technique import Merge
 from shardwise.world.collectively import collectively
 
 
@@ -62,6 +73,7 @@ def save_weights(
     max_shard_bytes: int = SHARD_BYTES,
     dtype: str | torch.dtype | None = None,
     merge: bool = True,
+    packed: bool = False,
 ) -> Path:
     """Saves the weights of a sharded model as a Hugging Face directory of safetensors files: every parameter and
     persistent buffer. All ranks must call it.
@@ -81,6 +93,9 @@ def save_weights(
         merge: of a model with adapters (``lora=``), the weights are written with these merged into them, in float32 or more and rounded
             once: a model without adapters that computes the same. False: the weights beside which the adapters are trained;
             :func:`save_adapter` writes those.
+        packed: of weights that are stored packed (``quantize=``), True: their bytes are written as bitsandbytes does, with
+            ``quantization_config`` in config.json, so that transformers loads them with bitsandbytes; of a model with adapters with
+            ``merge=False``. False: their plain values.
 
     Returns:
         the path of ``model.safetensors``, or of the index if there are several files.
@@ -89,7 +104,8 @@ def save_weights(
         CheckpointError: on every rank, if one of them cannot write.
         ConfigError: an invalid dtype or size.
         UnsupportedError: on every rank, if the format does not have the dtype of a tensor (complex128), or an adapter cannot be merged
-            because its weight is tied to another module's.
+            because its weight is tied to another module's; or a packed weight has no place in bitsandbytes' files.
+        UsageError: ``packed`` of a model without packed weights, or with adapters that would be merged.
         RankError: a rank does not take part, or is lost during the save.
     """
     runtime = runtime_of(model)
@@ -103,21 +119,26 @@ def save_weights(
             fix="use 5 << 30 for 5 GiB",
         )
     world, own = runtime.world, fold.own_names(runtime.recipe)
-    file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=own)
+    if packed:
+        _refuse_packed(runtime, own, merge)
+    form: Form = "packed" if packed else "plain"
+    file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=own, form=form)
     collectively(
         world,
         "save_weights, before it begins",
-        lambda: repr((max_shard_bytes, kind, bool(merge))),
+        lambda: repr((max_shard_bytes, kind, bool(merge), bool(packed))),
         same=str,
         differ=ConfigError(
-            f"save_weights(max_shard_bytes={max_shard_bytes}, dtype={dtype}, merge={merge})",
+            f"save_weights(max_shard_bytes={max_shard_bytes}, dtype={dtype}, merge={merge}, packed={packed})",
             why="other ranks were given other values",
             fix="give every rank the same",
         ),
     )
     states = extra_states(model)  # on every rank: it may communicate
-    merged = _merged(runtime, own) if merge else {}
-    saving = _Saving(runtime, file_layout, Path(dest), kind, computed_values(runtime, "save_weights"), merged)
+    values = {} if packed else _unpacked(runtime)
+    values |= _merged(runtime, own, values) if merge else {}
+    computed = {**computed_values(runtime, "save_weights"), **(made_for_packed(runtime) if packed else {})}
+    saving = _Saving(runtime, file_layout, Path(dest), kind, computed, values, is_packed=packed)
     try:
         collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
         saving.absent = saving.meet("save_weights")
@@ -134,14 +155,34 @@ def save_weights(
     return saving.dest / file_layout.entry
 
 
-def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None) -> int:
-    """Size in bytes of the files that :func:`save_weights` would write; no communication."""
+def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
+    if not packed_of(runtime):
+        raise UsageError(
+            "save_weights(packed=True) of a model without packed weights",
+            why="its weights are plain",
+            fix="leave packed out; or train with parallelize(..., quantize=)",
+        )
+    if own and merge:
+        raise UsageError(
+            "save_weights(packed=True) of a model with adapters, merged",
+            why="packing the merged weights again gives others than those that were trained",
+            fix="write plain values, save_weights(model, dest); or the packed base, save_weights(model, dest, merge=False, packed=True), and the "
+            "adapters beside it, save_adapter(model, folder)",
+        )
+    refuse_own_methods(runtime, "save_weights(packed=True) of")
+
+
+def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None, *, as_stored: bool = False) -> int:
+    """Size in bytes of the files that :func:`save_weights` would write; ``as_stored``: of a checkpoint's weights, with what techniques
+    have added, and packed weights as they are. No communication."""
+    runtime = runtime_of(model)
     return file_layout_of(
-        runtime_of(model),
+        runtime,
         max_shard_bytes=SHARD_BYTES,
         dtype=_checked_dtype(dtype),
         of_main=False,
-        without=fold.own_names(runtime_of(model).recipe),
+        without=() if as_stored else fold.own_names(runtime.recipe),
+        form="stored" if as_stored else "plain",
     ).num_bytes
 
 
@@ -149,8 +190,8 @@ def check_dtypes(model: nn.Module) -> None:
     """Raises UnsupportedError, with the tensor's name, if :func:`save_weights` could not write ``model``, or merge its adapters; no
     communication, the same on every rank."""
     runtime = runtime_of(model)
-    stored_dtypes(stored_tensors(runtime))
-    _merged(runtime, fold.own_names(runtime.recipe), whole=lambda names, compute: None)
+    stored_dtypes(stored_tensors(runtime, unpacked=True))
+    _merged(runtime, fold.own_names(runtime.recipe), {}, whole=lambda names, compute: None)
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
@@ -195,10 +236,18 @@ def _tell_versions(runtime: Runtime) -> None:
         )
 
 
-def _merged(runtime: Runtime, own: Sequence[str], whole: Any = None) -> dict[str, Callable[[], Tensor]]:
-    """Parameter -> computes this rank's part of it with what techniques have added (``own``) merged into it. All ranks must call it.
+def _unpacked(runtime: Runtime) -> dict[str, Callable[[], Tensor]]:
+    """Packed weight -> computes this rank's part of its plain values. All ranks must call it."""
+    whole, local = functools.partial(computed_of_full, runtime), runtime.local_tensors()
+    return {name: weight.values_here(whole, local) for name, weight in packed_of(runtime).items()}
+
+
+def _merged(
+    runtime: Runtime, own: Sequence[str], unpacked: Mapping[str, Callable[[], Tensor]], whole: Any = None
+) -> dict[str, Callable[[], Tensor]]:
+    """Weight -> computes this rank's part of it with what techniques have added (``own``) merged into it. All ranks must call it.
     ``whole``: computes with full tensors; None: communicates for it."""
-    found: dict[str, Callable[[], Tensor]] = {}
+    found: dict[str, Merge] = {}
     for act in acts():
         found |= act.merged(runtime, whole or functools.partial(computed_of_full, runtime))
     for name, entry in stored_tensors(runtime).items() if found else ():
@@ -209,7 +258,19 @@ def _merged(runtime: Runtime, own: Sequence[str], whole: Any = None) -> dict[str
                 fix="write the base alone: save_weights(model, dest, merge=False), and save_adapter(model, folder)",
                 name=name,
             )
-    return found
+    return {name: functools.partial(_with, runtime, name, merge, unpacked.get(name)) for name, merge in found.items()}
+
+
+def _with(runtime: Runtime, name: str, merge: Merge, unpacked: Callable[[], Tensor] | None) -> Tensor:
+    """What this rank has of a weight, in float32 or more, with what techniques have added merged into it."""
+    local = runtime.local_tensor_of(name) if unpacked is None else unpacked()
+    result = local.to("cpu", torch.promote_types(local.dtype, torch.float32), copy=True)
+    if unpacked is None:
+        parts = runtime.parts(name, result)
+    else:
+        parts = [(piece, result[piece.local_index]) for piece, _ in packed_of(runtime)[name].pieces(runtime.world.rank)]
+    merge((piece.full_index, part) for piece, part in parts)
+    return result
 
 
 class _Local(Mapping[str, Tensor]):
@@ -244,11 +305,12 @@ class _Saving(StagedSave):
         dest: Path,
         dtype: str | None,
         computed: Mapping[str, Tensor],
-        merged: Mapping[str, Callable[[], Tensor]],
+        values: Mapping[str, Callable[[], Tensor]],
+        is_packed: bool,
     ):
         super().__init__(runtime.world, dest)
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
-        self.local = _Local({**runtime.local_tensors(), **computed}, merged)
+        self.local, self.is_packed = _Local({**runtime.local_tensors(), **computed}, values), is_packed
         self.absent: list[int] = []  # ranks that do not see the directory
         self.notes: list[str] = []
 
@@ -335,7 +397,7 @@ class _Saving(StagedSave):
         assert self.staged is not None
         with self.errors_of_writing():
             (self.folder / TOKEN).unlink()
-            sidecars, self.notes = sidecar_files(self.runtime, self.dtype)
+            sidecars, self.notes = sidecar_files(self.runtime, self.dtype, packed=self.is_packed)
             index = self.file_layout.index()
             if index is not None:
                 sidecars[INDEX] = index

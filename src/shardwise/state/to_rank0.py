@@ -18,6 +18,7 @@ from shardwise.model.large_pages import empty_in_large_pages
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
 from shardwise.recipe import Slice, extents, owners
+from shardwise.state.packed import packed_of
 
 
 def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Iterator[Tensor | None]:
@@ -44,15 +45,22 @@ def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Ite
 
 
 def full_tensors(runtime: Runtime, names: Iterable[str]) -> dict[str, Tensor]:
-    """Name -> full tensor on rank 0's CPU, of parameters and of buffers; ``{}`` elsewhere. All ranks must call it."""
-    names = list(names)
+    """Name -> full tensor on rank 0's CPU, of parameters, of buffers and, unpacked one by one, of packed weights; ``{}`` elsewhere. All
+    ranks must call it."""
+    weights, names = packed_of(runtime), list(names)
+    unpacked: dict[str, Tensor] = {}
+    for name in (name for name in names if name in weights):
+        values = full_tensors(runtime, weights[name].parts.values())
+        if values:
+            unpacked[name] = weights[name].decode(values)
+    names = [name for name in names if name not in weights]
     params = [name for name in names if name in runtime.recipe.params]
     gathered = gather_tensors(runtime, ((name, runtime.local_tensor_of(name)) for name in params))
     whole = {name: tensor for name, tensor in zip(params, gathered, strict=True) if tensor is not None}
     if not runtime.world.is_main:
         return {}
     local = runtime.local_tensors()
-    return whole | {name: local[name].detach().cpu().clone() for name in names if name not in whole}
+    return whole | unpacked | {name: local[name].detach().cpu().clone() for name in names if name not in whole}
 
 
 def computed_of_full(runtime: Runtime, names: Sequence[str], compute: Callable[..., Tensor]) -> Tensor:

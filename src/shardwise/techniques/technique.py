@@ -21,7 +21,8 @@ Files with torch are named by text and loaded when they are first used, so that 
 """
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from shardwise.errors import ShardwiseError
+    from shardwise.recipe import Slice
+    from shardwise.recipe.boxes import Box
     from shardwise.world import World
 
 Found = TypeVar("Found")
@@ -133,6 +136,10 @@ class Whole(Protocol):
         """The result of ``compute`` with the full values of these parameters, on the CPU of every rank."""
 
 
+Merge = Callable[["Iterable[tuple[tuple[slice, ...], Tensor]]"], None]
+"""Merges into parts of a weight in place; each with where it is in the whole."""
+
+
 @dataclass(frozen=True)
 class AdapterFiles:
     """How adapters are stored without the model that they are beside.
@@ -150,6 +157,94 @@ class AdapterFiles:
     check: Callable[[Path], None]
     beside: Mapping[str, str]
     note: str = ""
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """What a packed weight has in a file under one name.
+
+    Attributes:
+        shape: in the file.
+        key: the model's tensor that has these bytes, in their order; None: ``values`` has them.
+        values: the same on every rank.
+    """
+
+    shape: tuple[int, ...]
+    key: str | None
+    values: "Tensor | None" = None
+
+
+class PackedTensor(Protocol):
+    """A weight of the user's module that is stored as other tensors, packed; of which a rank has a part. The weight itself is no parameter:
+    its name is that of plain values in files.
+
+    ``read(box)`` gives plain values of the weight, on the CPU, in any floating dtype; ``local`` has what this rank stores, by name;
+    ``place`` is where the values are, for messages.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Of the packing: files of the same kind have the same bytes."""
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """Role -> canonical name of the parameter or buffer that it is stored in."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    def pieces(self, rank: int) -> "list[tuple[Slice, tuple[int, ...]]]":
+        """The pieces of the weight that a rank has, each with all ranks that have it."""
+
+    def measure(self, read: "Callable[[Box], Tensor]", local: "Mapping[str, Tensor]", place: str) -> "Tensor":
+        """Packs as far as this rank's own values allow, and returns what must be known of the whole weight: the elementwise largest of
+        all ranks' is given to :meth:`encode`."""
+
+    def encode(
+        self, read: "Callable[[Box], Tensor]", local: "Mapping[str, Tensor]", maxima: "Tensor", place: str
+    ) -> None:
+        """Writes what this rank stores of the weight."""
+
+    def encode_whole(self, read: "Callable[[Box], Tensor]", place: str) -> "dict[str, Tensor]":
+        """Canonical name -> full value of each part."""
+
+    def decode(self, values: "Mapping[str, Tensor]") -> "Tensor":
+        """The weight, of the full values of its parts by canonical name; rounded once to its dtype."""
+
+    def values_here(self, whole: Whole, local: "Mapping[str, Tensor]") -> "Callable[[], Tensor]":
+        """Computes this rank's part of the weight, on the CPU. All ranks call this; the function only those that want it."""
+
+    def stored(self, local: "Mapping[str, Tensor]") -> Mapping[str, StoredPart]:
+        """Suffix of the weight's name -> what a packed file has under it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedInFile(ABC):
+    """A packed weight in files of another library.
+
+    Attributes:
+        name: of the weight in the source.
+        shape, dtype: of its plain values.
+        kind: as of :class:`PackedTensor`.
+        parts: role -> the name in the source, and the shape that these bytes have in a model.
+        made: role -> values that were read already.
+        beside: names in the source that belong to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    parts: Mapping[str, tuple[str, tuple[int, ...]]]
+    made: "Mapping[str, Tensor]"
+    beside: tuple[str, ...]
+
+    @abstractmethod
+    def decode(self, box: "Box", read: "Callable[[str, Box | None], Tensor]") -> "Tensor":
+        """The plain values of a box; ``read(role, box)`` reads a box of a part (None: all)."""
 
 
 class Act:
@@ -186,9 +281,39 @@ class Act:
         """Called on all ranks when the values of ``names`` have been loaded: sets those of its own parameters that follow from them and
         were not loaded."""
 
-    def merged(self, runtime: Any, whole: "Whole") -> "Mapping[str, Callable[[], Tensor]]":
-        """Parameter of the user's module -> computes what this rank stores of it, on the CPU, with the technique's own parameters merged
-        into it: together they compute what the module computes. Called on all ranks; the functions are not."""
+    def merged(self, runtime: Any, whole: "Whole") -> "Mapping[str, Merge]":
+        """Weight of the user's module -> merges the technique's own parameters into this rank's pieces of it, in place: together they
+        compute what the module computes. Called on all ranks; the functions are not."""
+        return {}
+
+    def codecs(self, runtime: Any) -> Mapping[str, PackedTensor]:
+        """Weight of the user's module -> how it is stored, of those that the technique has packed."""
+        return {}
+
+    def packed_in(
+        self,
+        tensors: Mapping[str, Any],
+        load: "Callable[[str], Tensor]",
+        settings: Mapping[str, Any] | None,
+        place: str,
+    ) -> Mapping[str, PackedInFile]:
+        """Name -> weight, of the packed weights of a source whose form it knows.
+
+        Args:
+            tensors: name -> what says ``shape``, ``dtype`` and ``num_bytes``.
+            load: reads one, by name.
+            settings: ``quantization_config`` of its config.json; None: there is none.
+            place: where it is, for messages.
+        """
+        return {}
+
+    def packed_names(self, names: Iterable[str]) -> Sequence[str]:
+        """Those names of parts of packed weights, as a model has them, that no other tensor has."""
+        return ()
+
+    def packed_settings(self, runtime: Any, prefix: str) -> Mapping[str, Any]:
+        """``quantization_config`` of config.json for files with packed weights; {}: it has packed none. ``prefix``: as for
+        :meth:`adapter_files`."""
         return {}
 
     def adapter_files(self, runtime: Any, prefix: str) -> "AdapterFiles | None":

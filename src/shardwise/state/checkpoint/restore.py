@@ -182,7 +182,7 @@ class _Reading:
         rules = Rules(strict=True, rename=(), cast=False, check_finite=False, needs_own=True, buffers_as_stored=True)
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         try:
-            return plan_of(
+            plan = plan_of(
                 runtime,
                 replace(open_folder(folder), values=values),
                 rules,
@@ -190,6 +190,14 @@ class _Reading:
                 lambda name, tensor: own_boxes(runtime, name, tensor),
                 self.saved.tensors(prefix + EXACT),
             )
+            if plan.to_pack:
+                raise CheckpointError(
+                    f"{self.saved.folder}: a checkpoint of a model with plain weights",
+                    why="this model stores them packed: a run goes on with the numbers that it had",
+                    fix="load its weights, which packs them, and begin a run",
+                    name=next(iter(plan.to_pack)),
+                )
+            return plan
         except DamagedError:
             raise
         except CheckpointError as error:  # of another model: the fix of this error is for weights only

@@ -202,7 +202,10 @@ class Placed:
 
 
 def place_tensors(
-    tensors: Mapping[str, tuple[tuple[int, ...], str]], align: int = 8, modules: str | None = None
+    tensors: Mapping[str, tuple[tuple[int, ...], str]],
+    align: int = 8,
+    modules: str | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[bytes, list[Placed], int]:
     """Plans a file with ``tensors`` (name -> shape, dtype): returns its header, the place of each tensor, and its size.
 
@@ -214,6 +217,7 @@ def place_tensors(
         tensors: in the model's order, which is kept among sizes of the same power of two.
         align: a power of two, 8 or more, in bytes: the largest alignment to use.
         modules: the versions of modules, as JSON; None: none are written.
+        shapes: those that the header says of tensors whose elements are written in the same order, but in another shape.
     """
     sizes = {name: math.prod(shape) * DTYPE_BYTES[dtype] for name, (shape, dtype) in tensors.items()}
     # With align=8 only the element size counts, so that a file of one dtype keeps the model's order.
@@ -227,7 +231,11 @@ def place_tensors(
     for name in order:
         shape, dtype = tensors[name]
         end = position + sizes[name]
-        entries[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        entries[name] = {
+            "dtype": CODES[dtype],
+            "shape": [*(shapes or {}).get(name, shape)],
+            "data_offsets": [position, end],
+        }
         starts[name], position = position, end
     head = header_of(entries, align)
     placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]

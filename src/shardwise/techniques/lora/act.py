@@ -2,7 +2,7 @@
 loaded, merged and stored."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from shardwise.model.adapted import (
 from shardwise.recipe import Recipe
 from shardwise.techniques.lora.peft_files import files_of
 from shardwise.techniques.lora.rule import LoRAEntry, own_names, trained_beside
-from shardwise.techniques.technique import Act, AdapterFiles, Whole
+from shardwise.techniques.technique import Act, AdapterFiles, Merge, Whole
 from shardwise.world import World
 
 
@@ -64,7 +64,7 @@ class LoRAAct(Act):
                 for piece, part in runtime.parts(magnitude, runtime.local_tensor_of(magnitude)):
                     part.copy_(norms[piece.full_index])
 
-    def merged(self, runtime: Any, whole: Whole) -> Mapping[str, Callable[[], Tensor]]:
+    def merged(self, runtime: Any, whole: Whole) -> Mapping[str, Merge]:
         layers = list(_layers(runtime))
         for weight, (low, *_), _ in layers:
             _refuse_tie(runtime, weight, low)
@@ -74,7 +74,7 @@ class LoRAAct(Act):
         for weight, (low, high, *vector), how in layers:
             factor = whole([weight, low, high, *vector], functools.partial(_factor, how=how)) if vector else None
             of_adapter = whole([low], _as_it_is), whole([high], _as_it_is), factor
-            found[weight] = functools.partial(_merged, runtime, weight, *of_adapter, how)
+            found[weight] = functools.partial(_merge, *of_adapter, how)
         return found
 
     def adapter_files(self, runtime: Any, prefix: str) -> AdapterFiles | None:
@@ -110,7 +110,8 @@ def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
         parts.setdefault(name[: name.rfind(".lora_")], []).append(name)
     layers = adapted_layers(runtime.module)
     for name in entry.layers:
-        yield homes[f"{name}.weight"], parts[name], Adapter(entry.lora.scale, out_dim=_out_dim(layers[name]))
+        weight = f"{name}.weight"  # of a packed one no parameter has the name
+        yield homes.get(weight, weight), parts[name], Adapter(entry.lora.scale, out_dim=_out_dim(layers[name]))
 
 
 def _out_dim(layer: Any) -> int:
@@ -144,6 +145,8 @@ def _refuse_own_forward(layer: Any, name: str) -> None:
 def _refuse_tie(runtime: Any, weight: str, low: str) -> None:
     """Refuses to merge into a weight that another module has too, which has no adapter there."""
     modules = dict(runtime.modules)
+    if weight not in runtime.recipe.params:  # a tied weight is not packed
+        return
     names = (weight, *runtime.recipe.params[weight].aliases)
     if len({id(modules[name.rpartition(".")[0]]) for name in names}) > 1:
         raise UnsupportedError(
@@ -173,12 +176,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _merged(runtime: Any, name: str, low: Tensor, high: Tensor, factor: Tensor | None, how: Adapter) -> Tensor:
-    """What this rank stores of a weight, with the adapter merged into it. The product is made in full on every rank, and cut: the bits of
-    a part's own product may be others."""
-    local = runtime.local_tensor_of(name)
-    result = local.to("cpu", torch.promote_types(local.dtype, torch.float32), copy=True)
+def _merge(
+    low: Tensor, high: Tensor, factor: Tensor | None, how: Adapter, pieces: Iterable[tuple[tuple[slice, ...], Tensor]]
+) -> None:
+    """Merges an adapter into pieces of its weight. The product is made in full on every rank, and cut: the bits of a part's own product
+    may be others."""
     change = change_of(low, high, how)
-    for piece, part in runtime.parts(name, result):
-        merge_(part, piece.full_index, change, factor, how)
-    return result
+    for index, part in pieces:
+        merge_(part, index, change, factor, how)

@@ -1,14 +1,19 @@
-"""What packed layers know of a rank's part: which rows and inputs of the whole weight its bytes are."""
+"""What packed layers know of a rank's part: which rows and inputs of the whole weight its bytes are. And how they are stored."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.model import dtype_of
-from shardwise.model.adapted import packed_layers
+from shardwise.model.adapted import out_dim_of, packed_layers
 from shardwise.model.nf4 import Packing
 from shardwise.recipe import Recipe, extents
 from shardwise.recipe.dtypes import FLOATING
-from shardwise.techniques.technique import Act
+from shardwise.techniques.quantize import bitsandbytes
+from shardwise.techniques.quantize.codec import codecs_of
+from shardwise.techniques.technique import Act, PackedInFile, PackedTensor
 from shardwise.world import World
 
 
@@ -30,3 +35,26 @@ class QuantizeAct(Act):
             around = {p.compute for p in recipe.params.values() if p.unit == param.unit and p.compute in FLOATING}
             if len(around) == 1:
                 layer.weight_dtype = dtype_of(around.pop())
+
+    def codecs(self, runtime: Any) -> Mapping[str, PackedTensor]:
+        return codecs_of(runtime.recipe, runtime.world.rank)
+
+    def packed_in(
+        self,
+        tensors: Mapping[str, Any],
+        load: Callable[[str], Tensor],
+        settings: Mapping[str, Any] | None,
+        place: str,
+    ) -> Mapping[str, PackedInFile]:
+        return bitsandbytes.found(tensors, load, settings, place)
+
+    def packed_names(self, names: Iterable[str]) -> Sequence[str]:
+        return [name for name in names if name.endswith((".weight_nf4", ".weight_nf4_scales"))]
+
+    def packed_settings(self, runtime: Any, prefix: str) -> Mapping[str, Any]:
+        packed = codecs_of(runtime.recipe, runtime.world.rank)
+        if not packed:
+            return {}
+        layers = [name for name, layer in runtime.modules if out_dim_of(layer) == 0 and name]
+        plain = [name.removeprefix(prefix) for name in layers if f"{name}.weight" not in packed]
+        return bitsandbytes.config(next(iter(packed.values())).dtype, plain)
