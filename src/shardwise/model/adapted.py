@@ -6,7 +6,6 @@ its row of ``W + s B A``, through which no gradient goes. The numbers are those 
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -22,7 +20,7 @@ from shardwise.config.keywords import public_call
 from shardwise.errors import UsageError
 from shardwise.model.layers import BUFFER, LAYER_FUNCTIONS
 from shardwise.model.names import canonical_modules
-from shardwise.model.nf4 import Packing, pack, unpack
+from shardwise.model.nf4 import PackedProduct, Packing, unpack
 
 
 @dataclass(frozen=True)
@@ -97,23 +95,6 @@ def adapted_linear(
 
 
 LAYER_FUNCTIONS[adapted_linear] = ((None, "in"), ("out", None), ("out",), (None, None), BUFFER, BUFFER)
-
-
-class PackedProduct(torch.autograd.Function):
-    """``x @ W.T`` of a weight in bytes, which is unpacked for the product alone: the backward keeps the bytes, which a unit may free and
-    gather again, and no more than one plain weight lives at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packing: Packing, *packed: Tensor) -> Tensor:
-        codes, scales, outer, mean = packed
-        ctx.save_for_backward(codes, scales, outer, mean)
-        ctx.packing = packing
-        return functional.linear(x, unpack(codes, scales, outer, mean, packing, x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        codes, scales, outer, mean = ctx.saved_tensors
-        return grad @ unpack(codes, scales, outer, mean, ctx.packing, grad.dtype), None, None, None, None, None
 
 
 def _packed_linear(packed: Any, packing: Any, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -199,90 +180,6 @@ class AdaptedLinear(Adapted):
         """The outputs for an input, with this bias."""
         plain = None, None, None
         return adapted_linear(x, self.weight, bias, *adapter_tensors(self), *plain, self.adapter, self.training)  # type: ignore[attr-defined, arg-type]
-
-
-class PackedLinear:
-    """Over the class of a linear layer, with an adapter or without: its frozen weight is in 4 bits. ``weight`` is a property, made of them
-    each time it is read.
-
-    Attributes:
-        packing: what of the weight is here.
-        weight_dtype: of its values, where code asks for it.
-        stand_in: what reading the weight gives in a run that asks who reads it; None: its values.
-    """
-
-    packing: Packing
-    weight_dtype: torch.dtype
-    stand_in: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The outputs of the layer, and of its adapter if it has one that is on."""
-        return self.compute(x, self.bias)  # type: ignore[attr-defined]
-
-    def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The outputs for an input, with this bias."""
-        how, tensors = Adapter(), (None, None, None)
-        if isinstance(self, Adapted) and not self.adapter_is_off:
-            how, tensors = self.adapter, adapter_tensors(self)  # type: ignore[assignment]
-        how = dataclasses.replace(how, packing=self.packing)
-        codes, *rest = packed_tensors(self)
-        return adapted_linear(x, codes, bias, *tensors, *rest, how, self.training)  # type: ignore[attr-defined, arg-type]
-
-    @property
-    def weight(self) -> Tensor:
-        """The values of the weight, or of this rank's part of it."""
-        if self.stand_in is not None:
-            return self.stand_in
-        tensors = packed_tensors(self)
-        if isinstance(tensors[0], DTensor):
-            raise UsageError(
-                "the weight of a layer in 4 bits, read outside of a forward",
-                why="this rank has a part of its bytes, which are gathered for a forward",
-                fix="sw.full_state_dict(model) has the values of all of it, on rank 0",
-            )
-        outer = tensors[2].dtype  # another one after module.double()
-        with torch.no_grad():
-            return unpack(*tensors, self.packing, self.weight_dtype if outer == torch.float32 else outer)
-
-    @weight.setter
-    def weight(self, value: Any) -> None:
-        raise UsageError(
-            "setting the weight of a layer in 4 bits",
-            why="its values are made of its bytes",
-            fix="set it before parallelize, or load it: sw.load_weights(model, ...) packs what it loads",
-        )
-
-
-def packed_tensors(layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scale codes, outer and mean of a packed layer."""
-    return layer.weight_nf4, layer.weight_nf4_scales, layer.weight_nf4_outer, layer.weight_nf4_mean
-
-
-def packed_layers(module: nn.Module) -> dict[str, Any]:
-    """Name -> layer, of each layer of a module whose weight is in 4 bits."""
-    first: dict[int, str] = {}
-    found = [(name, layer) for name, layer in canonical_modules(module) if isinstance(layer, PackedLinear)]
-    return {name: layer for name, layer in found if first.setdefault(id(layer), name) == name}
-
-
-def pack_layer(layer: nn.Module) -> None:
-    """Puts the weight of a linear layer into 4 bits, in place."""
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    del layer._parameters["weight"]
-    with torch.no_grad():
-        codes, scales, outer, mean = pack(weight)
-    layer.weight_nf4 = nn.Parameter(codes, requires_grad=False)
-    layer.weight_nf4_scales = nn.Parameter(scales, requires_grad=False)
-    layer.register_buffer("weight_nf4_outer", outer)
-    layer.register_buffer("weight_nf4_mean", mean)
-    layer.packing, layer.weight_dtype = Packing.of((weight.shape[0], weight.shape[1])), weight.dtype  # type: ignore[assignment]
-    layer.__class__ = _packed_class(type(layer))
-
-
-@functools.cache
-def _packed_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer of class ``cls`` whose weight is in 4 bits, under the same name."""
-    return type(cls.__name__, (PackedLinear, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 class AdaptedAround(Adapted):

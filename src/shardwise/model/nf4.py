@@ -9,6 +9,7 @@ need their own block alone; the second stage needs the magnitudes of all blocks 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,13 +140,19 @@ def add_maxima(maxima: Tensor, values: Tensor, packing: Packing, row: int) -> No
 
 def codes_of(values: Tensor, maxima: Tensor, packing: Packing, row: int) -> Tensor:
     """The bytes of ``values [rows, inputs here]``, given the largest magnitudes of the blocks that they are in."""
-    inverse = 1.0 / maxima.clamp(min=1e-38)
+    values = values.detach().float()
+    if not values.numel():
+        return torch.empty((len(values), 0), dtype=torch.uint8)
     if packing.is_aligned:
         per_row, here = packing.shape[1] // BLOCK, packing.num_inputs // BLOCK
-        there = inverse.view(packing.shape[0], per_row)[row : row + len(values), packing.first // BLOCK :][:, :here]
-        scaled = (values.detach().float().view(len(values), here, BLOCK) * there[..., None]).view(len(values), -1)
+        there = maxima.view(packing.shape[0], per_row)[row : row + len(values), packing.first // BLOCK :][:, :here]
+        inverse = 1.0 / there.clamp(min=1e-38)
+        scaled = (values.view(len(values), here, BLOCK) * inverse[..., None]).view(len(values), -1)
     else:
-        scaled = values.detach().float() * inverse[packing.blocks_of(row, len(values))]
+        blocks = packing.blocks_of(row, len(values))
+        first_block, last_block = int(blocks.flatten()[0]), int(blocks.flatten()[-1])
+        inverse = 1.0 / maxima[first_block : last_block + 1].clamp(min=1e-38)
+        scaled = values * inverse[blocks - first_block]
     first, limit = _cells()
     scaled = scaled.clamp_(-1, 1)
     cell = torch.add(scaled, 1).mul_(_CELLS / 2).int().view(-1)
@@ -244,3 +251,20 @@ def _unpack(
 @_unpack.register_fake
 def _(codes, scales, outer, mean, shape, rows, first, num_inputs, dtype):  # type: ignore[no-untyped-def]
     return codes.new_empty((codes.shape[0], num_inputs), dtype=dtype)
+
+
+class PackedProduct(torch.autograd.Function):
+    """``x @ W.T`` of a weight in bytes, which is unpacked for the product alone: the backward keeps the bytes, which a unit may free and
+    gather again, and no more than one plain weight lives at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packing: Packing, *packed: Tensor) -> Tensor:
+        codes, scales, outer, mean = packed
+        ctx.save_for_backward(codes, scales, outer, mean)
+        ctx.packing = packing
+        return functional.linear(x, unpack(codes, scales, outer, mean, packing, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        codes, scales, outer, mean = ctx.saved_tensors
+        return grad @ unpack(codes, scales, outer, mean, ctx.packing, grad.dtype), None, None, None, None, None

@@ -9,12 +9,13 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.errors import UnsupportedError, UsageError, first_line
-from shardwise.model.adapted import Adapted, PackedLinear, adapted_layers, packed_layers
+from shardwise.model.adapted import Adapted, adapted_layers
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
 from shardwise.model.isolated import Isolated
 from shardwise.model.module_state import Attributes, HookState, ModuleState, TensorAttributes
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
+from shardwise.model.packed import PackedLinear, packed_layers
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, Codec, TensorFact
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
-from shardwise.model.adapted import packed_layers
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
@@ -30,6 +29,7 @@ from shardwise.model.layers import Layer
 from shardwise.model.leaves import Ended, Leaves
 from shardwise.model.module_state import Attributes, HookState, TensorAttributes, content_of
 from shardwise.model.names import canonical_modules, canonical_tensors, module_of_error
+from shardwise.model.packed import packed_layers
 from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.tensors import hidden_tensors, loose_tensors

@@ -246,6 +246,9 @@ def test_masks_of_a_part_of_the_inputs_differ_between_ranks_and_those_of_whole_i
     assert 0.1 < float(down_again.double().mean()) < 0.4  # half of those that are not 0
 
 
+ADAPTER_ALONE = (True, True, True, False, False, False)  # of the further tensors of the function
+
+
 def layer_of(how, magnitude):
     roles = LAYER_FUNCTIONS[adapted_linear][: 3 if magnitude else 2]
     return Layer(
@@ -271,9 +274,9 @@ def test_the_function_is_right_on_parts(out_dim, magnitude, degree):
     ],
 )
 def test_a_wrong_role_is_seen(roles, monkeypatch):
-    monkeypatch.setitem(LAYER_FUNCTIONS, adapted_linear, roles)
+    monkeypatch.setitem(LAYER_FUNCTIONS, adapted_linear, (*roles, *LAYER_FUNCTIONS[adapted_linear][3:]))
     try:
-        assert _parts_differ.__wrapped__(adapted_linear, Adapter(0.7), (True, True, True), 2)
+        assert _parts_differ.__wrapped__(adapted_linear, Adapter(0.7), ADAPTER_ALONE, 2)
     except RuntimeError as error:
         assert "shape" in str(error) or "size" in str(error)
 
@@ -286,7 +289,7 @@ def test_norms_of_a_part_of_the_inputs_are_seen(monkeypatch):
         return adapted_linear(*rest, dataclasses.replace(how, sum_over_inputs=None), training)
 
     monkeypatch.setitem(LAYER_FUNCTIONS, alone, LAYER_FUNCTIONS[adapted_linear])
-    assert "does not give the outputs" in _parts_differ.__wrapped__(alone, Adapter(0.7), (True, True, True), 2)
+    assert "does not give the outputs" in _parts_differ.__wrapped__(alone, Adapter(0.7), ADAPTER_ALONE, 2)
 
 
 @pytest.mark.parametrize("how", ["up", "down"])

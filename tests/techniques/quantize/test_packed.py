@@ -12,8 +12,9 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.model import nf4
-from shardwise.model.adapted import Adapter, adapted_linear, packed_layers
+from shardwise.model.adapted import Adapter, adapted_linear
 from shardwise.model.layers import BUFFER, LAYER_FUNCTIONS, Further, Layer
+from shardwise.model.packed import packed_layers
 from shardwise.techniques.lora.prepare import prepare as with_adapters
 from shardwise.techniques.quantize.prepare import prepare
 from shardwise.techniques.tp.search.layer_functions import parts_differ

@@ -12,10 +12,10 @@ from shardwise.model.adapted import (
     adapter_tensors,
     has_own_forward,
     out_dim_of,
-    pack_layer,
     row_norms,
 )
 from shardwise.model.names import canonical_modules
+from shardwise.model.packed import pack_layer
 from shardwise.techniques.linears import left_out, matches_nothing, names_matching
 from shardwise.techniques.quantize.options import ALL_LINEAR, Quantize
 from shardwise.world import World

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.errors import UnsupportedError
-from shardwise.model.adapted import AdaptedLinear, PackedLinear
+from shardwise.model.adapted import AdaptedLinear
 from shardwise.model.layers import LOOKS, Compute, Layer, LayerCalls, flat
+from shardwise.model.packed import PackedLinear
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
 from shardwise.techniques.tp.streams import PartStream
 
