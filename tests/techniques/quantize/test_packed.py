@@ -241,3 +241,12 @@ def test_values_do_not_depend_on_the_default_dtype_or_a_default_device():
     assert torch.equal(values, want)
     with torch.device("meta"):
         assert torch.equal(nf4.unpack(*nf4.pack(weight), nf4.Packing.of((6, 70)), torch.float32), want)
+
+
+def test_magnitudes_of_dora_are_the_norms_of_the_values_that_are_computed_with():
+    module = nn.Sequential(nn.Linear(70, 6), nn.ReLU(), nn.Linear(6, 8))
+    with_adapters(module, None, None, lora=sw.LoRA(rank=2, dora=True, targets="0,2"))
+    plain = module[0].weight.detach().clone()
+    with_nf4(module, targets="0,2")
+    magnitude = module[0].lora_magnitude_vector["default"].weight
+    assert torch.equal(magnitude, defined(plain).norm(dim=1)) and not torch.equal(magnitude, plain.norm(dim=1))

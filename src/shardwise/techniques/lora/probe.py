@@ -12,9 +12,9 @@ from shardwise.model.adapted import AdaptedLinear, adapted_layers
 from shardwise.model.trial import Trial
 from shardwise.recipe import Draft
 from shardwise.techniques.lora.options import LoRA
+from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
-from shardwise.world import World, forked_streams
-from shardwise.world.collectively import collectively
+from shardwise.world import World
 
 _LOOKED_AT = 2  # blocks of a list whose blocks are of one class
 
@@ -31,11 +31,7 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
     if lora is None:
         return {}
     find = functools.partial(_found, module, example, draft)
-    with example.within(), forked_streams(0, None, {}):
-        found = collectively(
-            world, "the search for what passes over adapters", find, on_main=not world.agreement.is_alone
-        )
-    readers, unchecked = world.broadcast(found)
+    readers, unchecked = found_by_one_rank(world, example, "the search for what passes over adapters", find)
     if readers:
         names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in readers))
         name, function = next(iter(readers.items()))

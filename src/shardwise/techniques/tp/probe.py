@@ -12,13 +12,13 @@ from shardwise.model.attention import attentions
 from shardwise.model.calling import line_of, tensors_given
 from shardwise.model.layers import is_norm
 from shardwise.recipe import Draft
+from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.techniques.tp.given_plan import differences, is_met, own_kinds, plan_for, refuse_uncut
 from shardwise.techniques.tp.options import TensorParallel
 from shardwise.techniques.tp.search.cut_search import search
 from shardwise.techniques.tp.search.region_records import Cut, Found, Region, Rows, Whole
-from shardwise.world import World, forked_streams
-from shardwise.world.collectively import collectively
+from shardwise.world import World
 
 Facts = dict[str, Any]
 
@@ -39,10 +39,7 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, te
             plan_for(module, draft.anatomy, tensor_parallel)  # a mistake in it is an error on one process too
         return {}
     find = functools.partial(_facts, module, example, draft, world, tensor_parallel)
-    with example.within(), forked_streams(0, None, {}):  # this rank's random numbers go on as on the others
-        found = collectively(world, "the search for layers to cut over tp", find, on_main=not world.agreement.is_alone)
-    facts: Facts = world.broadcast(found)
-    return facts
+    return found_by_one_rank(world, example, "the search for layers to cut over tp", find)
 
 
 def _facts(module: nn.Module, example: Example, draft: Draft, world: World, option: TensorParallel) -> Facts:
