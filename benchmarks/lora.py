@@ -41,6 +41,7 @@ BYTES: Mapping[str, dict[str, Any]] = {
     'all parameters, `precision="bf16"`': {"precision": "bf16"},
     "`lora=sw.LoRA(rank=8)`": {"lora": sw.LoRA(rank=8)},
     '`lora=sw.LoRA(rank=8)`, `precision="bf16"`': {"lora": sw.LoRA(rank=8), "precision": "bf16"},
+    'and `quantize="nf4"`': {"lora": sw.LoRA(rank=8), "precision": "bf16", "quantize": "nf4"},
 }
 
 

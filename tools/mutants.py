@@ -2954,7 +2954,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "adapter-bias-twice",
         "y = compute(x, None if self._is_row else bias)",
         "y = compute(x, bias)",
-        'tests/techniques/lora/test_parity.py -k "test_models or other_families"',
+        "tests/techniques/lora/test_parity.py -k added_once",
         "the bias of a row-parallel layer with an adapter is added once for each rank and once more",
     ),
     Mutant(
@@ -3087,7 +3087,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "nf4-half-a-byte",
         "            if name in rows and function and function[1].packing and self._widths[name] // self._degree % 2:",
         "            if False:",
-        "tests/techniques/quantize/test_packed.py -k two_in",
+        "tests/techniques/quantize/test_packed.py -k a_byte_has_two",
         "inputs are cut between the two codes of a byte",
     ),
     Mutant(

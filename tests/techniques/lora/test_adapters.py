@@ -136,6 +136,8 @@ def test_the_fast_path_of_a_transformer_encoder_does_not_pass_over_adapters():
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     with torch.no_grad():
         answer = encoder.eval()(x)
+    with sw.adapter_off(encoder), torch.no_grad():
+        assert not torch.allclose(answer, encoder(x), rtol=0, atol=1e-3)
     with torch.enable_grad():
         assert torch.allclose(answer, encoder.train()(x), rtol=0, atol=1e-12)
 
@@ -243,7 +245,7 @@ def test_masks_of_a_part_of_the_inputs_differ_between_ranks_and_those_of_whole_i
     assert torch.equal(up, up_2) and up.shape == (4, 64)
     assert down.shape == down_2.shape == (4, 128) and not torch.equal(down, down_2)
     assert not torch.equal(up, up_again) and not torch.equal(down, down_again)
-    assert 0.1 < float(down_again.double().mean()) < 0.4  # half of those that are not 0
+    assert 0.4 < float(down_again.double().mean()) < 0.6
 
 
 ADAPTER_ALONE = (True, True, True, False, False, False)  # of the further tensors of the function
@@ -297,3 +299,6 @@ def test_a_weight_that_is_used_otherwise_where_no_trial_looked_is_an_error(ranks
     assert ranks.run(adapters.branching, 2, "neither") == ["", ""]
     for text in ranks.run(adapters.branching, 2, how):
         assert text.startswith(f"{how}.weight: ") and "cut over tp" in text
+        assert ("einsum of a weight" in text) == (
+            how == "down"
+        )  # by the module that calls its layer; else what is not called is missed

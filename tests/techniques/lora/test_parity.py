@@ -55,6 +55,12 @@ def test_other_families(ranks, name, layout, kind):
     compared(ranks, name, layout, sw.LoRA(rank=2, **KINDS[kind]))
 
 
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("name", ["bert", "opt"])
+def test_the_bias_of_a_layer_that_is_cut_by_its_inputs_is_added_once(ranks, name, quantize):
+    compared(ranks, name, "tp=2", sw.LoRA(rank=2), quantize=quantize)
+
+
 OPTIONS = {
     "remat": {"remat": "full"},
     "selective": {"remat": "selective"},

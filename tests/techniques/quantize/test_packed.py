@@ -56,7 +56,7 @@ def test_values_of_the_whole_and_of_parts_are_those_of_the_definition(shape):
     assert torch.equal(nf4.unpack(codes, scales, outer, mean, whole, torch.float32), want)
     assert torch.equal(nf4.unpack(codes, scales, outer, mean, whole, torch.bfloat16), want.bfloat16())
     for first in {0, 2 * (shape[1] // 4)}:
-        rows = ((1, 2), (4, 3))
+        rows = ((1, 2), (shape[0] - 3, 3))  # the last ones are in another group of scales, of large shapes
         part = nf4.Packing(shape, rows, first, shape[1] - first)
         at = [row for start, number in rows for row in range(start, start + number)]
         mine = nf4.unpack(codes[at][:, first // 2 :], scales, outer, mean, part, torch.float32)
