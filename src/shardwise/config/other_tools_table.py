@@ -38,10 +38,13 @@ _RANK, _ALPHA = to("parallel.lora.rank", "16"), to("parallel.lora.alpha", "32", 
 _ADAPTERS = switch("parallel.lora.rank=16", "LoRA adapters: A has as many rows")
 _RSLORA, _DORA = switch("parallel.lora.rslora=true"), switch("parallel.lora.dora=true")
 _BESIDE = to("parallel.lora.train", "lm_head", "what is trained in full beside the adapters, with commas")
-_FOUR_BITS = none("LoRA adapters are trained by --parallel.lora.rank=16; weights are not stored in 4 bits yet")
+_FOUR_BITS = switch(
+    "parallel.quantize=nf4", "frozen weights in 4 bits; with parallel.lora.rank=16 adapters are trained beside them"
+)
+_NESTED = none("the scales of 4-bit weights (parallel.quantize=nf4) are always stored in 8 bits: leave it out")
 _BITS = none(
-    "weights are not quantised: parallel.precision=bf16 computes in 16 bits; memory is saved by more ranks, parallel.remat=full, "
-    "parallel.sharding.offload=true"
+    "weights are stored in 4 bits by parallel.quantize=nf4, with parallel.lora.rank=16 beside them; 8 bits are not supported: "
+    "parallel.precision=bf16 stores a frozen base in 16"
 )
 _RESUME = none(
     "a run resumes from the newest checkpoint in log.dir when its command is given again; checkpoint.every=N makes them. Weights of "
@@ -245,8 +248,10 @@ _TRAINER = {
     **dict.fromkeys(("use_rslora", "peft_use_rslora"), _RSLORA),
     **dict.fromkeys(("use_dora", "peft_use_dora"), _DORA),
     **dict.fromkeys(("adapter_name_or_path", "lora_model_dir"), to("model.adapter", "DIRECTORY", "with model.hf=DIRECTORY of its base")),
-    "qlora": _FOUR_BITS,
-    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "bnb_4bit_quant_type"), _BITS),
+    **dict.fromkeys(("qlora", "load_in_4bit"), _FOUR_BITS),
+    "load_in_8bit": _BITS,
+    "use_bnb_nested_quant": _NESTED,
+    "bnb_4bit_quant_type": choice("parallel.quantize", nf4="nf4"),
     "use_liger_kernel": switch("train.fused=true", "the loss without logits"),
     "ddp_find_unused_parameters": none(f"{_LEAVE}: parameters that a step does not use are found"),
     "ddp_bucket_cap_mb": to("parallel.ddp.bucket_cap_mb", "25"),
