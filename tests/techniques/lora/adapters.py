@@ -20,6 +20,16 @@ def drawn(module, seed=3):
     return module
 
 
+def with_biases(name):
+    """A model whose biases, which transformers begins with at 0, are drawn: adapters leave them frozen."""
+    module = models.get(name).build()
+    with torch.no_grad():
+        for key, param in module.named_parameters():
+            if key.endswith("bias"):
+                param.normal_(std=0.5)
+    return module
+
+
 def whole(name, lora):
     """A model with drawn adapters, in one process."""
     torch.manual_seed(1)

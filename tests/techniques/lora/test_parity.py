@@ -1,7 +1,10 @@
 """A model with adapters trains as in one process: loss, norm, every gradient, every update, with B and the magnitudes drawn."""
 
+import functools
+
 import models
 import pytest
+from techniques.lora import adapters
 
 import shardwise as sw
 
@@ -20,12 +23,12 @@ OTHERS = ("falcon", "gemma2", "bloom", "opt", "gpt-neox", "deepseek-v3", "robert
 UNITS = sw.Sharding(min_unit_bytes=0)
 
 
-def compared(ranks, name, layout, lora, steps=2, **options):
+def compared(ranks, name, layout, lora, steps=2, build=None, **options):
     model = models.get(name)
     num_data = RANKS[layout] // (4 if "tp=4" in layout else 2 if "tp=2" in layout else 1)
     options = {"sharding": UNITS if "dp_shard" in layout else None} | options
     return sw.verify(
-        model.build,
+        build or model.build,
         layout,
         batches=model.windows(steps, num_data * 2 - (num_data > 1)),  # one of the last micro-batches is padding
         loss=model.loss,
@@ -58,7 +61,8 @@ def test_other_families(ranks, name, layout, kind):
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("name", ["bert", "opt"])
 def test_the_bias_of_a_layer_that_is_cut_by_its_inputs_is_added_once(ranks, name, quantize):
-    compared(ranks, name, "tp=2", sw.LoRA(rank=2), quantize=quantize)
+    build = functools.partial(adapters.with_biases, name)
+    compared(ranks, name, "tp=2", sw.LoRA(rank=2), quantize=quantize, build=build)
 
 
 OPTIONS = {
