@@ -2959,8 +2959,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-fast-path",
-        "            child.activation_relu_or_gelu = 0\n",
-        "            pass\n",
+        "        module.activation_relu_or_gelu = 0\n",
+        "        pass\n",
         "tests/techniques/lora/test_adapters.py -k fast_path",
         "torch's fast path of an encoder passes over adapters in eval mode",
     ),

@@ -7,7 +7,7 @@ its row of ``W + s B A``, through which no gradient goes. The numbers are those 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,14 +167,20 @@ class Adapted:
     adapter_is_off: bool = False
 
 
+def only(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
+    """The one argument of a layer, however it is given."""
+    (x,) = (*args, *kwargs.values())
+    return x
+
+
 class AdaptedLinear(Adapted):
     """Over the class of a linear layer, whose forward is that of nn.Linear or Conv1D: computes it and its adapter as one function."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The outputs of the layer and of its adapter."""
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """The outputs of the layer and of its adapter, for ``input``, or ``x`` as a Conv1D calls it."""
         if self.adapter_is_off:
-            return super().forward(x)  # type: ignore[misc]
-        return self.compute(x, self.bias)  # type: ignore[attr-defined]
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs for an input, with this bias."""
@@ -199,8 +205,8 @@ class AdaptedAround(Adapted):
 class AdaptedEmbedding(Adapted):
     """Over the class of an embedding: adds the rows of the product ``(B A).T``, A being ``[rank, tokens]`` and B ``[width, rank]``."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        y = super().forward(ids)  # type: ignore[misc]
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        ids, y = only(args, kwargs), super().forward(*args, **kwargs)  # type: ignore[misc]
         if self.adapter_is_off:
             return y
         low, high, _ = adapter_tensors(self)
@@ -268,11 +274,12 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         >>> with adapter_off(model), torch.no_grad():  # doctest: +SKIP
         ...     reference = model(**batch)
     """
-    layers = [layer for layer in adapted_layers(model).values() if not layer.adapter_is_off]
-    if not layers:
+    adapted = adapted_layers(model).values()
+    layers = [layer for layer in adapted if not layer.adapter_is_off]  # within another adapter_off there are none
+    if not adapted:
         raise UsageError(
             f"adapter_off of a {type(model).__name__}",
-            why="none of its layers has an adapter that is on",
+            why="none of its layers has an adapter",
             fix="give the model that parallelize(..., lora=sw.LoRA(...)) returned",
         )
     for layer in layers:

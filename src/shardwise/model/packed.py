@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UsageError
-from shardwise.model.adapted import Adapted, Adapter, adapted_linear, adapter_tensors
+from shardwise.model.adapted import Adapted, Adapter, adapted_linear, adapter_tensors, only
 from shardwise.model.names import canonical_modules
 from shardwise.model.nf4 import Packing, pack, unpack
 
@@ -28,9 +28,9 @@ class PackedLinear:
     weight_dtype: torch.dtype
     stand_in: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The outputs of the layer, and of its adapter if it has one that is on."""
-        return self.compute(x, self.bias)  # type: ignore[attr-defined]
+        return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The outputs for an input, with this bias."""

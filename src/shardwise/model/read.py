@@ -1,8 +1,10 @@
 """Reads a module, on meta or not, into an :class:`~shardwise.recipe.Anatomy`: tensors, ties, block lists."""
 
 import contextlib
+import random
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -139,7 +141,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
     modules = [child for _, child in canonical_modules(module)]
     states = [ModuleState(modules), TensorAttributes(modules), *map(Attributes, modules)]
     isolated = Isolated(module, lambda model: call_alone(model, {key: x.to(device) for key, x in example.items()}))
-    rng, hooks = torch.get_rng_state(), HookState(modules)
+    rng, hooks = (torch.get_rng_state(), random.getstate(), np.random.get_state()), HookState(modules)
     for name, child in canonical_modules(module):
         child.register_forward_pre_hook(lambda *_, name=name: note(name))
     try:
@@ -157,7 +159,9 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
             "model first runs",
         ) from error
     finally:
-        torch.set_rng_state(rng)
+        torch.set_rng_state(rng[0])
+        random.setstate(rng[1])
+        np.random.set_state(rng[2])
         with contextlib.ExitStack() as stack:  # all of them, whichever raises
             for each in (isolated, hooks, *reversed(states)):
                 stack.callback(each.restore)

@@ -17,8 +17,6 @@ from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_files import adapter_folder
 
-__all__ = ["with_adapter"]
-
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
 

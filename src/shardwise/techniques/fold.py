@@ -134,6 +134,11 @@ def describe(recipe: Recipe) -> str:
     return describe_recipe(recipe, [line for technique in TECHNIQUES for line in technique.lines(recipe)])
 
 
+def meaning(recipe: Recipe) -> dict[str, Any]:
+    """What the values of techniques' own parameters mean, of all techniques; see :meth:`~shardwise.techniques.technique.Act.meaning`."""
+    return {key: value for act in acts() for key, value in act.meaning(recipe).items()}
+
+
 def check_entries(recipe: Recipe) -> None:
     """Raises PlanError if a recipe has data for an unknown technique, or data that the technique does not accept."""
     known = {technique.name: technique.entry for technique in TECHNIQUES}

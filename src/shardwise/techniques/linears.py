@@ -3,10 +3,12 @@
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from shardwise.errors import PlanError
+from shardwise.model import user_class
 from shardwise.model.adapted import out_dim_of
 
 
@@ -30,13 +32,25 @@ def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mappin
 
 
 def names_matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names whose last parts match those of a pattern."""
-    parts = pattern.split(".")
+    """The names whose last parts match those of a pattern; a whole name means itself alone. Of a mapping to modules, else those of a
+    class of this name."""
+    names, parts = list(names) if not isinstance(names, Mapping) else names, pattern.split(".")
+    if pattern in names:
+        return [pattern]
+    if isinstance(names, Mapping) and (
+        found := [name for name, each in names.items() if name and _is_of(each, pattern)]
+    ):
+        return found
     return [
         name
         for name in names
         if len(name.split(".")) >= len(parts) and all(map(fnmatch.fnmatchcase, name.split(".")[-len(parts) :], parts))
     ]
+
+
+def _is_of(module: Any, cls: str) -> bool:
+    kind = user_class(module)
+    return cls in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
 
 
 def matches_nothing(
@@ -62,3 +76,12 @@ def matches_nothing(
         + f"linear layers are called {', '.join(last[:12])}",
         name=others[0] if others else None,
     )
+
+
+def without_fast_path(module: nn.Module) -> None:
+    """Lets an encoder of torch call its layers in eval mode too, on plain tensors: it would compute a block by one function of all its
+    weights, which passes over what a technique has put into the layers."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0
+    if isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False

@@ -277,6 +277,11 @@ class Act:
         them or none."""
         return ()
 
+    def meaning(self, recipe: Recipe) -> Mapping[str, Any]:
+        """What the values of its own parameters mean beside their shapes, as JSON: a checkpoint is not loaded into a model where it is
+        something else."""
+        return {}
+
     def loaded(self, runtime: Any, names: Collection[str], whole: "Whole") -> None:
         """Called on all ranks when the values of ``names`` have been loaded: sets those of its own parameters that follow from them and
         were not loaded."""

@@ -1,5 +1,7 @@
 """What ranks run in the tests of adapters."""
 
+import tempfile
+
 import models
 import torch
 from torch import nn
@@ -186,3 +188,62 @@ def branching(how):
         except sw.UnsupportedError as error:
             return str(error)
         return ""
+
+
+def merged_or_not(kind):
+    """The error of merging an adapter into a layer of this class; "" if there is none."""
+    from techniques.lora import test_adapters
+
+    cls = nn.Linear if kind == "Linear" else getattr(test_adapters, kind)
+    with sw.init("dp_shard=1", device="cpu", seed=0) as world, tempfile.TemporaryDirectory() as folder:
+        module = sw.parallelize(
+            nn.Sequential(cls(8, 8)), world, example={"input": torch.randn(2, 8)}, lora=sw.LoRA(rank=2, targets="0")
+        )
+        try:
+            sw.save_weights(module, folder)
+        except sw.UnsupportedError as error:
+            return str(error)
+        return ""
+
+
+def late_reader():
+    """The error of adapters in a model whose third block reads its weight past the layer."""
+    from techniques.lora.test_adapters import ReadsLate
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(ReadsLate(i) for i in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    with sw.init("dp_shard=2", device="cpu", seed=0) as world:
+        try:
+            sw.parallelize(Model(), world, example={"x": torch.randn(2, 8)}, lora=sw.LoRA(rank=2))
+        except sw.UnsupportedError as error:
+            return str(error)
+        return ""
+
+
+def resumed(folder, options):
+    """Saves a model with adapters of the first options; the errors of loading it into models with each of them."""
+    found = []
+    with sw.init("dp_shard=2", device="cpu", seed=0) as world:
+        for number, given in enumerate(options):
+            module = sw.parallelize(DropsHalf(), world, example={"x": torch.ones(4, 64)}, lora=sw.LoRA(rank=2, **given))
+            optim = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+            step = sw.TrainStep(module, optim, loss=lambda out, batch: out.sum(), count=lambda batch: 4)
+            with sw.CheckpointManager(folder, step) as saved:
+                try:
+                    if number == 0:
+                        step([{"x": torch.ones(4, 64)}])
+                        saved.save()
+                    else:
+                        saved.load()
+                    found.append("")
+                except sw.CheckpointError as error:
+                    found.append(str(error))
+    return found

@@ -302,3 +302,69 @@ def test_a_weight_that_is_used_otherwise_where_no_trial_looked_is_an_error(ranks
         assert ("einsum of a weight" in text) == (
             how == "down"
         )  # by the module that calls its layer; else what is not called is missed
+
+
+# ---- what a reader with other models found -----------------------------------------------------------------------------
+
+
+def test_layers_are_called_by_keyword_as_those_of_torch_are():
+    linear, table = nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ModuleDict({"a": nn.Embedding(4, 4)})
+    adapters.drawn(with_lora(linear, targets="a"))
+    adapters.drawn(with_lora(table, targets="a"))
+    x, ids = torch.randn(2, 4), torch.tensor([1, 2])
+    assert torch.equal(linear.a(input=x), linear.a(x)) and torch.equal(table.a(input=ids), table.a(ids))
+
+
+def test_adapter_off_within_another():
+    module = adapters.drawn(with_lora(small()))
+    ids = torch.tensor([[1, 2]])
+    answer = module(ids)
+    with sw.adapter_off(module):
+        base = module(ids)
+        with sw.adapter_off(module):
+            assert torch.equal(module(ids), base)
+        assert torch.equal(module(ids), base)
+    assert torch.equal(module(ids), answer) and not torch.equal(answer, base)
+
+
+def test_a_whole_name_means_one_layer_and_a_class_all_of_it():
+    towers = nn.ModuleDict({"up": nn.Linear(4, 4), "vision": nn.ModuleDict({"up": nn.Linear(4, 4)})})
+    assert list(adapted_layers(with_lora(copy.deepcopy(towers), targets=("up",)))) == ["up"]
+    assert list(adapted_layers(with_lora(copy.deepcopy(towers), targets=("vision.up",)))) == ["vision.up"]
+    assert len(adapted_layers(with_lora(copy.deepcopy(towers), targets=(nn.Linear,)))) == 2
+    assert len(adapted_layers(with_lora(towers, targets=("Linear",)))) == 2
+
+
+class Clipped(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).clamp(-20, 20)
+
+
+class ByDims(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.dim() == 3 else 1)
+
+
+class ReadsLate(nn.Module):
+    """Only the third block reads its weight past the layer."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.up = number, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.up(x) if self.number < 2 else nn.functional.linear(x, self.up.weight, self.up.bias)
+
+
+def test_merges_and_late_readers_that_would_be_wrong_are_refused(ranks):
+    for kind in ("Clipped", "ByDims"):
+        assert "a forward of its own" in ranks.run(adapters.merged_or_not, 1, kind)[0]
+    assert ranks.run(adapters.merged_or_not, 1, "Linear")[0] == ""
+    assert "blocks.2.up: an adapter beside a weight that other code reads" in ranks.run(adapters.late_reader, 2)[0]
+
+
+def test_a_checkpoint_is_not_loaded_into_adapters_of_another_scale(ranks, tmp_path):
+    first, second = ranks.run(
+        adapters.resumed, 2, str(tmp_path), [{"alpha": 4}, {"alpha": 4, "dropout": 0.1}, {"alpha": 9}]
+    )[0][1:]
+    assert first == "" and "scale of adapters 2" in second and "made with 4.5" in second

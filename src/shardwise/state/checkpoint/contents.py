@@ -49,6 +49,7 @@ from shardwise.state.file_layout import (
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
+from shardwise.techniques import fold
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
 
@@ -154,6 +155,9 @@ def contents_of(
         prefix: {name: [list(shape), dtype] for name, (shape, dtype) in buffers.items()}
         for prefix, other in models.items()
         if (buffers := runtime_of(other).saved_buffers(of_main=True))
+    }
+    plain["meaning"] = {
+        prefix: said for prefix, other in models.items() if (said := fold.meaning(runtime_of(other).recipe))
     }
     if optim is not None:
         own_cut = CutTensors(cut.models)

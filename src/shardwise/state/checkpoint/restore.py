@@ -39,6 +39,7 @@ from shardwise.state.optimizer import install_state
 from shardwise.state.own_load import give_attributes
 from shardwise.state.sidecars import Origin
 from shardwise.state.stored import InMemoryTensor
+from shardwise.techniques import fold
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
 
@@ -152,6 +153,7 @@ class _Reading:
         for prefix, runtime in models.items():
             self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
             self._refuse_other_buffers(prefix, state.get("buffers"))
+            self._refuse_other_meaning(prefix, state.get("meaning"))
         windows = state.get("windows", {})  # of other models; a checkpoint of an earlier version has none
         if not isinstance(windows, dict) or any(type(num) is not int or num < 0 for num in windows.values()):
             raise damaged(self.saved.folder, "its numbers of windows are none")
@@ -171,7 +173,7 @@ class _Reading:
         self.own = {
             name: value
             for name, value in state.items()
-            if name not in ("optimizer", "optimizers", "model", "extra", "random", "windows", "buffers")
+            if name not in ("optimizer", "optimizers", "model", "extra", "random", "windows", "buffers", "meaning")
         }
         settled = check(self.own)
         if settled is not None and self.optim is not None:
@@ -218,6 +220,17 @@ class _Reading:
             stored, (shape, dtype) = plan.tensors[name], saved[name]
             if (list(stored.shape), stored.dtype) != (list(shape), dtype):
                 raise damaged(self.saved.folder, f"{name} is not of the shape and dtype that its state says")
+
+    def _refuse_other_meaning(self, prefix: str, meaning: Mapping[str, Any] | None) -> None:
+        """Refuses values that meant something else where they were saved. ``meaning``: of the state; None: it is of an earlier version."""
+        mine = fold.meaning(self._models[prefix][0].recipe)
+        for key, value in ({} if meaning is None else meaning.get(prefix, {})).items():
+            if key in mine and mine[key] != value:
+                raise CheckpointError(
+                    f"the checkpoint {self.saved.folder}: {key} {value:g}",
+                    why=f"the model was made with {mine[key]:g}: the same numbers would give other answers",
+                    fix="make the model with the options that the checkpoint was saved with: parallelize(..., lora=sw.LoRA(...))",
+                )
 
     def _match_extra(self, state: Mapping[str, Any]) -> None:
         held = held_extra(state)

@@ -46,6 +46,7 @@ class _State(msgspec.Struct):
     random: _Random
     optimizer: _Optimizer | None = None
     optimizers: dict[str, _Optimizer] | None = None
+    meaning: dict[str, dict[str, Any]] | None = None  # of techniques' own parameters; earlier versions have none
     buffers: dict[str, dict[str, tuple[list[int], str]]] | None = None  # shape and dtype; earlier versions have none
 
 

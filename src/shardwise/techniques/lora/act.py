@@ -2,6 +2,8 @@
 loaded, merged and stored."""
 
 import functools
+import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -46,6 +48,12 @@ class LoRAAct(Act):
 
     def own_names(self, recipe: Recipe) -> list[str]:
         return own_names(recipe)
+
+    def meaning(self, recipe: Recipe) -> Mapping[str, Any]:
+        if "lora" not in recipe.techniques:
+            return {}
+        lora = recipe.entry("lora", LoRAEntry).lora
+        return {"scale of adapters": round(lora.scale, 12)}
 
     def loaded(self, runtime: Any, names: Collection[str], whole: Whole) -> None:
         """The magnitudes of DoRA are the norms of the loaded weights, until an adapter is trained or loaded: then its B is not 0."""
@@ -125,12 +133,17 @@ def _refuse_own_forward(layer: Any, name: str) -> None:
     if not isinstance(layer, AdaptedAround):
         return
     copied = object.__new__(type(layer))  # without the hooks and shards of the module's own
-    weight, x = torch.linspace(-1, 2, 15).view(3, 5), torch.linspace(1, -2, 10).view(2, 5)
+    weight = torch.linspace(-1, 2, 15).view(3, 5)
     bias = None if getattr(layer, "bias", None) is None else torch.linspace(1, 3, 3)
     copied.__dict__.update(layer.__dict__, _parameters={"weight": weight, "bias": bias})
+    is_linear = True
     try:
-        with torch.no_grad():
-            is_linear = torch.allclose(super(Adapted, copied).forward(x), functional.linear(x, weight, bias), atol=1e-5)  # type: ignore[misc]
+        for shape, size in itertools.product(((5,), (2, 5), (3, 2, 5), (2, 1, 3, 5)), (1e-3, 1.0, 1e4)):
+            for copied.training in (False, True):
+                x = size * torch.linspace(1, -2, math.prod(shape)).view(shape)
+                with torch.no_grad():
+                    y = super(Adapted, copied).forward(x)  # type: ignore[misc]
+                is_linear &= torch.allclose(y, functional.linear(x, weight, bias), rtol=1e-5, atol=1e-6 * size)
     except Exception:  # of code that is not known here: it asks for other shapes, or for what is not there
         is_linear = False
     if not is_linear:

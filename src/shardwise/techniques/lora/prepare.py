@@ -20,7 +20,7 @@ from shardwise.model.adapted import (
     row_norms,
 )
 from shardwise.model.names import canonical_modules, canonical_tensors
-from shardwise.techniques.linears import left_out, matches_nothing, names_matching
+from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.world import World
 from shardwise.world.rng import derive_seed
@@ -48,9 +48,8 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
     for name, layer in layers.items():
         _attach(layer, name, lora, 0 if world is None else world.seed)
     for child in module.modules():
-        if isinstance(child, nn.TransformerEncoderLayer) and any(isinstance(part, Adapted) for part in child.modules()):
-            # In eval mode torch would compute the block by one function of all its weights, without adapters.
-            child.activation_relu_or_gelu = 0
+        if any(isinstance(part, Adapted) for part in child.modules()):
+            without_fast_path(child)
     return module
 
 

@@ -16,8 +16,6 @@ from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 
-_LOOKED_AT = 2  # blocks of a list whose blocks are of one class
-
 
 def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lora: LoRA | None) -> dict[str, Any]:
     """Runs a copy of ``module`` on the example, without its linear layers, in eval mode and in training.
@@ -55,13 +53,7 @@ def _found(module: nn.Module, example: Example, draft: Draft) -> tuple[dict[str,
 
 
 def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -> dict[str, str]:
-    lists = [each.blocks for each in draft.anatomy.lists]
-    alike = [blocks for blocks in lists if len({draft.anatomy.classes[name] for name in blocks}) == 1]
-    without = frozenset(name for blocks in alike for name in blocks[_LOOKED_AT:])
-    try:
-        trial, foreign = _run(module, run, without)
-    except UnsupportedError:  # its code counts its blocks
-        trial, foreign = _run(module, run, frozenset())
+    trial, foreign = _run(module, run)
     found: dict[str, str] = {}
     for name, layer in adapted_layers(module).items():
         weight = f"{name}.weight" if f"{name}.weight" in draft.anatomy.params else f"{name}.weight_nf4"
@@ -75,12 +67,12 @@ def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -
     return found
 
 
-def _run(module: nn.Module, run: Callable[[nn.Module], Any], without: frozenset[str]) -> tuple[Trial, dict[str, str]]:
-    """A trial, without some blocks, that has run in eval mode and in training; and weight -> the function that has read it, which had the
+def _run(module: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[Trial, dict[str, str]]:
+    """A trial that has run in eval mode and in training; and weight -> the function that has read it, which had the
     values that it needs."""
     foreign: dict[str, str] = {}
     while True:
-        trial = Trial(module, run, without=without, foreign=frozenset(foreign))
+        trial = Trial(module, run, foreign=frozenset(foreign))
         try:
             for is_training in (False, True):
                 trial.set_training(is_training)

@@ -38,6 +38,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
             "lora",
             f"whether code reads the weights past their layers, and so passes over the adapters, was not checked: {why}. example=batch lets it be",
             option="lora",
+            warns=True,
         )
 
 

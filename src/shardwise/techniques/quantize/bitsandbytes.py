@@ -55,8 +55,8 @@ def stored(
         "": StoredPart((numel // 2, 1), parts["codes"]),
         ".absmax": StoredPart((packing.num_blocks,), parts["scales"]),
         ".nested_absmax": StoredPart((-(-packing.num_blocks // GROUP),), parts["outer"]),
-        ".nested_quant_map": StoredPart((256,), None, torch.tensor(dynamic_map())),
-        ".quant_map": StoredPart((16,), None, torch.tensor(TABLE)),
+        ".nested_quant_map": StoredPart((256,), None, torch.tensor(dynamic_map(), dtype=torch.float32)),
+        ".quant_map": StoredPart((16,), None, torch.tensor(TABLE, dtype=torch.float32)),
         f"{STATE}nf4": StoredPart((len(text := _bytes(state)),), None, text),
     }
 
@@ -172,7 +172,7 @@ def _found(
         if tensors[key].dtype != "float32":
             raise damaged(f"{key} is {tensors[key].dtype}, and not float32")
     for key, values in ((f"{name}.quant_map", TABLE), (f"{name}.nested_quant_map", dynamic_map())):
-        if not torch.equal(load(key).flatten(), torch.tensor(values)):
+        if not torch.equal(load(key).flatten(), torch.tensor(values, dtype=torch.float32)):
             raise damaged(f"{key} is not the table of {'NF4' if values is TABLE else 'the scales in 8 bits'}")
     parts = {
         "codes": (name, packing.codes_shape),
@@ -180,4 +180,4 @@ def _found(
         "outer": (f"{name}.nested_absmax", (-(-packing.num_blocks // GROUP),)),
     }
     beside = (*(name + suffix for suffix in _BESIDE), state_name)
-    return FoundWeight(name, shape, dtype, "nf4", parts, {"mean": torch.tensor(mean)}, beside)
+    return FoundWeight(name, shape, dtype, "nf4", parts, {"mean": torch.tensor(mean, dtype=torch.float32)}, beside)

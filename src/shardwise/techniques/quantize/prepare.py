@@ -15,8 +15,8 @@ from shardwise.model.adapted import (
     row_norms,
 )
 from shardwise.model.names import canonical_modules
-from shardwise.model.packed import pack_layer
-from shardwise.techniques.linears import left_out, matches_nothing, names_matching
+from shardwise.model.packed import PackedLinear, pack_layer
+from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.quantize.options import ALL_LINEAR, Quantize
 from shardwise.world import World
 
@@ -34,9 +34,9 @@ def prepare(
         return module
     for name, layer in _chosen(module, quantize).items():
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+        if not weight.is_meta and not bool(torch.isfinite(weight.float()).all()):
             raise UnsupportedError(
-                "a weight with NaN or infinite numbers, in 4 bits",
+                "a weight with NaN or infinite numbers (in float32), in 4 bits",
                 why="a block of 64 is stored relative to its largest number",
                 fix="use weights of an earlier step, or keep it plain: Quantize(keep=(...))",
                 name=f"{name}.weight",
@@ -47,6 +47,9 @@ def prepare(
             if magnitude is not None:
                 with torch.no_grad():
                     magnitude.copy_(row_norms(layer.weight, None, None, Adapter()))  # type: ignore[arg-type]
+    for child in module.modules():
+        if any(isinstance(part, PackedLinear) for part in child.modules()):
+            without_fast_path(child)
     return module
 
 
