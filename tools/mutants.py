@@ -3001,8 +3001,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-not-off",
-        "        if self.adapter_is_off:\n            return super().forward(x)  # type: ignore[misc]\n        return self.compute(x, self.bias)",
-        "        return self.compute(x, self.bias)",
+        "            return super().forward(*args, **kwargs)  # type: ignore[misc]\n        return self.compute(only(args, kwargs), self.bias)",
+        "            pass\n        return self.compute(only(args, kwargs), self.bias)",
         "tests/techniques/lora/test_adapters.py -k base_answers",
         "adapter_off leaves adapters on",
     ),

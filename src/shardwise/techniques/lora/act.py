@@ -139,7 +139,8 @@ def _refuse_own_forward(layer: Any, name: str) -> None:
     is_linear = True
     try:
         for shape, size in itertools.product(((5,), (2, 5), (3, 2, 5), (2, 1, 3, 5)), (1e-3, 1.0, 1e4)):
-            for copied.training in (False, True):
+            for training in (False, True):
+                copied.__dict__["training"] = training
                 x = size * torch.linspace(1, -2, math.prod(shape)).view(shape)
                 with torch.no_grad():
                     y = super(Adapted, copied).forward(x)  # type: ignore[misc]
