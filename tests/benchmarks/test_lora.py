@@ -16,6 +16,7 @@ def times():
     return script("lora").measure_times(2, width=16, warmup=0)
 
 
+@pytest.mark.soak
 def test_its_tables(ranks):
     pytest.importorskip("peft")
     benchmark = script("lora")

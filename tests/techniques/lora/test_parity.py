@@ -71,18 +71,20 @@ OPTIONS = {
     "adamw": {"optimizer": "adamw", "max_grad_norm": 0.1},
     "fused": {"fused": True},
     "every micro-batch": {"sharding": sw.Sharding(min_unit_bytes=0, sync_every_microbatch=True)},
-    "compile": {"compile": sw.Compile(backend="aot_eager", fullgraph=True)},
 }
 
 
 @pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", [*OPTIONS, pytest.param("compile", marks=pytest.mark.soak)]
+)  # with 4 bits it always runs
 def test_beside_other_options(ranks, option, name, layout):
     if option == "every micro-batch" and layout == "tp=2":
         layout = "dp_shard=2,tp=2"
-    compared(ranks, name, layout, sw.LoRA(rank=2, dora=option != "compile"), **OPTIONS[option])
+    options = OPTIONS.get(option, {"compile": sw.Compile(backend="aot_eager", fullgraph=True)})
+    compared(ranks, name, layout, sw.LoRA(rank=2, dora=option != "compile"), **options)
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", "dp_shard=2,tp=2"])

@@ -71,11 +71,14 @@ def test_zeros_stay_zeros_and_one_block_is_exact_at_its_ends():
     assert not values[[0, 2]].any()
 
 
-def test_a_meta_weight_is_packed_in_operations_that_give_the_same_bytes(ranks):
+@pytest.mark.parametrize(
+    "layouts", [("dp_shard=3", "tp=2"), pytest.param(tuple(RANKS), marks=pytest.mark.soak)], ids=len
+)
+def test_a_meta_weight_is_packed_in_operations_that_give_the_same_bytes(ranks, layouts):
     """A builder's values are made of the record of its constructor, a module's by packing it."""
     found = {}
     for builds in (True, False):
-        for layout in ("dp_shard=1", *RANKS):
+        for layout in ("dp_shard=1", *layouts):
             size = {"dp_shard=1": 1, **RANKS}[layout]
             digests, cut, held = ranks.run(packed.digests, size, layout, "llama", builds)[0]
             first = found.setdefault(builds, (digests, held))
