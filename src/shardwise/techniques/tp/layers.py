@@ -233,7 +233,7 @@ class CutHead:
 def _used_otherwise(name: str, function: str) -> UnsupportedError:
     return UnsupportedError(
         f"{function} of a weight that is cut over tp",
-        why="this rank has a part of it, and only the linear layer that it is of was seen to use it when the code was run to find what can be cut",
+        why="this rank has a part of it, and only the linear layer that it is of used it when the code was run to find what can be cut",
         fix="use it through its layer in every dtype, mode and branch; or leave it whole: tensor_parallel=sw.TensorParallel(plan={...})",
         name=name,
     )
