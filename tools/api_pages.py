@@ -43,7 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Data": ("Loader", "MicroBatch", "make_labels", "shift_labels", "default_collate", "pad_collate", "SFTDataset"),
     "Records of options": (
-        "Options", "Parallel", "Sharding", "Prefetch", "DDP", "Precision", "Remat", "Compile", "TensorParallel", "LoRA", "Quantize",
+        "Options", "Parallel", "Sharding", "Prefetch", "DDP", "Precision", "Remat", "Compile", "TensorParallel", "ContextParallel", "LoRA", "Quantize",
         "transform",
         "from_fsdp1",
     ),
@@ -53,7 +53,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints": ("CheckpointManager", "Stopped"),
     "Tensor parallelism by hand": (
-        "register_tp_plan", "column_parallel_linear", "row_parallel_linear", "parallel_embedding", "tp_copy", "tp_gather",
+        "attend", "register_tp_plan", "column_parallel_linear", "row_parallel_linear", "parallel_embedding", "tp_copy", "tp_gather",
         "tp_reduce", "tp_scatter",
     ),
     "Recipe and comparison": ("Recipe", "recipe_of", "verify"),

@@ -47,6 +47,7 @@ from shardwise.state.checkpoint import CheckpointManager as CheckpointManager
 from shardwise.step.clip import clip_grad_norm_ as clip_grad_norm_
 from shardwise.step.clip import clip_grad_value_ as clip_grad_value_
 from shardwise.step.evaluate import evaluate as evaluate
+from shardwise.model.attend import attend as attend
 from shardwise.step.linear_loss import linear_cross_entropy as linear_cross_entropy
 from shardwise.step.local_optimizer import local_optimizer as local_optimizer
 from shardwise.step.loss import TaskModel as TaskModel
@@ -78,6 +79,7 @@ from shardwise.techniques.tp.by_hand import tp_copy as tp_copy
 from shardwise.techniques.tp.by_hand import tp_gather as tp_gather
 from shardwise.techniques.tp.by_hand import tp_reduce as tp_reduce
 from shardwise.techniques.tp.by_hand import tp_scatter as tp_scatter
+from shardwise.techniques.cp.options import ContextParallel as ContextParallel
 from shardwise.techniques.tp.options import TensorParallel as TensorParallel
 from shardwise.techniques.tp.options import register_tp_plan as register_tp_plan
 from shardwise.techniques.transforms.options import transform as transform

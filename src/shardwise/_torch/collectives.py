@@ -32,6 +32,19 @@ def gather_over(tensor: Tensor, group: str, size: int) -> Tensor:
     return operators.wait_tensor(operators.all_gather_into_tensor(tensor.contiguous(), size, group))
 
 
+def scatter_sum_over(tensor: Tensor, group: str, size: int) -> Tensor:
+    """This rank's part, of ``size`` even ones along dim 0, of the sum of ``tensor`` over the ranks of a group: a new tensor."""
+    operators = torch.ops._c10d_functional
+    return operators.wait_tensor(operators.reduce_scatter_tensor(tensor.contiguous(), "sum", size, group))
+
+
+def swap_over(tensor: Tensor, group: str, size: int) -> Tensor:
+    """Part i of ``size`` even ones along dim 0 of what rank i has for this rank, for all i: a new tensor of the same shape."""
+    operators = torch.ops._c10d_functional
+    parts = [tensor.shape[0] // size] * size
+    return operators.wait_tensor(operators.all_to_all_single(tensor.contiguous(), parts, parts, group))
+
+
 @torch.compiler.assume_constant_result
 def _is_gloo(group: str, device: torch.device) -> bool:
     return _resolve_process_group(group)._get_backend(device).name() == "gloo"  # type: ignore[attr-defined]

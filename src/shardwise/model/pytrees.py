@@ -35,6 +35,47 @@ def leaves_of(value: Any) -> list[Any]:
     return found
 
 
+def keyed_leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    """What is in tuples, lists, mappings and dataclasses, each with its path as text: ``[0]['x']``."""
+    children = _children(value)
+    if children is None:
+        return [(path, value)]
+    return [found for key, child in children for found in keyed_leaves(child, f"{path}[{key!r}]")]
+
+
+def map_keyed(call: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
+    """``value`` with what ``call(path, leaf)`` returns in place of each of :func:`keyed_leaves`. A container in which nothing is another
+    is the same object."""
+    children = _children(value)
+    if children is None:
+        return call(path, value)
+    made = [(key, child, map_keyed(call, child, f"{path}[{key!r}]")) for key, child in children]
+    changed = {key: new for key, old, new in made if new is not old}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        items = [new for _, _, new in made]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    result = copy.copy(value)
+    for key, new in changed.items():
+        if isinstance(value, list | Mapping):
+            result[key] = new
+        else:
+            object.__setattr__(result, key, new)  # works for a frozen dataclass too
+    return result
+
+
+def _children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Key and value of what a container holds; None: it is none."""
+    if isinstance(value, tuple | list):
+        return list(enumerate(value))
+    if isinstance(value, dict):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    return None
+
+
 class Replaced:
     """Arguments of a forward with other leaves, in the caller's own lists, dicts and dataclasses: what the forward writes
     into those must not be lost. Tuples, frozen dataclasses and torch's other pytrees, which no forward writes into, are

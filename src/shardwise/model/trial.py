@@ -156,16 +156,8 @@ class Trial:
         gc.collect(1)
         seen, missing = Run(), set(until)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
             stack.enter_context(_changed_arguments(self.module, seen, detached, changes or {}))
-            stack.enter_context(_uncollected())
-            stack.enter_context(_default_dtype(torch.float64))
-            stack.enter_context(torch.set_grad_enabled(watch is None or outputs is not None))
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            # For what the model, or the function that calls it, draws by itself. Generators of other devices stay as they are.
-            torch.default_generator.manual_seed(0)
-            attributes = stack.enter_context(self._restored())
+            attributes = self._enter(stack, has_gradients=watch is None or outputs is not None)
             if again:
                 first = Leaves(
                     self, Run(), draw, rows or {}, set(), lambda _: None, watch and (lambda *_: None), outputs
@@ -179,6 +171,30 @@ class Trial:
                 seen.output = _tensors_of(self._call(self.module))
                 self._note_kept(seen, attributes)
         return seen
+
+    def run_within(self, mode: contextlib.AbstractContextManager[Any]) -> tuple[Any, Run]:
+        """Runs the copy within ``mode``, which makes the calls of its layers, without gradients. Returns its output, and a record with
+        tensors of the output and of what the run has kept."""
+        seen = Run()
+        with contextlib.ExitStack() as stack:
+            attributes = self._enter(stack, has_gradients=False)
+            stack.enter_context(mode)
+            output = self._call(self.module)
+            seen.output = _tensors_of(output)
+            self._note_kept(seen, attributes)
+        return output, seen
+
+    def _enter(self, stack: contextlib.ExitStack, *, has_gradients: bool) -> list[Attributes | TensorAttributes]:
+        """Within ``stack``: the copy may be run; what it keeps is put back at the end. Returns its Python state."""
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
+        stack.enter_context(_uncollected())
+        stack.enter_context(_default_dtype(torch.float64))
+        stack.enter_context(torch.set_grad_enabled(has_gradients))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        # For what the model, or the function that calls it, draws by itself. Generators of other devices stay as they are.
+        torch.default_generator.manual_seed(0)
+        return stack.enter_context(self._restored())
 
     def _note_kept(self, seen: Run, attributes: Iterable[Attributes | TensorAttributes]) -> None:
         """Notes what a run has kept anywhere: tensors, numbers and texts."""

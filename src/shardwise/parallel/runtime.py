@@ -62,6 +62,8 @@ class Runtime:
         self.reads_loader = False  # the last window came from a Loader
         self.schedule: Callable[[Any], None] | None = None  # see :meth:`hand_schedule`
         # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
+        self.micro_batch: Any = None  # that a step or an evaluation runs the model on; None: it runs it on none
+        self.share_of_sums = 1.0  # of the sums of the loss, where every rank along an axis of the loss computes all of it
         self.for_forward: Callable[[Any], Any] = _whole
         self.for_loss: Callable[[Any], Any] = _whole
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
@@ -133,7 +135,13 @@ class Runtime:
     def split_batches(self, *, for_forward: Callable[[Any], Any], for_loss: Callable[[Any], Any]) -> None:
         """Gives a forward, and its loss, these parts of a micro-batch; of what other techniques have left of it."""
         forward, loss = self.for_forward, self.for_loss
-        self.for_forward, self.for_loss = lambda batch: for_forward(forward(batch)), lambda batch: for_loss(loss(batch))
+        if for_forward is not _whole:
+            self.for_forward = lambda batch: for_forward(forward(batch))
+        self.for_loss = lambda batch: for_loss(loss(batch))
+
+    def split_loss(self, part: Callable[[Any], Any]) -> None:
+        """Gives the loss this part of a micro-batch, of which the forward gets all."""
+        self.split_batches(for_forward=_whole, for_loss=part)
 
     def refuse_own_loop(self) -> None:
         """Raises UnsupportedError for a training loop of the user's own, where a technique splits micro-batches or has a schedule."""

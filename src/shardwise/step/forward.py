@@ -32,7 +32,11 @@ Forward = Callable[[nn.Module, Batch, StepState], Any]
 def output_on(runtime: Runtime, forward: Forward, batch: Batch, state: StepState) -> Any:
     """The model's output for a batch, of which it gets this rank's part. What is to be done with the batch of every run, whatever the
     run is for, belongs here."""
-    return forward(runtime.module, runtime.for_forward(batch), state)
+    runtime.micro_batch = batch
+    try:
+        return forward(runtime.module, runtime.for_forward(batch), state)
+    finally:
+        runtime.micro_batch = None
 
 
 def sums_on(
@@ -40,7 +44,9 @@ def sums_on(
 ) -> tuple[Any, dict[str, Tensor]]:
     """:func:`output_on`, and the sums of the loss: those that the forward has returned where ``loss`` is None."""
     output = output_on(runtime, forward, batch, state)
-    return output, as_sums(output if loss is None else loss(output, runtime.for_loss(batch)))
+    sums = as_sums(output if loss is None else loss(output, runtime.for_loss(batch)))
+    share = runtime.share_of_sums
+    return output, sums if share == 1 else {name: value * share for name, value in sums.items()}
 
 
 class TrialRuns:

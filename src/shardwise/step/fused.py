@@ -44,16 +44,17 @@ class FusedForward:
     """Calls a model and returns the summed cross entropy of its next tokens; see :func:`fused_forward`."""
 
     def __init__(self, forward: Callable[[nn.Module, Batch, Any], Any], name: str, runtime: Runtime):
-        self._forward, self._name = forward, name
+        self._forward, self._name, self._runtime = forward, name, runtime
         self._head = dict(canonical_modules(runtime.module))[name]
         self._refuse_unfit(runtime)
         self._share = _share_of(runtime, f"{name}.weight")
 
     def __call__(self, model: nn.Module, batch: Batch, state: Any) -> Tensor:
         losses: list[Tensor] = []
-        head, labels, inner = self._head, batch["labels"], self._head.forward
+        head, inner = self._head, self._head.forward
 
         def forward(hidden: Tensor) -> Tensor:
+            labels = self._runtime.for_loss(self._runtime.micro_batch)["labels"]
             if hidden.shape[:-1].numel() != labels.numel() or losses:
                 raise UsageError(
                     f"fused: the head is called {'twice' if losses else f'with {list(hidden.shape)}, for labels {list(labels.shape)}'}",

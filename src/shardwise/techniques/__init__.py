@@ -20,6 +20,7 @@ TECHNIQUES: tuple[Technique, ...] = tuple(
         "quantize",  # frozen weights in 4 bits
         "precision",  # mixed precision: dtypes of storage, compute and gradient sums
         "tp",  # tensor parallelism: linear layers cut over ranks with the same data
+        "cp",  # context parallelism: positions cut over ranks with the same samples
         "data",  # data parallelism: shards (FSDP2) or full copies (DDP), units, buffers
         "remat",  # activation checkpointing
         "compile",  # torch.compile of blocks

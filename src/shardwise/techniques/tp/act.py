@@ -33,7 +33,7 @@ from shardwise.techniques.tp.layers import (
 from shardwise.techniques.tp.parts import call_computed, norm_whole, work_on_parts
 from shardwise.techniques.tp.rule import TensorParallelEntry
 from shardwise.techniques.tp.same_inputs import refuse_other_inputs
-from shardwise.techniques.tp.streams import PartStream
+from shardwise.world.streams import PartStream
 from shardwise.world import World
 from shardwise.world.axis import Axis
 

@@ -20,7 +20,7 @@ from shardwise.model.adapted import AdaptedLinear
 from shardwise.model.layers import LOOKS, Compute, Layer, LayerCalls, flat
 from shardwise.model.packed import PackedLinear
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
-from shardwise.techniques.tp.streams import PartStream
+from shardwise.world.streams import PartStream
 
 
 class Shared:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from shardwise.errors import UnsupportedError
 from shardwise.model.calling import run_on
 from shardwise.model.trial import Trial
-from shardwise.techniques.tp.search.block_kinds import block_kinds
+from shardwise.model.block_kinds import block_kinds
 from shardwise.techniques.tp.search.cut_search import find_certified, search
 
 

@@ -1,8 +1,8 @@
-"""Random numbers for what a rank has a part of: other ones on each rank along ``tp``, and the same again when a block is
-recomputed or a run is resumed.
+"""Random numbers for what a rank has a part of: other ones on each rank along an axis (``tp``, ``cp``), and the same again when a block
+is recomputed or a run is resumed.
 
-Ranks along ``tp`` draw equal numbers, as what they compute is equal. For dropout of a rank's part of activations they
-must differ (equal masks would be repeated along the features). So for its time the generator is seeded by where it
+Ranks with the same samples draw equal numbers, as what they compute is equal. For dropout of a rank's part of activations they
+must differ (equal masks would be repeated along the features, or the positions). So for its time the generator is seeded by where it
 stands and the rank. Numbers of one process cannot be repeated: there one mask covers all parts.
 """
 
@@ -19,12 +19,18 @@ class PartStream:
     Args:
         device: on which dropout draws.
         index: of this rank along the axis.
+        axis: its name.
     """
 
-    def __init__(self, device: torch.device, index: int):
-        self._device, self._index = device, index
+    def __init__(self, device: torch.device, index: int, axis: str = "tp"):
+        self._device, self._index, self._axis = device, index, axis
         self._before: Any = None
         self._seed = 0
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether numbers are drawn from this rank's stream."""
+        return self._before is not None
 
     def enter(self) -> None:
         """From now on numbers are drawn from this rank's stream."""
@@ -36,7 +42,7 @@ class PartStream:
             generator.set_offset(offset + 4)  # so that the next place differs, whatever is drawn between
         else:
             place = (int(torch.randint(2**62, (), generator=generator)),)
-        self._before, self._seed = generator.get_state(), derive_seed(place[0], "tp", *place[1:], self._index)
+        self._before, self._seed = generator.get_state(), derive_seed(place[0], self._axis, *place[1:], self._index)
         generator.manual_seed(self._seed)
 
     def leave(self) -> None:

@@ -1,0 +1,183 @@
+"""Attention as models call it, apart from what it is computed over: torch's function, the registry of transformers, and kernels of the
+user's own (:func:`attend`). Where a rank has some rows of a sequence, its queries are compared with the keys of all."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.errors import UnsupportedError
+
+SDPA = functional.scaled_dot_product_attention
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+class Attention(NamedTuple):
+    """One call of attention.
+
+    Attributes:
+        q, k, v: queries, keys and values, ``[..., positions, width]``; heads before the positions.
+        kernel: ``kernel(q, k, v, rows)``: what it computes for queries of these positions, and the keys of all of them; ``[..., positions,
+            width]``. ``rows`` None: for all queries.
+        mask: what it adds, or hides, ``[..., queries, keys]``; None: nothing.
+        finish: makes what the model gets of the kernel's result.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    mask: Tensor | None
+    finish: Callable[[Tensor], Any] = lambda result: result
+
+
+class Attends(Protocol):
+    """Computes attention where a rank has some rows."""
+
+    def attend(self, call: Attention) -> Any: ...
+
+
+class Now:
+    """What computes attention in the code that runs; one for all models, as is the mode that catches torch's function."""
+
+    def __init__(self) -> None:
+        self.attends: Attends | None = None  # None: everything is whole
+
+
+now = Now()
+
+
+def attend(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by a kernel of your own, which may be cut over ``cp``: without it the same as ``kernel(q, k, v, rows=None)``.
+
+    Args:
+        kernel: ``kernel(q, k, v, rows)`` returns the attention of ``q`` to all of ``k`` and ``v``, in the shape of ``q``. ``rows``: the
+            positions of the queries, ``[queries]``, for causal masks and windows: a query at position p is at ``rows == p``. None: the
+            queries are those of all positions, in order.
+        q: queries, ``[batch, heads, positions, width]``.
+        k, v: keys and values, ``[batch, heads, positions, width]``; fewer heads if the kernel shares them.
+
+    Returns:
+        ``[batch, heads, positions, width]``.
+
+    Example:
+        >>> def kernel(q, k, v, rows):
+        ...     rows = torch.arange(q.shape[-2]) if rows is None else rows
+        ...     mask = rows[:, None] >= torch.arange(k.shape[-2])
+        ...     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        >>> attend(kernel, *torch.randn(3, 1, 2, 5, 8)).shape
+        torch.Size([1, 2, 5, 8])
+    """
+    if now.attends is None:
+        return kernel(q, k, v, None)
+    return now.attends.attend(Attention(q, k, v, kernel, None))  # type: ignore[no-any-return]
+
+
+def of_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
+    """A call of ``scaled_dot_product_attention``."""
+    given = dict(zip(_NAMES, args, strict=False)) | kwargs
+    q, k, v, mask = (given.pop(name, None) for name in _NAMES[:4])
+    is_causal = given.pop("is_causal", False)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
+        if rows is None or rows.shape[0] != q.shape[-2]:  # queries that are no positions are whole
+            return SDPA(q, k, v, attn_mask=mask, is_causal=is_causal, **given)
+        shown = causal_mask(rows, k) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
+        return SDPA(q, k, v, attn_mask=shown, **given)
+
+    return Attention(q, k, v, kernel, mask)
+
+
+def causal_mask(rows: Tensor, keys: Tensor) -> Tensor:
+    """Which keys a query at each of ``rows`` sees, ``[rows, keys]``: those up to its own position."""
+    return rows[:, None] >= torch.arange(keys.shape[-2], device=rows.device)
+
+
+def mask_of_rows(mask: Tensor | None, rows: Tensor, length: int) -> Tensor | None:
+    """The part of a mask for these queries, of a sequence of ``length``; all of one that is the same for all queries, or for these alone."""
+    if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 or mask.shape[-2] != length:
+        return mask
+    return mask.index_select(-2, rows)
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+_CAUGHT = "shardwise|"
+_CATCHABLE = ("sdpa", "eager")
+
+
+def register_in_transformers(module: nn.Module) -> None:
+    """Adds implementations of attention to the registry of transformers, where a model uses it: they call :data:`now`."""
+    for name in _implementations(module):
+        if name in _CATCHABLE:
+            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+            if _CAUGHT + name not in functions:
+                functions.register(_CAUGHT + name, functools.partial(_of_transformers, name))
+                masks.register(_CAUGHT + name, masks[name])
+
+
+def catch_transformers(module: nn.Module) -> None:
+    """Makes a model of transformers call its attention through :data:`now`, whatever it is computed by: its keys are seen before they
+    are repeated for each head. Its configurations name another implementation then, in memory only."""
+    register_in_transformers(module)
+    for name, configs in _implementations(module).items():
+        for config in configs if name in _CATCHABLE else ():
+            config._attn_implementation_internal = _CAUGHT + name
+
+
+def refuse_uncaught(module: nn.Module, what: str) -> None:
+    """Raises UnsupportedError for an implementation of attention of transformers that is not caught. ``what`` was asked for."""
+    for name in _implementations(module):
+        if not name.startswith(_CAUGHT) and name not in _CATCHABLE:
+            raise UnsupportedError(
+                f"{what} of a {type(module).__name__} with attn_implementation={name!r}",
+                why="that kernel looks at the keys of this rank alone, and there is no seam by which it gets all of them",
+                fix='load it with attn_implementation="sdpa"',
+            )
+
+
+def _implementations(module: nn.Module) -> dict[str, list[Any]]:
+    """Name -> the configurations within a model that name it, of transformers' implementations of attention."""
+    found: dict[str, dict[int, Any]] = {}
+    for child in module.modules():
+        config = getattr(child, "config", None)
+        name = getattr(config, "_attn_implementation_internal", None)
+        if isinstance(name, str):
+            found.setdefault(name, {})[id(config)] = config
+    return {name: list(configs.values()) for name, configs in found.items()}
+
+
+def _of_transformers(
+    name: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    if name == "eager":
+        plain = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+        plain = functions[name]
+    if now.attends is None:
+        return plain(module, q, k, v, mask, **kwargs)  # type: ignore[no-any-return]
+    is_causal = kwargs.get("is_causal")
+    is_causal = mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
+        if rows is None or rows.shape[0] != q.shape[-2]:
+            return plain(module, q, k, v, mask, **kwargs)[0].transpose(1, 2)  # type: ignore[no-any-return]
+        shown = causal_mask(rows, k) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
+        if name == "sdpa" and kwargs.get("position_bias") is None and kwargs.get("softcap") is None:  # without repeating keys and values
+            return SDPA(
+                q, k, v, shown, kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"), enable_gqa=q.shape[1] != k.shape[1]
+            )
+        if is_causal:
+            shown = torch.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill(~shown, torch.finfo(q.dtype).min)[None, None]  # type: ignore[union-attr, operator]
+        return plain(module, q, k, v, shown, **{**kwargs, "is_causal": False})[0].transpose(1, 2)  # type: ignore[no-any-return]
+
+    return now.attends.attend(Attention(q, k, v, kernel, mask, lambda result: (result.transpose(1, 2), None)))  # type: ignore[no-any-return]

@@ -1,0 +1,480 @@
+"""The proof that a model may be run on some rows of its sequences: its own code is run once whole, and then once for each rank on that
+rank's rows, on one process, without weights and without groups. The output of each module, and each key and value of attention, must be
+the rows of those of the whole run; the first module whose inputs are right and whose output is not is named.
+
+A linear layer is replaced by a cheap fixed function of each row, so that no weights are needed and no products are computed. An exchange
+between ranks is "what the whole run had there", so that no rank waits for another.
+"""
+
+import contextlib
+import dataclasses
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.errors import first_line
+from shardwise.model.attend import SDPA, Attention, now, of_sdpa
+from shardwise.model.layers import Layer, LayerCalls, bound
+from shardwise.model.lift import lifted
+from shardwise.model.names import canonical_modules
+from shardwise.model.own_positions import Made, Numbers, argument_of, kind_of, of_rows
+from shardwise.model.trial import Trial
+
+_ALLOWED = 1e-11  # relative to the largest number of a tensor
+
+T = TypeVar("T")
+Dims = dict[str, int]
+"""Path of a tensor in arguments, or in an output -> its dim of positions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where a stream of positions is cut to rows, and what is done for code that needs more than its rows.
+
+    Attributes:
+        cut: modules at whose entry what grows with the length is cut.
+        whole: module of ``cut`` -> paths of arguments that stay whole there.
+        join: modules whose output is joined to the whole stream again.
+        islands: modules that run on the whole stream on every rank.
+        positions: modules whose calls that make positions get those of the rows.
+    """
+
+    cut: tuple[str, ...] = ()
+    whole: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    join: tuple[str, ...] = ()
+    islands: tuple[str, ...] = ()
+    positions: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Facts:
+    """What a run on rows has done, by names of modules, paths of arguments, numbers of calls and dims: as JSON.
+
+    Attributes:
+        cut, join: module -> what is cut at its entry, or joined in its output.
+        islands: module -> what is joined at its entry, and what is cut of its output.
+        positions: module -> its calls that make positions.
+        attention: module that calls attention -> the numbers of the calls whose keys are rows.
+        output: ``rows``, ``whole``, or "" if it has no floating tensor.
+    """
+
+    cut: dict[str, Dims] = dataclasses.field(default_factory=dict)
+    join: dict[str, Dims] = dataclasses.field(default_factory=dict)
+    islands: dict[str, list[Dims]] = dataclasses.field(default_factory=dict)
+    positions: dict[str, Made] = dataclasses.field(default_factory=dict)
+    attention: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    output: str = ""
+
+
+class Differs(Exception):
+    """A module does on rows what it does not on all.
+
+    Attributes:
+        name: of the module.
+        why: what differs.
+        is_mask: a mask has not the keys of all positions.
+    """
+
+    def __init__(self, name: str, why: str, *, is_mask: bool = False):
+        super().__init__(f"{name}: {why}")
+        self.name, self.why, self.is_mask = name, why, is_mask
+
+
+class Whole:
+    """What the run on all positions had."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[tuple[str, int], Any] = {}
+        self.outputs: dict[tuple[str, int], Any] = {}
+        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self.ends: list[Tensor] = []
+        self.kept: list[tuple[str, Tensor]] = []
+
+
+@dataclasses.dataclass
+class _Frame:
+    """A forward that runs."""
+
+    name: str
+    key: tuple[str, int]
+    is_right: bool = True  # its inputs are
+    numbers: Numbers = dataclasses.field(default_factory=Numbers)
+    num_attentions: int = 0
+
+
+class _Rows(LayerCalls):
+    """Within: a model runs, whole (``rows`` None) or on some rows.
+
+    Args:
+        known: facts that are followed, and not looked for.
+        heads_over: attention is computed in so many parts of its heads.
+    """
+
+    def __init__(
+        self,
+        trial: Trial,
+        whole: Whole,
+        plan: Plan,
+        length: int,
+        rows: Tensor | None,
+        known: Facts | None = None,
+        heads_over: int = 1,
+    ):
+        super().__init__(trial.name_of)
+        self._heads_over = heads_over
+        self._trial, self._whole, self._plan, self._length, self._rows, self._known = trial, whole, plan, length, rows, known
+        self.facts = Facts()
+        self.frames: list[_Frame] = []
+        self._calls: dict[str, int] = {}
+        self._inside = 0  # of modules of the cut
+        self._is_busy = False  # a kernel, or a call that makes positions, computes
+        self._num_rows = length if rows is None else len(rows)
+
+    # ---- modules
+
+    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        frame = _Frame(name, (name, self._calls.get(name, 0)))
+        self._calls[name] = frame.key[1] + 1
+        self.frames.append(frame)
+        if self._rows is None:
+            self._whole.inputs[frame.key] = (args, kwargs)
+            return args, kwargs
+        full = self._whole.inputs.get(frame.key)
+        if full is None:
+            raise Differs(name, "it is called more often than on all positions")
+        is_cut = name in self._plan.cut
+        if is_cut and not self._inside:
+            args, kwargs = self._cut(name, (args, kwargs))
+        self._inside += is_cut
+        if name in self._plan.islands:
+            args, kwargs = self._joined(name, (args, kwargs), full, self.facts.islands.setdefault(name, [{}, {}])[0])
+        else:
+            frame.is_right = self._is_same((args, kwargs), full)
+        return args, kwargs
+
+    def after(self, name: str, output: Any) -> Any:
+        frame = self.frames.pop()
+        self._inside -= name in self._plan.cut
+        if self._rows is None:
+            self._whole.outputs[frame.key] = output
+            return output
+        full = dict(keyed_leaves(self._whole.outputs[frame.key]))
+        if name in self._plan.islands:
+            dims = self.facts.islands[name][1]
+            output = map_keyed(lambda path, x: self._part(name, path, x, full.get(path), dims), output)
+        if frame.is_right:
+            for path, x in keyed_leaves(output):
+                if isinstance(x, Tensor):
+                    self._compare(name, f"its output {path}".rstrip(), x, full.get(path))
+        if name in self._plan.join:
+            dims = self.facts.join.setdefault(name, {})
+            output = self._joined(name, output, self._whole.outputs[frame.key], dims)
+        return output
+
+    def _cut(self, name: str, given: Any) -> Any:
+        """The arguments of a module, of which what has the length becomes rows."""
+        assert self._rows is not None
+        dims, known = self.facts.cut.setdefault(name, {}), None if self._known is None else self._known.cut.get(name, {})
+
+        def cut(path: str, x: Any) -> Any:
+            if not isinstance(x, Tensor) or path in self._plan.whole.get(name, ()):
+                return x
+            at = [dim for dim, size in enumerate(x.shape) if size == self._length]
+            if known is not None:
+                at = [known[path]] if path in known else []
+            if len(at) != 1 or x.shape[at[0]] != self._length:
+                return x
+            dims[path] = at[0]
+            return x.index_select(at[0], self._rows)
+
+        return map_keyed(cut, given)
+
+    def _joined(self, name: str, tree: Any, full: Any, dims: Dims) -> Any:
+        """A tree in which what the whole run had takes the place of its rows, which are compared."""
+        of_all = dict(keyed_leaves(full))
+
+        def join(path: str, x: Any) -> Any:
+            whole = of_all.get(path)
+            if not isinstance(x, Tensor) or not isinstance(whole, Tensor) or x.shape == whole.shape:
+                return x
+            self._compare(name, f"{path} of it", x, whole)
+            dims[path] = self._dim_of(name, x, whole)
+            return whole
+
+        return map_keyed(join, tree)
+
+    def _part(self, name: str, path: str, x: Any, full: Any, dims: Dims) -> Any:
+        assert self._rows is not None
+        if not isinstance(x, Tensor) or self._length not in x.shape:
+            return x
+        at = [dim for dim, size in enumerate(x.shape) if size == self._length]
+        if len(at) != 1:  # such as weights of attention: it stays whole
+            return x
+        dims[path] = at[0]
+        return x.index_select(at[0], self._rows)
+
+    def _dim_of(self, name: str, x: Tensor, whole: Tensor) -> int:
+        at = [dim for dim, (mine, all_) in enumerate(zip(x.shape, whole.shape, strict=True)) if mine != all_]
+        if len(at) != 1 or whole.shape[at[0]] != self._length:
+            raise Differs(name, f"a tensor {tuple(whole.shape)} has positions beside other things in one dim, or in several")
+        return at[0]
+
+    # ---- comparisons
+
+    def _is_same(self, mine: Any, full: Any) -> bool:
+        of_all = dict(keyed_leaves(full))
+        try:
+            for path, x in keyed_leaves(mine):
+                if isinstance(x, Tensor):
+                    self._compare("", path, x, of_all.get(path))
+        except Differs:
+            return False
+        return True
+
+    def _compare(self, name: str, what: str, mine: Tensor, full: Any) -> None:
+        """Raises Differs unless ``mine`` is this rank's rows of ``full``, along any dims, or all of it."""
+        if not isinstance(full, Tensor):
+            raise Differs(name, f"{what} is a tensor on rows alone")
+        if mine.is_meta or full.is_meta:
+            return
+        whole = self.rows_of(full, mine.shape)
+        if whole is None:
+            raise Differs(name, f"{what} has the shape {tuple(mine.shape)}, for {tuple(full.shape)} of all positions")
+        if torch.equal(mine, whole):
+            return
+        if not mine.is_floating_point() or mine.dtype != whole.dtype:
+            raise Differs(name, f"{what} differs")
+        scale = float(full.detach().abs().max().clamp_min(1e-300)) if full.numel() else 1.0
+        off = float((mine - whole).detach().abs().max()) / scale if mine.numel() else 0.0
+        if not off <= _ALLOWED:
+            raise Differs(name, f"{what} is off by {off:.1e}")
+
+    def rows_of(self, full: Tensor, shape: Any) -> Tensor | None:
+        """This rank's rows of ``full``, along each dim in which ``shape`` is another, also where samples and positions lie in one dim;
+        None: it has no such shape."""
+        if full.dim() != len(shape) or self._rows is None:
+            return full if full.shape == shape else None
+        for dim, (mine, all_) in enumerate(zip(shape, full.shape, strict=True)):
+            if mine != all_:
+                times, rest = divmod(all_, self._length)
+                if rest or mine != times * self._num_rows:
+                    return None
+                full = full.index_select(dim, (torch.arange(times)[:, None] * self._length + self._rows).flatten())
+        return full
+
+    # ---- functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args, kwargs = lifted(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
+        if not all(each.name for each in layer.further):
+            return NotImplemented
+        return _cheap(layer, x, self._trial.num_outputs(layer, x))
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is functional.dropout:
+            return args[0]
+        if self._is_busy:
+            return func(*args, **kwargs)
+        if func is SDPA:
+            return self.attend(of_sdpa(_without_dropout(args), {**kwargs, "dropout_p": 0.0}))
+        if (kind := kind_of(func)) is not None and (frame := self._maker()) is not None:
+            number = frame.numbers.take(kind)
+            if (argument := self._argument(frame.name, kind, number, args, kwargs)) is not None:
+                assert self._rows is not None
+                made = self.facts.positions.setdefault(frame.name, [])
+                if [kind, number, argument] not in made:
+                    made.append([kind, number, argument])
+                with self.busy():
+                    return of_rows(kind, argument, func, args, kwargs, self._rows, self._length)
+        return func(*args, **kwargs)
+
+    def _maker(self) -> _Frame | None:
+        """The forward whose own code runs, if its module makes positions."""
+        if self._rows is None or any(frame.name in self._plan.islands for frame in self.frames):
+            return None
+        return self.frames[-1] if self.frames and self.frames[-1].name in self._plan.positions else None
+
+    def _argument(self, name: str, kind: str, number: int, args: Any, kwargs: Any) -> int | None:
+        if self._known is not None:
+            known = self._known.positions.get(name, [])
+            return next((arg for of, at, arg in known if (of, at) == (kind, number)), None)
+        if kind == "view" and self._inside:
+            return None
+        return argument_of(kind, args, kwargs, self._num_rows, self._length)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within: functions are not those of the model's code."""
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
+
+    def attend(self, call: Attention) -> Any:
+        """What a call of attention gives: with keys that are rows, over the keys of the whole run."""
+        frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
+        number, frame.num_attentions = frame.num_attentions, frame.num_attentions + 1
+        key = (*frame.key, number)
+        with self.busy():
+            if self._rows is None:
+                result = call.kernel(call.q, call.k, call.v, None)
+                self._whole.attention[key] = call.q, call.k, call.v, result
+                return call.finish(result)
+            if key not in self._whole.attention:
+                raise Differs(frame.name, "it attends more often than on all positions")
+            queries, keys, values, whole = self._whole.attention[key]
+            of_rows = self.facts.attention.setdefault(frame.name, [])
+            is_rows = call.k.shape != keys.shape
+            if self._known is not None:
+                is_rows = number in self._known.attention.get(frame.name, ())
+            if not is_rows:
+                return call.finish(call.kernel(call.q, call.k, call.v, None))
+            if number not in of_rows:
+                of_rows.append(number)
+            self._compare(frame.name, "what its attention takes for keys", call.k, keys)
+            self._compare(frame.name, "what its attention takes for values", call.v, values)
+            if call.mask is not None and call.mask.shape[-1] not in (1, keys.shape[-2]):
+                why = f"a mask {tuple(call.mask.shape)} that is made from the length of this rank's rows, for {keys.shape[-2]} keys"
+                raise Differs(frame.name, why, is_mask=True)
+            if self._heads_over > 1:
+                self._compare(frame.name, "what its attention takes for queries", call.q, queries)
+                result = self._by_heads(frame.name, call, queries, keys, values)
+            else:
+                result = call.kernel(call.q, keys, values, self._rows)
+            self._compare(frame.name, "what its attention gives", result, whole)
+            return call.finish(result)
+
+
+    def _by_heads(self, name: str, call: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's rows of what parts of the heads give, each for all positions."""
+        num = self._heads_over
+        if q.dim() != 4 or any(x.shape[1] % num for x in (q, k, v)):
+            heads = " and ".join(str(x.shape[1]) for x in (q, k))
+            raise Differs(name, f"{heads} heads of queries and of keys, which {num} does not divide")
+        parts = zip(q.chunk(num, 1), k.chunk(num, 1), v.chunk(num, 1), strict=True)
+        result = torch.cat([call.kernel(*part, None) for part in parts], 1)
+        assert self._rows is not None
+        return result.index_select(-2, self._rows)
+
+
+def _without_dropout(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+
+
+def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
+    """A fixed function of each row with as many outputs as a layer has: the sum of two inputs, with signs, for each; of an embedding, a
+    sine of the index."""
+    generator = torch.Generator().manual_seed(zlib.crc32(layer.weight.encode()))
+    if layer.is_embedding:
+        return torch.sin((x[..., None] + 1) * torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3)
+    at = torch.randint(0, x.shape[-1], (2, num_outputs), generator=generator)
+    signs = torch.randn(2, num_outputs, generator=generator, dtype=torch.float64).sign() * 0.7
+    return x[..., at[0]] * signs[0] + x[..., at[1]] * signs[1]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def whole_run(trial: Trial, length: int) -> Whole:
+    """Runs the model of a trial on all positions of its sequences, of ``length``."""
+    whole = Whole()
+    _run(trial, _Rows(trial, whole, Plan(), length, None))
+    return whole
+
+
+def run_on_rows(
+    trial: Trial,
+    whole: Whole,
+    plan: Plan,
+    length: int,
+    rows: Tensor,
+    known: Facts | None = None,
+    heads_over: int = 1,
+) -> Facts:
+    """Runs the model as the rank with these rows would. ``known``: facts that are followed; else they are looked for. ``heads_over``:
+    attention is computed in so many parts of its heads, for all positions each.
+
+    Raises:
+        Differs: a module computes something else, or does not run.
+    """
+    mode = _Rows(trial, whole, plan, length, rows, known, heads_over)
+    try:
+        _run(trial, mode)
+    except Differs:
+        raise
+    except Exception as error:
+        name = mode.frames[-1].name if mode.frames else ""
+        raise Differs(name, f"it does not run on rows: {type(error).__name__}: {first_line(error)[:120]}") from error
+    return mode.facts
+
+
+def _run(trial: Trial, mode: _Rows) -> None:
+    """Runs the model within a mode, and compares its output, and what it keeps, with those of the whole run."""
+    before, now.attends = now.attends, mode
+    with _watched(trial.module, mode):
+        try:
+            _, seen = trial.run_within(mode)
+        finally:
+            now.attends = before
+    whole = mode._whole
+    if mode._rows is None:
+        whole.ends, whole.kept = seen.output, seen.kept
+        return
+    if len(seen.output) != len(whole.ends) or [n for n, _ in seen.kept] != [n for n, _ in whole.kept]:
+        raise Differs("", "it returns, or keeps, other tensors")
+    found = set[str]()
+    ends = [("its output", x, y) for x, y in zip(seen.output, whole.ends, strict=True)]
+    ends += [(f"what is kept in {n or 'the model'}", x, y) for (n, x), (_, y) in zip(seen.kept, whole.kept, strict=True)]
+    for what, mine, full in ends:
+        mode._compare("", what, mine, full)
+        if mine.is_floating_point():
+            found.add("rows" if mine.shape != full.shape else "whole")
+    if len(found) > 1:
+        raise Differs("", "a part of what it returns or keeps is of rows, and another of all positions")
+    mode.facts.output = next(iter(found), "")
+
+
+def first_names(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Each module once, under its first canonical name."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for name, child in canonical_modules(module):
+        found.setdefault(id(child), (name, child))
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _watched(module: nn.Module, mode: _Rows) -> Iterator[None]:
+    """Within: ``mode`` sees the calls of all modules."""
+    handles = []
+
+    def before(name: str) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            with mode.busy():
+                return mode.before(name, args, kwargs)
+
+        return hook
+
+    def after(name: str) -> Callable[..., Any]:
+        def hook(_: nn.Module, args: Any, output: Any) -> Any:
+            with mode.busy():
+                return mode.after(name, output)
+
+        return hook
+
+    try:
+        for name, child in first_names(module):
+            handles.append(child.register_forward_pre_hook(before(name), with_kwargs=True))
+            handles.append(child.register_forward_hook(after(name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

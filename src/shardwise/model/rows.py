@@ -1,0 +1,33 @@
+"""Which positions of a sequence each rank has, where ranks share the sequences of a batch."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Order = Literal["zigzag", "contiguous"]
+
+
+def num_chunks(degree: int, order: Order) -> int:
+    """Into how many chunks a sequence is cut: one for each rank, or two."""
+    return 2 * degree if order == "zigzag" else degree
+
+
+def most_rows(length: int, degree: int, order: Order) -> int:
+    """The number of positions that no rank exceeds."""
+    num = num_chunks(degree, order)
+    return -(-length // num) * (num // degree)
+
+
+def rows_of(length: int, degree: int, order: Order, device: torch.device | None = None) -> list[Tensor]:
+    """The positions of each rank, in the order in which it has them.
+
+    Any length can be cut: into chunks of ceil(length / number of chunks), of which the last ones are shorter, or empty. ``zigzag`` gives
+    rank r the chunks r and 2 * degree - 1 - r: under a causal mask each rank has as many keys to look at. ``contiguous``: chunk r.
+    """
+    num = num_chunks(degree, order)
+    size = -(-length // num)
+    chunks = [
+        torch.arange(min(i * size, length), min((i + 1) * size, length), device=device) for i in range(num)
+    ]
+    return [torch.cat([chunks[r], chunks[num - 1 - r]]) if order == "zigzag" else chunks[r] for r in range(degree)]

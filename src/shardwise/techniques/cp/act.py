@@ -1,0 +1,353 @@
+"""Cuts the sequences of a module over the ranks along ``cp``, in place, as the recipe says; names, classes and hooks stay.
+
+The model's own forward runs on all tokens: positions, masks and embeddings are its own. At the entry of a block what grows with the length
+is cut to this rank's rows; attention exchanges; what follows stays on rows, to the loss.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise._torch.collectives import group_name
+from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model import canonical_modules
+from shardwise.model.attend import SDPA, Attention, catch_transformers, now, of_sdpa
+from shardwise.model.attention import attentions, write_out
+from shardwise.model.names import canonical_children
+from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
+from shardwise.recipe import Recipe
+from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
+from shardwise.techniques.cp.rule import ContextParallelEntry
+from shardwise.techniques.technique import Act
+from shardwise.world import World
+from shardwise.world.streams import PartStream
+
+_STATE = "_shardwise_cp"  # of the root module
+
+
+class ContextParallelAct(Act):
+    """Cuts sequences at the entry of blocks, and lets attention exchange."""
+
+    def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        cut = {edit.module for edit in recipe.edits_of("cp") if edit.action in ("cut", "join")}
+        for edit in recipe.edits:
+            if edit.action == "compile" and any(name.startswith(f"{edit.module}." if edit.module else "") for name in cut):
+                raise UnsupportedError(
+                    "Compile of a module around blocks whose sequences are cut over cp",
+                    why="sequences are cut at the entry of each block, outside of what is compiled",
+                    fix='compile the blocks: compile="blocks"',
+                    name=edit.module or None,
+                )
+
+    def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        if recipe.edits_of("cp"):
+            module.__dict__[_STATE] = _Cuts(module, recipe, world)
+
+    def begin(self, runtime: Any) -> None:
+        cuts = runtime.module.__dict__.get(_STATE)
+        if cuts is not None:
+            cuts.begin(runtime)
+
+
+class _Cuts:
+    """The cut sequences of one model.
+
+    Attributes:
+        at: the positions of this rank in the forward that runs; None: it is whole, or none runs.
+    """
+
+    def __init__(self, module: nn.Module, recipe: Recipe, world: World):
+        axis, entry = world.axis("cp"), recipe.entry("cp", ContextParallelEntry)
+        self._entry, self._size, self._layout = entry, axis.size, recipe.grid
+        self.ranks = Ranks(group_name(axis.group), axis.size, axis.rank, entry.order)  # type: ignore[arg-type]
+        self.exchange = attend_over_heads if entry.method == "ulysses" else attend_gathered
+        self.at: At | None = None
+        self.stream = PartStream(world.device, axis.rank, "cp")
+        self._runtime: Any = None
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # what was cut in this forward, and its rows
+        self._lengths = dict[tuple[int, int], int]()  # first two dims of the forwards of this micro-batch -> that of positions
+        self._batch: Any = None
+        self._positions = dict[tuple[int, torch.device], At]()
+        catch_transformers(module)
+        self._apply(module, recipe)
+
+    def begin(self, runtime: Any) -> None:
+        self._runtime = runtime
+        if self._entry.output == "whole":
+            runtime.share_of_sums /= self._size
+        else:
+            runtime.split_loss(self._for_loss)
+
+    # ---- what runs
+
+    def _apply(self, module: nn.Module, recipe: Recipe) -> None:
+        modules = dict(canonical_modules(module))
+        blocks = [edit.module for edit in recipe.edits_of("cp") if edit.action == "cut"]
+        for name in attentions(module):  # torch's own function checks its mask by the local length
+            if any(name.startswith(f"{block}.") for block in blocks):
+                write_out(modules[name], is_cut=False)  # type: ignore[arg-type]
+        module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self._end_forward, always_call=True)
+        calls: dict[str, dict[str, Any]] = {}
+        for edit in recipe.edits_of("cp"):
+            target = modules[edit.module]
+            if edit.action in ("attention", "positions"):
+                calls.setdefault(edit.module, {})[edit.action] = edit.args["calls"]
+            elif edit.action == "island":
+                _make_island(target, self, edit.args["inputs"], edit.args["outputs"])
+            elif edit.action == "join":
+                target.register_forward_hook(functools.partial(self._join, edit.args["dims"]))
+        for name, of_module in calls.items():
+            _watch(modules[name], self, of_module.get("attention", []), of_module.get("positions", []))
+        for edit in recipe.edits_of("cp"):
+            if edit.action == "cut":
+                target = modules[edit.module]
+                _with_positions(target, self)
+                hook = functools.partial(self._cut, edit.module, edit.args["dims"], {*edit.args["known"]})
+                target.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        runtime = self._runtime
+        self.at, self._seen = None, {}
+        if runtime is None or runtime.micro_batch is None:
+            if runtime is not None and runtime.in_window and torch.is_grad_enabled():
+                raise UsageError(
+                    f"a forward with gradients under {self._layout} that no step runs",
+                    why="only forwards that a step or an evaluation calls are cut to this rank's positions: this one would compute all of them, and "
+                    "its gradients would count once for each rank",
+                    fix="call the model in forward= of sw.TrainStep, and not in its loss; or under torch.no_grad()",
+                )
+            return
+        given = dict(keyed_leaves((args, kwargs)))
+        more = sorted(path for path, x in given.items() if isinstance(x, Tensor) and path not in self._entry.given)
+        source = given.get(self._entry.source)
+        if more or not isinstance(source, Tensor):
+            raise UsageError(
+                f"a forward with {', '.join(more)}, which the example did not have"
+                if more
+                else f"a forward without {self._entry.source}, which the example had",
+                why="that its sequences may be cut was proved by running the model on the example, and its code may treat these in another way",
+                fix="parallelize(..., example=batch), with one micro-batch as training gives it",
+            )
+        length = source.shape[self._entry.dim]
+        if runtime.micro_batch is not self._batch:
+            self._batch = runtime.micro_batch
+            self._lengths.clear()
+        self._lengths[source.shape[0], source.shape[1]] = self._entry.dim
+        self.at = self._at(length, source.device)
+
+    def _at(self, length: int, device: torch.device) -> At:
+        key = length, device
+        if key not in self._positions:
+            if len(self._positions) > 64:
+                self._positions.clear()
+            with torch.inference_mode(False):
+                self._positions[key] = self.ranks.at(length, device)
+        return self._positions[key]
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stream.leave()
+        self.at, self._seen = None, {}
+
+    def _cut(self, name: str, dims: Mapping[str, int], known: set[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments of a block: this rank's rows of what grows with the length; and its positions."""
+        at = self.at
+        if at is None:
+            return None
+
+        def cut(path: str, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if path not in known:
+                raise UnsupportedError(
+                    f"a block with an argument {path} that is a tensor, which it did not have on the example",
+                    why="whether it grows with the length of the sequences is not known",
+                    fix="pass example= with a micro-batch as training gives it",
+                    name=name,
+                )
+            if path not in dims or x.shape[dims[path]] == at.rows.shape[0] != at.length:
+                return x
+            if x.shape[dims[path]] != at.length:
+                raise UnsupportedError(
+                    f"a block with an argument {path} of {x.shape[dims[path]]} positions, for sequences of {at.length}",
+                    why="on the example both were equal, and it would be cut at other positions",
+                    fix="leave cp out for models with sequences of two lengths",
+                    name=name,
+                )
+            if id(x) not in self._seen:
+                self._seen[id(x)] = x, x.index_select(dims[path], at.rows)
+            return self._seen[id(x)][1]
+
+        if not self.stream.is_entered:
+            self.stream.enter()
+        args, kwargs = map_keyed(cut, (args, kwargs))
+        return args, {**kwargs, "_at": at}
+
+    def _join(self, dims: Mapping[str, int], module: nn.Module, args: Any, output: Any) -> Any:
+        at = self.at
+        if at is None:
+            return output
+        self.stream.leave()
+        return map_keyed(lambda path, x: gathered(x, at, self.ranks, dims[path]) if path in dims else x, output)
+
+    def _for_loss(self, batch: Any) -> Any:
+        """What the loss reads: this rank's rows of what has samples and positions as the model's sequences have."""
+        return {key: self._part(value) for key, value in batch.items()}
+
+    def _part(self, x: Any) -> Any:
+        for sizes, dim in self._lengths.items():
+            # A check of the loss runs the model on several copies of the samples.
+            is_like = isinstance(x, Tensor) and x.dim() > 1 and x.shape[dim] == sizes[dim]
+            if is_like and x.shape[1 - dim] and sizes[1 - dim] % x.shape[1 - dim] == 0:
+                return x.index_select(dim, self._at(x.shape[dim], x.device).rows)
+        return x
+
+
+# ---- modules within blocks -------------------------------------------------------------------------------------------
+
+
+class _Current:
+    """The positions that the running block was given; one for all models, as blocks of two do not run at once."""
+
+    at: At | None = None
+
+
+_current = _Current()
+
+
+def _with_positions(block: nn.Module, cuts: _Cuts) -> None:
+    """Lets the forward of a block take its positions as one more argument, for what runs in it."""
+    inner = block.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, _at: At | None = None, **kwargs: Any) -> Any:
+        before, _current.at = _current.at, _at
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            _current.at = before
+
+    block.forward = forward
+
+
+class _Calls(TorchFunctionMode):
+    """Within the forward of a module: attention exchanges, and positions that its code makes are those of this rank, by the numbers
+    of the calls."""
+
+    def __init__(self, cuts: _Cuts, at: At, of_rows: list[int], made: Made):
+        super().__init__()
+        self._cuts, self._at, self._of_rows, self._made = cuts, at, of_rows, made
+        self._numbers, self._num_attentions, self.depth = Numbers(), 0, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if now.attends is not self or self.depth:
+            return func(*args, **kwargs)
+        if func is SDPA:
+            return self.attend(of_sdpa(args, kwargs))
+        if self._made and (kind := kind_of(func)) is not None:
+            number = self._numbers.take(kind)
+            for of, at, argument in self._made:
+                if of == kind and at == number:
+                    return self._busy(of_rows, kind, argument, func, args, kwargs, self._at.rows, self._at.length)
+        return func(*args, **kwargs)
+
+    def attend(self, call: Attention) -> Any:
+        number, self._num_attentions = self._num_attentions, self._num_attentions + 1
+        if number not in self._of_rows:
+            return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
+        if call.mask is not None and call.mask.shape[-1] not in (1, self._at.length):
+            raise UnsupportedError(
+                f"attention with a mask {tuple(call.mask.shape)}, for {self._at.length} keys",
+                why="it gets the keys of all positions",
+                fix="make the mask where the model has all of its tokens",
+            )
+        return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
+
+    def _busy(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The result of a call of ours, whose functions are not those of the model's code."""
+        before, now.attends = now.attends, None
+        try:
+            return call(*args)
+        finally:
+            now.attends = before
+
+
+def _watch(module: nn.Module, cuts: _Cuts, of_rows: list[int], made: Made) -> None:
+    """Lets attention in a module's own code exchange, and positions that it makes be those of this rank."""
+    inner = module.forward
+    running: list[_Calls] = []
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        at = _current.at if _current.at is not None else cuts.at
+        if at is None:
+            return inner(*args, **kwargs)
+        calls = _Calls(cuts, at, of_rows, made)
+        before, now.attends = now.attends, calls
+        running.append(calls)
+        try:
+            with calls:
+                return inner(*args, **kwargs)
+        finally:
+            running.pop()
+            now.attends = before
+
+    module.forward = forward
+    for child in _called_children(module) if made else ():
+        _not_own(child, running)
+
+
+def _not_own(module: nn.Module, running: list[_Calls]) -> None:
+    """Lets what runs in a module not be taken for its parent's own code."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not running:
+            return inner(*args, **kwargs)
+        calls = running[-1]
+        calls.depth += 1
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            calls.depth -= 1
+
+    module.forward = forward
+
+
+def _called_children(module: nn.Module) -> list[nn.Module]:
+    """The modules that a module's own code calls: its children, and those of its lists."""
+    found: list[nn.Module] = []
+    for _, child in canonical_children(module):
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        found += _called_children(child) if is_list else [child]
+    return found
+
+
+def _make_island(module: nn.Module, cuts: _Cuts, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
+    """Lets a module run on the whole sequence on every rank."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        at = _current.at if _current.at is not None else cuts.at
+        if at is None:
+            return inner(*args, **kwargs)
+        before = now.attends, _current.at, cuts.at
+        now.attends, _current.at, cuts.at = None, None, None
+        try:
+            args, kwargs = map_keyed(
+                lambda path, x: gathered(x, at, cuts.ranks, inputs[path]) if path in inputs else x, (args, kwargs)
+            )
+            output = inner(*args, **kwargs)
+        finally:
+            now.attends, _current.at, cuts.at = before
+        return map_keyed(lambda path, x: x.index_select(outputs[path], at.rows) if path in outputs else x, output)
+
+    module.forward = forward

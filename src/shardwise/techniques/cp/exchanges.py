@@ -1,0 +1,168 @@
+"""What ranks along ``cp`` exchange, as autograd functions: rows of a sequence are gathered, or change places with heads, and gradients go
+the other way.
+
+Parts of ranks are filled up to one size inside of an exchange only, so that any length can be cut.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwise._torch.collectives import gather_over, scatter_sum_over, swap_over
+from shardwise.model.attend import Attention
+from shardwise.model.rows import Order, most_rows, rows_of
+
+
+class At(NamedTuple):
+    """The positions of this rank in the sequences of one forward, as tensors: a block gets them as an argument, so that its second run in
+    backward, and a compiled graph, have those of the first run.
+
+    Attributes:
+        rows: this rank's positions.
+        places: where each position lies in what is gathered, with what fills parts up.
+    """
+
+    rows: Tensor
+    places: Tensor
+
+    @property
+    def length(self) -> int:
+        """Of the sequences."""
+        return self.places.shape[0]
+
+
+class Ranks(NamedTuple):
+    """The ranks along ``cp``.
+
+    Attributes:
+        group: name of their group.
+        size, rank: how many there are, and which is this.
+        order: which positions each has.
+    """
+
+    group: str
+    size: int
+    rank: int
+    order: Order
+
+    def at(self, length: int, device: torch.device) -> At:
+        """This rank's positions of sequences of ``length``."""
+        parts, most = rows_of(length, self.size, self.order, device), self._most(length)
+        places = torch.empty(length, dtype=torch.long, device=device)
+        for i, rows in enumerate(parts):
+            places[rows] = i * most + torch.arange(len(rows), device=device)
+        return At(parts[self.rank], places)
+
+    def gathered(self, x: Tensor, at: At, dim: int) -> Tensor:
+        """The rows of all ranks along ``dim``, in the order of their positions."""
+        rows = self._filled(x.movedim(dim, 0), at.length)
+        return gather_over(rows, self.group, self.size).index_select(0, at.places).movedim(0, dim)
+
+    def summed(self, x: Tensor, at: At, dim: int) -> Tensor:
+        """This rank's rows of the sum over the ranks."""
+        x = x.movedim(dim, 0)
+        full = x.new_zeros(self.size * self._most(at.length), *x.shape[1:]).index_copy(0, at.places, x)
+        return scatter_sum_over(full, self.group, self.size)[: at.rows.shape[0]].movedim(0, dim)
+
+    def to_heads(self, x: Tensor, at: At) -> Tensor:
+        """``[batch, heads, rows, width]`` -> ``[batch, heads / n, positions, width]``: all positions of this rank's heads."""
+        (batch, heads, _, width), size, most = x.shape, self.size, self._most(at.length)
+        rows = self._filled(x.movedim(2, 0), at.length).movedim(0, 2)
+        parts = rows.reshape(batch, size, heads // size, most, width).movedim(1, 0).reshape(size * batch, heads // size, most, width)
+        swapped = swap_over(parts, self.group, self.size).view(size, batch, heads // size, most, width)
+        return swapped.movedim(0, 2).reshape(batch, heads // size, size * most, width).index_select(2, at.places)
+
+    def to_rows(self, x: Tensor, at: At) -> Tensor:
+        """``[batch, heads / n, positions, width]`` -> ``[batch, heads, rows, width]``."""
+        (batch, heads, _, width), size, most = x.shape, self.size, self._most(at.length)
+        full = x.new_zeros(batch, heads, size * most, width).index_copy(2, at.places, x)
+        parts = full.view(batch, heads, size, most, width).movedim(2, 0).reshape(size * batch, heads, most, width)
+        swapped = swap_over(parts, self.group, self.size).view(size, batch, heads, most, width)
+        return swapped.movedim(0, 1).reshape(batch, size * heads, most, width)[:, :, : at.rows.shape[0]]
+
+    def _most(self, length: int) -> int:
+        return most_rows(length, self.size, self.order)
+
+    def _filled(self, rows: Tensor, length: int) -> Tensor:
+        """Rows along dim 0, and zeros behind them where this rank has fewer than another."""
+        missing = self._most(length) - rows.shape[0]
+        return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
+
+
+class Gather(torch.autograd.Function):
+    """The rows of all ranks, in order; backward: this rank's rows of the sum of the ranks' gradients, of which each has a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], dim: int) -> Tensor:
+        ctx.save_for_backward(rows, places)
+        ctx.ranks, ctx.dim = ranks, dim
+        return Ranks(*ranks).gathered(x, At(rows, places), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return Ranks(*ctx.ranks).summed(grad, At(*ctx.saved_tensors), ctx.dim), None, None, None, None
+
+
+class Swap(torch.autograd.Function):
+    """From rows to heads (``to_heads``), or back; backward: the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], to_heads: bool) -> Tensor:
+        ctx.save_for_backward(rows, places)
+        ctx.ranks, ctx.to_heads = ranks, to_heads
+        return _swapped(x, ranks, At(rows, places), to_heads)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _swapped(grad, ctx.ranks, At(*ctx.saved_tensors), not ctx.to_heads), None, None, None, None
+
+
+def _swapped(x: Tensor, ranks: tuple[Any, ...], at: At, to_heads: bool) -> Tensor:
+    return Ranks(*ranks).to_heads(x, at) if to_heads else Ranks(*ranks).to_rows(x, at)
+
+
+def gathered(x: Tensor, at: At, ranks: Ranks, dim: int) -> Tensor:
+    """The rows of all ranks along ``dim``, with gradients where there are some."""
+    if x.is_floating_point():
+        return Gather.apply(x, *at, tuple(ranks), dim)  # type: ignore[no-any-return]
+    return ranks.gathered(x, at, dim)
+
+
+def attend_over_heads(call: Attention, at: At, ranks: Ranks) -> Tensor:
+    """Attention of this rank's heads over all positions. (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509)"""
+    exchange = (*at, tuple(ranks))
+    q, k, v = (Swap.apply(x, *exchange, True) for x in (call.q, call.k, call.v))
+    return Swap.apply(call.kernel(q, k, v, None), *exchange, False)  # type: ignore[no-any-return]
+
+
+def attend_gathered(call: Attention, at: At, ranks: Ranks) -> Tensor:
+    """Attention of this rank's queries over gathered keys and values. What backward needs of those is kept as this rank's part, and
+    gathered once more, whatever kernel computes."""
+    keys, values = (Gather.apply(x, *at, tuple(ranks), x.dim() - 2) for x in (call.k, call.v))
+    if torch.compiler.is_compiling():  # the graph's partitioner decides what is kept
+        return call.kernel(call.q, keys, values, at.rows)
+    parts = {x.untyped_storage().data_ptr(): part.detach() for x, part in ((keys, call.k), (values, call.v)) if x.numel()}
+
+    def pack(x: Tensor) -> Any:
+        part = parts.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        return x if part is None else _Again(part, x.size(), x.stride(), x.storage_offset())
+
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, _Again):
+            return kept  # type: ignore[no-any-return]
+        whole = ranks.gathered(kept.part, at, kept.part.dim() - 2)
+        return whole.as_strided(kept.size, kept.stride, kept.offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        return call.kernel(call.q, keys, values, at.rows)
+
+
+class _Again(NamedTuple):
+    """A view of gathered rows, to be made of this rank's part once more."""
+
+    part: Tensor
+    size: Any
+    stride: Any
+    offset: int

@@ -1,0 +1,155 @@
+"""How a module's sequences may be cut: proved by running a copy of it on an example, without weights."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.pytrees import keyed_leaves
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
+from shardwise.model.attend import refuse_uncaught
+from shardwise.model.blocks import find_block_lists
+from shardwise.model.calling import line_of
+from shardwise.model.positions import Differs, Facts
+from shardwise.recipe import Draft
+from shardwise.techniques.cp.options import ContextParallel
+from shardwise.techniques.cp.search import Arguments, Search, Sequences, sequences_in
+from shardwise.techniques.one_rank import found_by_one_rank
+from shardwise.techniques.technique import Example
+from shardwise.world import World
+
+_FIX = (
+    'context_parallel=sw.ContextParallel(fallback="gather") runs it on the whole sequence on every rank, with the same numbers; or let it mix '
+    "positions by torch.nn.functional.scaled_dot_product_attention, or sw.attend, alone"
+)
+
+
+def probe(
+    module: nn.Module, example: Example, draft: Draft, world: World, *, context_parallel: ContextParallel
+) -> dict[str, Any]:
+    """What context parallelism does with ``module``, as JSON. Nothing if ``cp`` is 1.
+
+    Rank 0 finds it for all ranks.
+
+    Raises:
+        UnsupportedError: a module mixes positions in another way than by attention, and ``fallback`` is ``"refuse"``.
+        UsageError: there is no example, and none can be guessed.
+    """
+    if draft.layout.cp == 1:
+        return {}
+    find = functools.partial(_facts, module, example, draft, context_parallel)
+    return found_by_one_rank(world, example, "the proof that positions may be cut over cp", find)
+
+
+def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextParallel) -> dict[str, Any]:
+    degree = draft.layout.cp
+    what = f"cp={degree}"
+    refuse_uncaught(module, what)
+    if not find_block_lists(module):
+        raise UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why="it has no list of blocks: sequences are cut where the first of them is entered",
+            fix="keep the repeated layers in an nn.ModuleList or nn.Sequential",
+        )
+    arguments = example.shows(functools.partial(_arguments_of, module))
+    try:
+        with torch.inference_mode(False):
+            return _found(module, arguments, draft, option)
+    except ShardwiseError:
+        raise
+    except Differs as wrong:
+        raise _refusal(module, what, wrong) from None
+    except Exception as error:
+        raise UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why=f"it was to be run on some rows of a sequence: {type(error).__name__}: {first_line(error)}{line_of(error)}",
+            fix="pass example= with a micro-batch as training gives it; it must run on the CPU, and in float64",
+        ) from error
+
+
+def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: ContextParallel) -> dict[str, Any]:
+    degree, wrong, notes = draft.layout.cp, list[Differs](), list[str]()
+    for sequences in sequences_in(arguments):
+        for method in _methods(option):
+            order = option.order if option.order != "auto" else "zigzag" if method == "gather" else "contiguous"
+            search = Search(
+                module,
+                sequences,
+                degree,
+                order,  # type: ignore[arg-type]
+                heads_over=degree if method == "ulysses" else 1,
+                tp=draft.layout.tp,
+                fallback=option.fallback == "gather",
+            )
+            try:
+                facts = search.run()
+                if method == "ulysses" and option.method == "auto" and not search.sends_less_over_heads():
+                    continue
+            except Differs as each:
+                wrong.append(each)
+                continue
+            if not any(facts.cut.values()):
+                wrong.append(Differs("", "no argument of its blocks grows with the length of its sequences"))
+                continue
+            return {
+                "facts": dataclasses.asdict(facts),
+                "method": method,
+                "order": order,
+                "source": sequences.path,
+                "dim": sequences.dims[sequences.path][0],
+                "given": [path for path, x in keyed_leaves(arguments) if isinstance(x, Tensor)],
+                "known": search.known,
+                "notes": notes,
+            }
+    if not wrong:
+        raise UnsupportedError(
+            f"cp={degree} of a {type(module).__name__}",
+            why="none of its arguments has two dims or more: it has no sequences of positions",
+            fix="leave cp out of the layout",
+        )
+    raise wrong[-1] if option.method == "ulysses" else next((w for w in wrong if w.name), wrong[0])
+
+
+def _methods(option: ContextParallel) -> Sequence[str]:
+    """In the order in which they are tried."""
+    return ("ulysses", "gather") if option.method == "auto" else (option.method,)
+
+
+def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} of a {type(module).__name__}",
+        why=f"on this rank's positions alone it does not compute what it does on all: {wrong.why}",
+        fix=_FIX,
+        name=wrong.name or None,
+    )
+
+
+class _Called(BaseException):
+    """The model was called: with these arguments. Not an Exception, as user's code may catch those."""
+
+    def __init__(self, args: Any, kwargs: Any):
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+def _arguments_of(module: nn.Module, run: Callable[[nn.Module], Any]) -> Arguments:
+    """The arguments that an example's ``run`` calls the model with. Nothing of the model is run."""
+
+    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _Called(args, kwargs)
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        run(module)
+    except _Called as called:
+        return called.arguments  # type: ignore[no-any-return]
+    finally:
+        handle.remove()
+    raise UsageError(
+        "an example with which the model was not called",
+        why="what it is called with shows how its sequences may be cut",
+        fix="let forward= call the model itself: model(...)",
+    )

@@ -1,0 +1,117 @@
+"""Adds what the proof has found to the recipe: where sequences are cut over ``cp``, and what is exchanged."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.layout import Layout
+from shardwise.recipe import Draft, Edit, Recipe
+from shardwise.recipe.records import Record
+from shardwise.techniques.cp.options import ContextParallel
+
+_WHY = {
+    "cut": "this rank's positions of what grows with the length of the sequences",
+    "join": "the positions of all ranks, for the code behind the blocks, which mixes them",
+    "island": "it mixes positions, so it runs on all of them on every rank",
+    "attention": "its queries are this rank's, its keys and values those of all positions",
+    "positions": "it makes positions itself: they are those of this rank",
+}
+
+
+class ContextParallelEntry(Record, frozen=True):
+    """Data of context parallelism.
+
+    Attributes:
+        method: ``gather`` or ``ulysses``.
+        order: ``zigzag`` or ``contiguous``.
+        source, dim: path of the model's argument by which the length is known, and its dim of positions.
+        given: paths of the model's arguments that were tensors when its code was run.
+        output: ``rows``: each rank has the outputs of its positions; ``whole``: every rank has all of it.
+    """
+
+    method: str = "gather"
+    order: str = "zigzag"
+    source: str = ""
+    dim: int = 1
+    given: tuple[str, ...] = ()
+    output: str = "rows"
+
+
+def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextParallel) -> None:
+    """Adds the edits of context parallelism.
+
+    Args:
+        draft: the recipe so far.
+        facts: of the probe: see :func:`shardwise.techniques.cp.probe.probe`; {} where ``cp`` is 1.
+        context_parallel: the option.
+    """
+    degree = draft.layout.cp
+    if degree == 1:
+        if context_parallel != ContextParallel():
+            draft.note("context_parallel", "no effect: cp=1", option="context_parallel")
+        return
+    found = facts["facts"]
+    draft.entries["cp"] = ContextParallelEntry(
+        method=facts["method"],
+        order=facts["order"],
+        source=facts["source"],
+        dim=facts["dim"],
+        given=tuple(facts["given"]),
+        output=found["output"],
+    )
+    edits = [(name, "cut", {"dims": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()]
+    edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
+    edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
+    edits += [(name, "attention", {"calls": calls}) for name, calls in found["attention"].items()]
+    edits += [(name, "positions", {"calls": calls}) for name, calls in found["positions"].items()]
+    draft.edits += [
+        Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])
+        for module, action, args in edits
+    ]
+    for text in facts["notes"]:
+        draft.note("context_parallel", text, option="context_parallel")
+    if found["islands"]:
+        first, *others = found["islands"]
+        more = f" and {len(others)} more" if others else ""
+        draft.note(
+            first,
+            f"it{more} runs on the whole sequence on every rank of cp={degree}: {degree} times its work, and all of its memory. It mixes "
+            "positions in another way than by attention",
+            option="context_parallel",
+            warns=True,
+        )
+    if found["output"] == "whole":
+        draft.note(
+            "context_parallel",
+            "what the model returns is of all positions on every rank: the code behind its blocks mixes them (a pooled output, a loss of its own). "
+            'For tokens, leave labels out of example= and use loss=sw.next_token_loss, with fused=True: then each rank has its positions\' logits',
+            option="context_parallel",
+        )
+
+
+def layout_text(layout: Layout) -> str:
+    """What ``cp`` does with a model, for people."""
+    return f"the positions of every sample are cut over {layout.cp} ranks" if layout.cp > 1 else ""
+
+
+def lines(recipe: Recipe) -> list[str]:
+    """The lines about context parallelism at the head of ``describe``."""
+    degree = recipe.layout["cp"]
+    if degree == 1:
+        return []
+    entry = recipe.entry("cp", ContextParallelEntry)
+    edits = recipe.edits_of("cp")
+    num = {action: sum(edit.action == action for edit in edits) for action in _WHY}
+    calls = sum(len(edit.args["calls"]) for edit in edits if edit.action == "attention")
+    how = {
+        "gather": "keys and values are gathered, and gathered again in backward",
+        "ulysses": "queries, keys and values change from positions to heads, and back behind it",
+    }[entry.method]
+    found = [
+        f"context parallelism: {num['cut']} blocks work on 1/{degree} of the positions of every sample ({entry.order}); in {calls} calls of "
+        f"attention {how}"
+    ]
+    if num["island"]:
+        found.append(f"{num['island']} modules run on the whole sequence on every rank, as they mix positions themselves")
+    if entry.output == "whole":
+        found.append("the output is of all positions on every rank: its sums count 1/" f"{degree} on each")
+    return found

@@ -1,0 +1,285 @@
+"""Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.model.attend import catch_transformers, register_in_transformers
+from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
+from shardwise.model.blocks import find_block_lists
+from shardwise.model.names import own_attributes
+from shardwise.model.positions import Differs, Facts, Plan, Whole, run_on_rows, whole_run
+from shardwise.model.rows import Order, rows_of
+from shardwise.model.trial import Trial
+
+_SEARCHED = 2  # blocks of each kind that are run, where there are many
+_MANY = 8
+_TRIES = 200  # runs of repairs
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The sequences in the arguments of a model.
+
+    Attributes:
+        arguments: of one call, on the CPU.
+        path: of the argument by which the length is known.
+        dims: path -> dims of positions, of each argument that has some.
+        length: of the sequences.
+    """
+
+    arguments: Arguments
+    path: str
+    dims: dict[str, tuple[int, ...]]
+    length: int
+
+    def of_length(self, length: int) -> Arguments:
+        """The arguments with sequences of another length: repeated, or cut off. Two samples at most."""
+
+        def change(path: str, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            for dim in self.dims.get(path, ()):
+                times = [-(-length // x.shape[dim]) if d == dim else 1 for d in range(x.dim())]
+                x = x.repeat(times).narrow(dim, 0, length)
+            if 0 not in self.dims.get(path, ()) and x.dim() and x.shape[0] == self._num_samples:
+                x = x[:2]
+            return x.double() if x.is_floating_point() else x
+
+        return map_keyed(change, self.arguments)  # type: ignore[no-any-return]
+
+    @functools.cached_property
+    def _num_samples(self) -> int:
+        first = dict(keyed_leaves(self.arguments))[self.path]
+        return int(first.shape[1 - self.dims[self.path][0]]) if first.dim() > 1 else 0
+
+
+def sequences_in(arguments: Arguments) -> Iterator[Sequences]:
+    """What the sequences in the arguments of a model may be: of its first tensor with two dims, dim 1, or dim 0."""
+    tensors = [(path, x) for path, x in keyed_leaves(arguments) if isinstance(x, Tensor) and x.dim() > 1]
+    for path, x in tensors[:1]:
+        for dim in (1, 0):
+            others = range(1, 99) if dim == 1 else range(1)
+            dims = {
+                name: tuple(d for d, size in enumerate(other.shape) if size == x.shape[dim] and d in others)
+                for name, other in tensors
+            }
+            yield Sequences(arguments, path, {name: at for name, at in dims.items() if at}, x.shape[dim])
+
+
+def length_of_proof(module: nn.Module, degree: int, order: Order, above: int = 0) -> int:
+    """A length that no order divides, and that is no size of the model, so that dims of positions are known by it."""
+    numbers = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
+    numbers |= {value for child in module.modules() for value in own_attributes(child).values() if type(value) is int}
+    length = max(4 * degree + 1, 13, above + 2)
+    while True:
+        sizes = {length, *(len(rows) for rows in rows_of(length, degree, order))}
+        if length % (2 * degree) and not sizes & numbers and not any(size % length == 0 for size in numbers if size):
+            return length
+        if length > 40 * degree + 400:  # so many sizes are numbers of the model that only the length itself is kept apart
+            return next(n for n in range(length, 10 * length) if n % (2 * degree) and all(size % n for size in numbers if size))
+        length += 1
+
+
+@dataclasses.dataclass
+class Search:
+    """The search for a plan of one model.
+
+    Args:
+        module: is not changed.
+        sequences: what it is called with.
+        degree, order: how sequences are cut.
+        heads_over: attention changes to heads over so many ranks; 1: it gathers keys.
+        tp: over how many ranks heads are cut besides.
+        fallback: modules that mix positions may run on the whole stream.
+
+    Attributes:
+        met: what differed on the way.
+        known: module whose arguments are cut -> paths of all tensors among them.
+    """
+
+    module: nn.Module
+    sequences: Sequences
+    degree: int
+    order: Order
+    heads_over: int = 1
+    tp: int = 1
+    fallback: bool = False
+    met: list[Differs] = dataclasses.field(default_factory=list)
+    known: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def run(self) -> Facts:
+        """What is to be done with each module.
+
+        Raises:
+            Differs: there is no plan: what differs.
+        """
+        kinds = [blocks for blocks in block_kinds(self.module) if len(blocks) > _MANY]
+        without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
+        trial, self._whole = self._trial(without), {}
+        plan = self._plan(trial)
+        facts = self._confirmed(trial, plan)
+        self._note_heads(trial, facts)
+        self.known = {
+            name: [path for path, x in keyed_leaves(self._arguments(trial, name)) if isinstance(x, Tensor)]
+            for name in facts.cut
+        }
+        for blocks in kinds:
+            facts = _repeated(facts, blocks)
+            self.known |= {other: self.known[blocks[_SEARCHED - 1]] for other in blocks[_SEARCHED:]}
+        return facts
+
+    def sends_less_over_heads(self) -> bool:
+        """Whether to change to heads sends fewer bytes than to gather keys, in each call of attention: with g heads of queries for one of
+        keys, 4 (n - 1) / n (g + 1) / 2 of a gather's 3 (n - 1)."""
+        return all(3 * self.degree > 2 * (queries / keys + 1) for queries, keys in self._heads)
+
+    def _note_heads(self, trial: Trial, facts: Facts) -> None:
+        """Notes the heads of queries and keys of each call of attention; raises Differs where ranks of tp and cp cannot share them."""
+        whole: Whole = self._whole[trial.module.training, self._length]
+        self._heads = [
+            (q.shape[1], k.shape[1])
+            for (name, _, number), (q, k, _, _) in whole.attention.items()
+            if number in facts.attention.get(name, ()) and q.dim() == 4
+        ]
+        for name, number in [(name, number) for name, calls in facts.attention.items() for number in calls]:
+            q, k, *_ = whole.attention[name, 0, number]
+            over = self.heads_over * self.tp
+            if self.heads_over > 1 and self.tp > 1 and (q.shape[1] % over or k.shape[1] % over):
+                raise Differs(name, f"{q.shape[1]} heads of queries and {k.shape[1]} of keys, which cp x tp = {over} does not divide")
+
+    def _trial(self, without: frozenset[str]) -> Trial:
+        self._length = length_of_proof(self.module, self.degree, self.order)
+        register_in_transformers(self.module)  # before a trial, which puts back what it finds changed
+        trial = Trial(self.module, self._call, training=True, without=without)
+        catch_transformers(trial.module)
+        return trial
+
+    def _call(self, copy: nn.Module) -> Any:
+        args, kwargs = self.sequences.of_length(self._length)
+        return copy(*args, **kwargs)
+
+    def _plan(self, trial: Trial) -> Plan:
+        names = dict(trial.module.named_modules())
+        lists = [[b for b in found.blocks if b in names] for found in find_block_lists(self.module)]
+        plan = Plan(cut=tuple(block for blocks in lists for block in blocks))
+        for _ in range(_TRIES):
+            wrong = self._first_difference(trial, plan)
+            if wrong is None:
+                return plan
+            self.met.append(wrong)
+            plan = self._repaired(trial, plan, wrong, lists)
+        raise self.met[-1]
+
+    def _first_difference(self, trial: Trial, plan: Plan) -> Differs | None:
+        try:
+            self._facts(trial, plan)
+        except Differs as wrong:
+            return wrong
+        return None
+
+    def _facts(self, trial: Trial, plan: Plan, known: Facts | None = None) -> Facts:
+        """What every rank does, in training and in eval mode."""
+        found: list[Facts] = []
+        for is_training in (True, False):
+            trial.set_training(is_training)
+            key = is_training, self._length
+            whole = self._whole.get(key)
+            if whole is None:
+                whole = self._whole[key] = whole_run(trial, self._length)
+            for rows in rows_of(self._length, self.degree, self.order):
+                found.append(run_on_rows(trial, whole, plan, self._length, rows, known, self.heads_over))
+        for facts in found[1:]:
+            if facts != found[0]:
+                raise Differs("", "ranks, or the modes of training and evaluation, make their positions at other places")
+        return found[0]
+
+    def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
+        """The facts of a plan, followed by number and dim at another length: what was known by its size there is the same here."""
+        self._length = length_of_proof(self.module, self.degree, self.order)
+        facts = self._facts(trial, plan)
+        self._length = length_of_proof(self.module, self.degree, self.order, above=self._length)
+        self._whole = {}
+        again = self._facts(trial, plan, facts)
+        if again != facts:
+            raise Differs("", "it does other things at another length of its sequences")
+        return facts
+
+    def _repaired(self, trial: Trial, plan: Plan, wrong: Differs, lists: Sequence[Sequence[str]]) -> Plan:
+        """A plan that goes further.
+
+        Raises:
+            Differs: there is none.
+        """
+        name = wrong.name
+        block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
+        if wrong.is_mask and block is not None:
+            for other in self._with_whole_arguments(trial, plan, block):
+                after = self._first_difference(trial, other)
+                if after is None or not after.is_mask or after.name != name:
+                    return other
+        if name not in plan.positions:
+            other = dataclasses.replace(plan, positions=(*plan.positions, name))
+            after = self._first_difference(trial, other)
+            if after is None or (after.name, after.why) != (name, wrong.why):
+                return other
+        if block is None:
+            if plan.join:
+                raise wrong
+            return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
+        if not self.fallback:
+            raise wrong
+        island = name
+        while island in plan.islands:  # it takes more than that module
+            if island == block:
+                raise wrong
+            island = island.rpartition(".")[0]
+        islands = tuple(each for each in plan.islands if not is_in_block(each, island))
+        return dataclasses.replace(plan, islands=(*islands, island))
+
+    def _with_whole_arguments(self, trial: Trial, plan: Plan, block: str) -> Iterator[Plan]:
+        """Plans in which one more argument of the blocks stays whole: a mask of keys has one dim of positions, as one of queries has."""
+        whole = plan.whole.get(block, ())
+        args = [(path, x) for path, x in keyed_leaves(self._arguments(trial, block)) if isinstance(x, Tensor)]
+        args.sort(key=lambda each: each[1].is_floating_point())
+        for path, x in args:
+            is_mask = all(size in (1, x.shape[0], self._length) for size in x.shape)  # and no stream, which has a width
+            if self._length in x.shape and path not in whole and is_mask:
+                yield dataclasses.replace(
+                    plan, whole={**plan.whole, **{b: (*plan.whole.get(b, ()), path) for b in plan.cut}}
+                )
+
+    def _arguments(self, trial: Trial, block: str) -> Any:
+        whole: Whole = self._whole[trial.module.training, self._length]
+        return whole.inputs[block, 0]
+
+
+def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
+    """The facts of all blocks of a kind, of which the first two were run; the last of these stands for the others."""
+    like, last = blocks[_SEARCHED - 1], blocks[-1]
+
+    def spread(found: dict[str, Any]) -> dict[str, Any]:
+        more = {
+            in_block(name, like, other): value
+            for other in blocks[_SEARCHED:]
+            for name, value in found.items()
+            if name == like or is_in_block(name, like)
+        }
+        return {**found, **more}
+
+    join = {(last if name == like else name): value for name, value in facts.join.items()}
+    return Facts(
+        cut=spread(facts.cut),
+        join=join,
+        islands=spread(facts.islands),
+        positions=spread(facts.positions),
+        attention=spread(facts.attention),
+        output=facts.output,
+    )
