@@ -53,7 +53,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints": ("CheckpointManager", "Stopped"),
     "Tensor parallelism by hand": (
-        "attend", "register_tp_plan", "column_parallel_linear", "row_parallel_linear", "parallel_embedding", "tp_copy", "tp_gather",
+        "attend", "cut_sequence", "join_sequence", "register_tp_plan", "column_parallel_linear", "row_parallel_linear", "parallel_embedding", "tp_copy", "tp_gather",
         "tp_reduce", "tp_scatter",
     ),
     "Recipe and comparison": ("Recipe", "recipe_of", "verify"),

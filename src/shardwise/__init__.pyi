@@ -79,6 +79,8 @@ from shardwise.techniques.tp.by_hand import tp_copy as tp_copy
 from shardwise.techniques.tp.by_hand import tp_gather as tp_gather
 from shardwise.techniques.tp.by_hand import tp_reduce as tp_reduce
 from shardwise.techniques.tp.by_hand import tp_scatter as tp_scatter
+from shardwise.techniques.cp.by_hand import cut_sequence as cut_sequence
+from shardwise.techniques.cp.by_hand import join_sequence as join_sequence
 from shardwise.techniques.cp.options import ContextParallel as ContextParallel
 from shardwise.techniques.tp.options import TensorParallel as TensorParallel
 from shardwise.techniques.tp.options import register_tp_plan as register_tp_plan

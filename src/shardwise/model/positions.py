@@ -61,6 +61,7 @@ class Facts:
         positions: module -> its calls that make positions.
         attention: module that calls attention -> the numbers of the calls whose keys are rows.
         output: ``rows``, ``whole``, or "" if it has no floating tensor.
+        outputs: what of the model's output is on rows.
     """
 
     cut: dict[str, Dims] = dataclasses.field(default_factory=dict)
@@ -69,6 +70,7 @@ class Facts:
     positions: dict[str, Made] = dataclasses.field(default_factory=dict)
     attention: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     output: str = ""
+    outputs: Dims = dataclasses.field(default_factory=dict)
 
 
 class Differs(Exception):
@@ -78,11 +80,12 @@ class Differs(Exception):
         name: of the module.
         why: what differs.
         is_mask: a mask has not the keys of all positions.
+        is_of_heads: heads cannot be divided.
     """
 
-    def __init__(self, name: str, why: str, *, is_mask: bool = False):
+    def __init__(self, name: str, why: str, *, is_mask: bool = False, is_of_heads: bool = False):
         super().__init__(f"{name}: {why}")
-        self.name, self.why, self.is_mask = name, why, is_mask
+        self.name, self.why, self.is_mask, self.is_of_heads = name, why, is_mask, is_of_heads
 
 
 class Whole:
@@ -171,6 +174,9 @@ class _Rows(LayerCalls):
             for path, x in keyed_leaves(output):
                 if isinstance(x, Tensor):
                     self._compare(name, f"its output {path}".rstrip(), x, full.get(path))
+                    if not name and x.shape != full[path].shape:
+                        sizes = zip(x.shape, full[path].shape, strict=True)
+                        self.facts.outputs[path] = next(dim for dim, (mine, all_) in enumerate(sizes) if mine != all_)
         if name in self._plan.join:
             dims = self.facts.join.setdefault(name, {})
             output = self._joined(name, output, self._whole.outputs[frame.key], dims)
@@ -359,7 +365,7 @@ class _Rows(LayerCalls):
         num = self._heads_over
         if q.dim() != 4 or any(x.shape[1] % num for x in (q, k, v)):
             heads = " and ".join(str(x.shape[1]) for x in (q, k))
-            raise Differs(name, f"{heads} heads of queries and of keys, which {num} does not divide")
+            raise Differs(name, f"{heads} heads of queries and of keys, which {num} does not divide", is_of_heads=True)
         parts = zip(q.chunk(num, 1), k.chunk(num, 1), v.chunk(num, 1), strict=True)
         result = torch.cat([call.kernel(*part, None) for part in parts], 1)
         assert self._rows is not None

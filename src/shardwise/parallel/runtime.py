@@ -64,6 +64,7 @@ class Runtime:
         # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
         self.micro_batch: Any = None  # that a step or an evaluation runs the model on; None: it runs it on none
         self.share_of_sums = 1.0  # of the sums of the loss, where every rank along an axis of the loss computes all of it
+        self._is_cut_for_loss = False  # and nothing else is split
         self.for_forward: Callable[[Any], Any] = _whole
         self.for_loss: Callable[[Any], Any] = _whole
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
@@ -140,12 +141,15 @@ class Runtime:
         self.for_loss = lambda batch: for_loss(loss(batch))
 
     def split_loss(self, part: Callable[[Any], Any]) -> None:
-        """Gives the loss this part of a micro-batch, of which the forward gets all."""
-        self.split_batches(for_forward=_whole, for_loss=part)
+        """Gives the loss this part of a micro-batch, of which the forward gets all. A loop of the user's own does that itself, by a function
+        of the technique."""
+        loss = self.for_loss
+        self.for_loss, self._is_cut_for_loss = lambda batch: part(loss(batch)), loss is _whole
 
     def refuse_own_loop(self) -> None:
         """Raises UnsupportedError for a training loop of the user's own, where a technique splits micro-batches or has a schedule."""
-        if self.schedule is not None or self.for_forward is not _whole or self.for_loss is not _whole:
+        is_split = self.for_forward is not _whole or not (self.for_loss is _whole or self._is_cut_for_loss)
+        if self.schedule is not None or is_split or self.share_of_sums != 1:
             raise UnsupportedError(
                 f"a training loop of your own under {self.recipe.grid}",
                 why="each rank runs a part of a micro-batch, or micro-batches in an order of their own, which such a loop does not know",

@@ -55,6 +55,7 @@ class FusedForward:
 
         def forward(hidden: Tensor) -> Tensor:
             labels = self._runtime.for_loss(self._runtime.micro_batch)["labels"]
+            hidden = hidden if labels.numel() else hidden.flatten(0, -2)[:0]  # no position is this rank's
             if hidden.shape[:-1].numel() != labels.numel() or losses:
                 raise UsageError(
                     f"fused: the head is called {'twice' if losses else f'with {list(hidden.shape)}, for labels {list(labels.shape)}'}",

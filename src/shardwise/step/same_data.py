@@ -67,7 +67,8 @@ def refuse_others(runtime: Runtime, batches: list[Batch], summed: Tensor, place:
     other = first[found[ranks[0]][0]]
     raise RankError(
         f"ranks {other} and {ranks[0]} with other micro-batches at {place}",
-        why="they are the same index along dp: each has a part of the same layers, and both must work on the same data",
+        why="they are the same index along dp: each has a part of the same layers, or of the positions of the same samples, so both must work "
+        "on the same data",
         fix='take data by the index along dp, as sw.Loader does: DistributedSampler(dataset, num_replicas=world.axis("dp").size, '
         'rank=world.axis("dp").rank)',
         ranks=ranks,

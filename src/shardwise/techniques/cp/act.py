@@ -23,6 +23,7 @@ from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.cp.rule import ContextParallelEntry
+from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
 from shardwise.world import World
 from shardwise.world.streams import PartStream
@@ -49,9 +50,14 @@ class ContextParallelAct(Act):
             module.__dict__[_STATE] = _Cuts(module, recipe, world)
 
     def begin(self, runtime: Any) -> None:
-        cuts = runtime.module.__dict__.get(_STATE)
+        cuts = cuts_of(runtime)
         if cuts is not None:
             cuts.begin(runtime)
+
+
+def cuts_of(runtime: Any) -> "_Cuts | None":
+    """The cut sequences of a model; None: they are whole."""
+    return runtime.module.__dict__.get(_STATE)  # type: ignore[no-any-return]
 
 
 class _Cuts:
@@ -59,6 +65,7 @@ class _Cuts:
 
     Attributes:
         at: the positions of this rank in the forward that runs; None: it is whole, or none runs.
+        last: those of the last forward that was cut.
     """
 
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
@@ -67,6 +74,7 @@ class _Cuts:
         self.ranks = Ranks(group_name(axis.group), axis.size, axis.rank, entry.order)  # type: ignore[arg-type]
         self.exchange = attend_over_heads if entry.method == "ulysses" else attend_gathered
         self.at: At | None = None
+        self.last: At | None = None
         self.stream = PartStream(world.device, axis.rank, "cp")
         self._runtime: Any = None
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # what was cut in this forward, and its rows
@@ -77,11 +85,20 @@ class _Cuts:
         self._apply(module, recipe)
 
     def begin(self, runtime: Any) -> None:
-        self._runtime = runtime
-        if self._entry.output == "whole":
+        self._runtime, self._check_inputs = runtime, input_check(runtime, "cp")
+        if self.is_whole:
             runtime.share_of_sums /= self._size
         else:
-            runtime.split_loss(self._for_loss)
+            runtime.split_loss(self.part_of)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of the output."""
+        return self._entry.output == "whole"
+
+    def num_rows(self, length: int) -> int:
+        """How many positions of sequences of ``length`` this rank has."""
+        return len(self._at(length, torch.device("cpu")).rows) if self.ranks.has_rows(length) else 0
 
     # ---- what runs
 
@@ -112,17 +129,10 @@ class _Cuts:
                 target.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        runtime = self._runtime
         self.at, self._seen = None, {}
-        if runtime is None or runtime.micro_batch is None:
-            if runtime is not None and runtime.in_window and torch.is_grad_enabled():
-                raise UsageError(
-                    f"a forward with gradients under {self._layout} that no step runs",
-                    why="only forwards that a step or an evaluation calls are cut to this rank's positions: this one would compute all of them, and "
-                    "its gradients would count once for each rank",
-                    fix="call the model in forward= of sw.TrainStep, and not in its loss; or under torch.no_grad()",
-                )
+        if not self._is_cut():
             return
+        self._check_inputs(args, kwargs)
         given = dict(keyed_leaves((args, kwargs)))
         more = sorted(path for path, x in given.items() if isinstance(x, Tensor) and path not in self._entry.given)
         source = given.get(self._entry.source)
@@ -135,11 +145,27 @@ class _Cuts:
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
         length = source.shape[self._entry.dim]
-        if runtime.micro_batch is not self._batch:
-            self._batch = runtime.micro_batch
+        if self._runtime.micro_batch is not self._batch or self._batch is None:
+            self._batch = self._runtime.micro_batch
             self._lengths.clear()
         self._lengths[source.shape[0], source.shape[1]] = self._entry.dim
-        self.at = self._at(length, source.device)
+        self.at = self.last = self._at(length, source.device)
+
+    def _is_cut(self) -> bool:
+        """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
+        the user's own. Others are whole on every rank."""
+        runtime = self._runtime
+        if runtime is None or runtime.micro_batch is not None:
+            return runtime is not None
+        if runtime.accumulation is None or not torch.is_grad_enabled():
+            return False
+        if runtime.accumulation.of == "step":
+            raise UsageError(
+                f"a forward with gradients in the loss, under {self._layout}",
+                why="what the loss reads of a micro-batch are this rank's positions, and a forward gets all of them",
+                fix="call the model in forward= of sw.TrainStep; or in the loss under torch.no_grad()",
+            )
+        return True
 
     def _at(self, length: int, device: torch.device) -> At:
         key = length, device
@@ -150,9 +176,13 @@ class _Cuts:
                 self._positions[key] = self.ranks.at(length, device)
         return self._positions[key]
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        at, self.at, self._seen = self.at, None, {}
         self.stream.leave()
-        self.at, self._seen = None, {}
+        if at is None or self.ranks.has_rows(at.length):
+            return None
+        dims = self._entry.outputs
+        return map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims else x, output)
 
     def _cut(self, name: str, dims: Mapping[str, int], known: set[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments of a block: this rank's rows of what grows with the length; and its positions."""
@@ -195,7 +225,7 @@ class _Cuts:
         self.stream.leave()
         return map_keyed(lambda path, x: gathered(x, at, self.ranks, dims[path]) if path in dims else x, output)
 
-    def _for_loss(self, batch: Any) -> Any:
+    def part_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the loss reads: this rank's rows of what has samples and positions as the model's sequences have."""
         return {key: self._part(value) for key, value in batch.items()}
 
@@ -204,8 +234,13 @@ class _Cuts:
             # A check of the loss runs the model on several copies of the samples.
             is_like = isinstance(x, Tensor) and x.dim() > 1 and x.shape[dim] == sizes[dim]
             if is_like and x.shape[1 - dim] and sizes[1 - dim] % x.shape[1 - dim] == 0:
-                return x.index_select(dim, self._at(x.shape[dim], x.device).rows)
+                return self.rows_of(x, dim)
         return x
+
+    def rows_of(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's rows of a tensor of all positions."""
+        rows = self._at(x.shape[dim], x.device).rows
+        return x.index_select(dim, rows if self.ranks.has_rows(x.shape[dim]) else rows[:0])
 
 
 # ---- modules within blocks -------------------------------------------------------------------------------------------

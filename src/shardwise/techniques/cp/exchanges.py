@@ -20,7 +20,8 @@ class At(NamedTuple):
     backward, and a compiled graph, have those of the first run.
 
     Attributes:
-        rows: this rank's positions.
+        rows: this rank's positions; where it has none, the first one stands for them: code cannot always run on nothing. It is in no exchange,
+            and not in the output.
         places: where each position lies in what is gathered, with what fills parts up.
     """
 
@@ -53,7 +54,12 @@ class Ranks(NamedTuple):
         places = torch.empty(length, dtype=torch.long, device=device)
         for i, rows in enumerate(parts):
             places[rows] = i * most + torch.arange(len(rows), device=device)
-        return At(parts[self.rank], places)
+        rows = parts[self.rank]
+        return At(rows if len(rows) else rows.new_zeros(1), places)
+
+    def has_rows(self, length: int) -> bool:
+        """Whether this rank has positions of sequences of ``length``."""
+        return len(rows_of(length, self.size, self.order)[self.rank]) > 0
 
     def gathered(self, x: Tensor, at: At, dim: int) -> Tensor:
         """The rows of all ranks along ``dim``, in the order of their positions."""
@@ -61,7 +67,7 @@ class Ranks(NamedTuple):
         return gather_over(rows, self.group, self.size).index_select(0, at.places).movedim(0, dim)
 
     def summed(self, x: Tensor, at: At, dim: int) -> Tensor:
-        """This rank's rows of the sum over the ranks."""
+        """This rank's rows of the sum over the ranks; a row of zeros where it has none."""
         x = x.movedim(dim, 0)
         full = x.new_zeros(self.size * self._most(at.length), *x.shape[1:]).index_copy(0, at.places, x)
         return scatter_sum_over(full, self.group, self.size)[: at.rows.shape[0]].movedim(0, dim)
@@ -97,12 +103,13 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], dim: int) -> Tensor:
         ctx.save_for_backward(rows, places)
-        ctx.ranks, ctx.dim = ranks, dim
+        ctx.ranks, ctx.dim, ctx.num = ranks, dim, x.shape[dim]
         return Ranks(*ranks).gathered(x, At(rows, places), dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return Ranks(*ctx.ranks).summed(grad, At(*ctx.saved_tensors), ctx.dim), None, None, None, None
+        grad = Ranks(*ctx.ranks).summed(grad, At(*ctx.saved_tensors), ctx.dim)
+        return grad.narrow(ctx.dim, 0, ctx.num), None, None, None, None
 
 
 class Swap(torch.autograd.Function):

@@ -82,7 +82,7 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 order,  # type: ignore[arg-type]
                 heads_over=degree if method == "ulysses" else 1,
                 tp=draft.layout.tp,
-                fallback=option.fallback == "gather",
+                fallback=option.fallback == "gather" and method in ("gather", option.method),
             )
             try:
                 facts = search.run()
@@ -119,6 +119,13 @@ def _methods(option: ContextParallel) -> Sequence[str]:
 
 
 def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
+    if wrong.is_of_heads:
+        return UnsupportedError(
+            f'{what} with method="ulysses"',
+            why=f"each rank gets some of the heads: {wrong.why}",
+            fix='use method="gather", which any number of heads allows; or a degree that divides both',
+            name=wrong.name or None,
+        )
     return UnsupportedError(
         f"{what} of a {type(module).__name__}",
         why=f"on this rank's positions alone it does not compute what it does on all: {wrong.why}",

@@ -26,6 +26,7 @@ class ContextParallelEntry(Record, frozen=True):
         source, dim: path of the model's argument by which the length is known, and its dim of positions.
         given: paths of the model's arguments that were tensors when its code was run.
         output: ``rows``: each rank has the outputs of its positions; ``whole``: every rank has all of it.
+        outputs: path of each tensor of the output that is on rows -> its dim of positions.
     """
 
     method: str = "gather"
@@ -34,6 +35,7 @@ class ContextParallelEntry(Record, frozen=True):
     dim: int = 1
     given: tuple[str, ...] = ()
     output: str = "rows"
+    outputs: dict[str, int] = {}
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextParallel) -> None:
@@ -57,6 +59,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         dim=facts["dim"],
         given=tuple(facts["given"]),
         output=found["output"],
+        outputs=found["outputs"],
     )
     edits = [(name, "cut", {"dims": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]

@@ -153,7 +153,7 @@ class Search:
             q, k, *_ = whole.attention[name, 0, number]
             over = self.heads_over * self.tp
             if self.heads_over > 1 and self.tp > 1 and (q.shape[1] % over or k.shape[1] % over):
-                raise Differs(name, f"{q.shape[1]} heads of queries and {k.shape[1]} of keys, which cp x tp = {over} does not divide")
+                raise Differs(name, f"{q.shape[1]} heads of queries and {k.shape[1]} of keys, which cp x tp = {over} does not divide", is_of_heads=True)
 
     def _trial(self, without: frozenset[str]) -> Trial:
         self._length = length_of_proof(self.module, self.degree, self.order)
@@ -234,7 +234,7 @@ class Search:
             if plan.join:
                 raise wrong
             return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
-        if not self.fallback:
+        if not self.fallback or wrong.is_of_heads:
             raise wrong
         island = name
         while island in plan.islands:  # it takes more than that module
@@ -282,4 +282,5 @@ def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
         positions=spread(facts.positions),
         attention=spread(facts.attention),
         output=facts.output,
+        outputs=facts.outputs,
     )

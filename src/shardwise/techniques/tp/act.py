@@ -20,6 +20,7 @@ from shardwise.model.attention import write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Edit, Param, Recipe, extents, local_shape
+from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
 from shardwise.techniques.tp.layers import (
     CutEmbedding,
@@ -32,7 +33,6 @@ from shardwise.techniques.tp.layers import (
 )
 from shardwise.techniques.tp.parts import call_computed, norm_whole, work_on_parts
 from shardwise.techniques.tp.rule import TensorParallelEntry
-from shardwise.techniques.tp.same_inputs import refuse_other_inputs
 from shardwise.world.streams import PartStream
 from shardwise.world import World
 from shardwise.world.axis import Axis
@@ -120,7 +120,8 @@ class TensorParallelAct(Act):
         if trained:
             runtime.partial.setdefault("tp", []).extend(trained)
         if runtime.recipe.edits_of("tp"):
-            refuse_other_inputs(runtime)
+            check = input_check(runtime, "tp")
+            runtime.module.register_forward_pre_hook(lambda _, args, kwargs: check(args, kwargs), with_kwargs=True)
 
 
 def _refuse_uncalled(module: nn.Module, layers: Mapping[str, LayerOfRank]) -> None:
