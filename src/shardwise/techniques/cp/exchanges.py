@@ -131,10 +131,10 @@ def _swapped(x: Tensor, ranks: tuple[Any, ...], at: At, to_heads: bool) -> Tenso
 
 
 def gathered(x: Tensor, at: At, ranks: Ranks, dim: int) -> Tensor:
-    """The rows of all ranks along ``dim``, with gradients where there are some."""
+    """The rows of all ranks along ``dim``, contiguous, as code may expect of what it is given; with gradients where there are some."""
     if x.is_floating_point():
-        return Gather.apply(x, *at, tuple(ranks), dim)  # type: ignore[no-any-return]
-    return ranks.gathered(x, at, dim)
+        return Gather.apply(x, *at, tuple(ranks), dim).contiguous()  # type: ignore[no-any-return]
+    return ranks.gathered(x, at, dim).contiguous()
 
 
 def attend_over_heads(call: Attention, at: At, ranks: Ranks) -> Tensor:

@@ -71,7 +71,7 @@ def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextPar
 
 
 def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: ContextParallel) -> dict[str, Any]:
-    degree, wrong, notes = draft.layout.cp, list[Differs](), list[str]()
+    degree, wrong, notes, unfit = draft.layout.cp, list[Differs](), list[str](), None
     for sequences in sequences_in(arguments):
         for method in _methods(option):
             order = option.order if option.order != "auto" else "zigzag" if method == "gather" else "contiguous"
@@ -91,6 +91,9 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
             except Differs as each:
                 wrong.append(each)
                 continue
+            except UnsupportedError as each:  # it does not run at other lengths
+                unfit = unfit or each
+                continue
             if not any(facts.cut.values()):
                 wrong.append(Differs("", "no argument of its blocks grows with the length of its sequences"))
                 continue
@@ -105,10 +108,11 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 "notes": notes,
             }
     if not wrong:
+        why = "none of its arguments has two dims or more" if unfit is None else f"run on sequences of other lengths: {unfit.why}"
         raise UnsupportedError(
             f"cp={degree} of a {type(module).__name__}",
-            why="none of its arguments has two dims or more: it has no sequences of positions",
-            fix="leave cp out of the layout",
+            why=f"no dim of its arguments was found that is of positions: {why}",
+            fix="leave cp out of the layout, for models whose inputs have one size; or pass example= with sequences as long as in training",
         )
     raise wrong[-1] if option.method == "ulysses" else next((w for w in wrong if w.name), wrong[0])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.errors import UsageError
 from shardwise.model.attend import catch_transformers, register_in_transformers
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
@@ -20,6 +21,7 @@ from shardwise.model.trial import Trial
 _SEARCHED = 2  # blocks of each kind that are run, where there are many
 _MANY = 8
 _TRIES = 200  # runs of repairs
+_LENGTHS = 6  # that are tried
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -74,18 +76,24 @@ def sequences_in(arguments: Arguments) -> Iterator[Sequences]:
             yield Sequences(arguments, path, {name: at for name, at in dims.items() if at}, x.shape[dim])
 
 
-def length_of_proof(module: nn.Module, degree: int, order: Order, above: int = 0) -> int:
-    """A length that no order divides, and that is no size of the model, so that dims of positions are known by it."""
+def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -> list[int]:
+    """Lengths that no order divides, and that are no sizes of the model, so that dims of positions are known by them; the best ones first:
+    some positions for each chunk, and no more than the ``given`` ones of the example, for which the model may have no place."""
     numbers = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
     numbers |= {value for child in module.modules() for value in own_attributes(child).values() if type(value) is int}
-    length = max(4 * degree + 1, 13, above + 2)
-    while True:
-        sizes = {length, *(len(rows) for rows in rows_of(length, degree, order))}
-        if length % (2 * degree) and not sizes & numbers and not any(size % length == 0 for size in numbers if size):
-            return length
-        if length > 40 * degree + 400:  # so many sizes are numbers of the model that only the length itself is kept apart
-            return next(n for n in range(length, 10 * length) if n % (2 * degree) and all(size % n for size in numbers if size))
-        length += 1
+
+    def is_apart(length: int) -> bool:
+        return bool(length % (2 * degree)) and not any(size % length == 0 for size in numbers if size)
+
+    def is_clear(length: int) -> bool:
+        return numbers.isdisjoint({len(rows) for rows in rows_of(length, degree, order)})
+
+    wanted, most = max(4 * degree + 1, 13), max(given, degree + 1)
+    within = [*range(wanted, most + 1), *range(min(wanted - 1, most), degree, -1)]
+    beyond = range(max(wanted, most + 1), 4 * most + 40 * degree)
+    found = [length for length in (*within, *beyond) if is_apart(length)]
+    found.sort(key=lambda length: (not is_clear(length), length > given))  # stable
+    return found[:_LENGTHS]
 
 
 @dataclasses.dataclass
@@ -123,7 +131,8 @@ class Search:
         """
         kinds = [blocks for blocks in block_kinds(self.module) if len(blocks) > _MANY]
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
-        trial, self._whole = self._trial(without), {}
+        self._whole: dict[tuple[bool, int], Whole] = {}
+        trial = self._trial(without)
         plan = self._plan(trial)
         facts = self._confirmed(trial, plan)
         self._note_heads(trial, facts)
@@ -156,10 +165,28 @@ class Search:
                 raise Differs(name, f"{q.shape[1]} heads of queries and {k.shape[1]} of keys, which cp x tp = {over} does not divide", is_of_heads=True)
 
     def _trial(self, without: frozenset[str]) -> Trial:
-        self._length = length_of_proof(self.module, self.degree, self.order)
+        """A trial at the first length at which the model runs, and another one at which it does."""
         register_in_transformers(self.module)  # before a trial, which puts back what it finds changed
-        trial = Trial(self.module, self._call, training=True, without=without)
-        catch_transformers(trial.module)
+        lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
+        trial, error, runs = None, None, list[int]()
+        for self._length in lengths:
+            try:
+                if trial is None:
+                    trial = Trial(self.module, self._call, training=True, without=without)
+                    catch_transformers(trial.module)
+                self._whole[True, self._length] = whole_run(trial, self._length)
+                runs.append(self._length)
+            except Exception as each:
+                error = error or each
+            if len(runs) == 2:
+                break
+        if trial is None or len(runs) < 2:
+            raise error or UsageError(
+                f"an example with sequences of {self.sequences.length} positions",
+                why="no two lengths are left that are no sizes of the model, at which it may be run",
+                fix=f"pass example= with some {8 * self.degree} positions",
+            )
+        self._length, self._other_length = runs
         return trial
 
     def _call(self, copy: nn.Module) -> Any:
@@ -203,10 +230,8 @@ class Search:
 
     def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
         """The facts of a plan, followed by number and dim at another length: what was known by its size there is the same here."""
-        self._length = length_of_proof(self.module, self.degree, self.order)
         facts = self._facts(trial, plan)
-        self._length = length_of_proof(self.module, self.degree, self.order, above=self._length)
-        self._whole = {}
+        self._length = self._other_length
         again = self._facts(trial, plan, facts)
         if again != facts:
             raise Differs("", "it does other things at another length of its sequences")
