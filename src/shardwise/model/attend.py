@@ -155,8 +155,9 @@ def _implementations(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _of_transformers(
-    name: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
+    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> tuple[Tensor, Any]:
+    q, k, v, mask = query, key, value, attention_mask
     if name == "eager":
         plain = sys.modules[type(module).__module__].eager_attention_forward
     else:

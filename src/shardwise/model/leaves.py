@@ -131,7 +131,7 @@ class Leaves(LayerCalls):
             return drawn
         if what in _SIZES or func == _SHAPE:
             self._trial.measured |= {name for value in args if (name := self._trial.name_of(value)) is not None}
-        if func == _DEVICE and self._trial.name_of(args[0]) is not None:
+        if func == DEVICE and self._trial.name_of(args[0]) is not None:
             return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
         if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
             return seen
@@ -158,7 +158,8 @@ _DROPOUT = ("input", "p", "training")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 _SIZES = frozenset({"size", "numel", "stride", "__len__", "nelement"})
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
-_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+"""As a mode sees it that a tensor is asked for its device."""
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 

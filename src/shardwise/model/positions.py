@@ -19,6 +19,7 @@ from torch.nn import functional
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.errors import first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
+from shardwise.model.leaves import DEVICE
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
@@ -42,6 +43,7 @@ class Plan:
         join: modules whose output is joined to the whole stream again.
         islands: modules that run on the whole stream on every rank.
         positions: modules whose calls that make positions get those of the rows.
+        unjudged: modules that may return something else, such as an order of tokens: what is made of it is compared.
     """
 
     cut: tuple[str, ...] = ()
@@ -49,6 +51,7 @@ class Plan:
     join: tuple[str, ...] = ()
     islands: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
+    unjudged: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -170,7 +173,7 @@ class _Rows(LayerCalls):
         if name in self._plan.islands:
             dims = self.facts.islands[name][1]
             output = map_keyed(lambda path, x: self._part(name, path, x, full.get(path), dims), output)
-        if frame.is_right:
+        if frame.is_right and name not in self._plan.unjudged:
             for path, x in keyed_leaves(output):
                 if isinstance(x, Tensor):
                     self._compare(name, f"its output {path}".rstrip(), x, full.get(path))
@@ -287,6 +290,8 @@ class _Rows(LayerCalls):
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is functional.dropout:
             return args[0]
+        if func == DEVICE and self._trial.name_of(args[0]) is not None:
+            return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
         if self._is_busy:
             return func(*args, **kwargs)
         if func is SDPA:

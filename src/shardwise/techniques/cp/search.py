@@ -259,6 +259,8 @@ class Search:
             if plan.join:
                 raise wrong
             return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
+        if (other := self._unjudged(trial, plan, name, block)) is not None:
+            return other
         if not self.fallback or wrong.is_of_heads:
             raise wrong
         island = name
@@ -268,6 +270,20 @@ class Search:
             island = island.rpartition(".")[0]
         islands = tuple(each for each in plan.islands if not is_in_block(each, island))
         return dataclasses.replace(plan, islands=(*islands, island))
+
+    def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
+        """A plan in which a module, and those around it within its block, may return something else, if the block is right; else None."""
+        names = list(plan.unjudged)
+        while name != block:
+            names.append(name)
+            other = dataclasses.replace(plan, unjudged=tuple(names))
+            after = self._first_difference(trial, other)
+            if after is None or not (is_in_block(name, after.name) or name == after.name):
+                return other
+            if not is_in_block(name, block):
+                break
+            name = name.rpartition(".")[0]
+        return None
 
     def _with_whole_arguments(self, trial: Trial, plan: Plan, block: str) -> Iterator[Plan]:
         """Plans in which one more argument of the blocks stays whole: a mask of keys has one dim of positions, as one of queries has."""
