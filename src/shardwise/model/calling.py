@@ -173,6 +173,15 @@ def _loses_rows(whole: Batch, part: Batch) -> bool:
     return any(bool((whole[key].any(1) & ~value.any(1)).any()) for key, value in part.items())
 
 
+def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of a model, those in place by their names where they have some."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    named = [p.name for p in parameters[: len(args)] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(named) < len(args):
+        return args, dict(kwargs)
+    return (), {**dict(zip(named, args, strict=True)), **kwargs}
+
+
 def tensors_given(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> set[str]:
     """The names of the parameters of a model's forward that a call gives tensors; a parameter without a name: its place."""
     names = list(inspect.signature(model.forward).parameters)

@@ -158,7 +158,9 @@ class _Rows(LayerCalls):
             args, kwargs = self._cut(name, (args, kwargs))
         self._inside += is_cut
         if name in self._plan.islands:
-            args, kwargs = self._joined(name, (args, kwargs), full, self.facts.islands.setdefault(name, [{}, {}])[0])
+            dims = self.facts.islands.setdefault(name, [{}, {}])[0]
+            known = None if self._known is None else self._known.islands.get(name, [{}, {}])[0]
+            args, kwargs = self._joined(name, (args, kwargs), full, dims, known)
         else:
             frame.is_right = self._is_same((args, kwargs), full)
         return args, kwargs
@@ -182,7 +184,8 @@ class _Rows(LayerCalls):
                         self.facts.outputs[path] = next(dim for dim, (mine, all_) in enumerate(sizes) if mine != all_)
         if name in self._plan.join:
             dims = self.facts.join.setdefault(name, {})
-            output = self._joined(name, output, self._whole.outputs[frame.key], dims)
+            known = None if self._known is None else self._known.join.get(name, {})
+            output = self._joined(name, output, self._whole.outputs[frame.key], dims, known)
         return output
 
     def _cut(self, name: str, given: Any) -> Any:
@@ -203,16 +206,21 @@ class _Rows(LayerCalls):
 
         return map_keyed(cut, given)
 
-    def _joined(self, name: str, tree: Any, full: Any, dims: Dims) -> Any:
-        """A tree in which what the whole run had takes the place of its rows, which are compared."""
+    def _joined(self, name: str, tree: Any, full: Any, dims: Dims, known: Dims | None) -> Any:
+        """A tree in which what the whole run had takes the place of its rows, which are compared. Adds to ``dims`` where; ``known``: there
+        alone."""
         of_all = dict(keyed_leaves(full))
 
         def join(path: str, x: Any) -> Any:
             whole = of_all.get(path)
             if not isinstance(x, Tensor) or not isinstance(whole, Tensor) or x.shape == whole.shape:
                 return x
+            if known is not None and path not in known:
+                return x
             self._compare(name, f"{path} of it", x, whole)
             dims[path] = self._dim_of(name, x, whole)
+            if known is not None and known[path] != dims[path]:
+                raise Differs(name, f"{path} of it has its positions along dim {dims[path]}")
             return whole
 
         return map_keyed(join, tree)

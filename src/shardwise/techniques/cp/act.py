@@ -18,6 +18,7 @@ from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.attend import SDPA, Attention, catch_transformers, now, of_sdpa
 from shardwise.model.attention import attentions, write_out
+from shardwise.model.calling import by_name
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.recipe import Recipe
@@ -133,7 +134,7 @@ class _Cuts:
         if not self._is_cut():
             return
         self._check_inputs(args, kwargs)
-        given = dict(keyed_leaves((args, kwargs)))
+        given = dict(keyed_leaves(by_name(module, args, kwargs)))
         more = sorted(path for path, x in given.items() if isinstance(x, Tensor) and path not in self._entry.given)
         source = given.get(self._entry.source)
         if more or not isinstance(source, Tensor):

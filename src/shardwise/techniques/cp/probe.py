@@ -12,7 +12,7 @@ from shardwise.model.pytrees import keyed_leaves
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model.attend import refuse_uncaught
 from shardwise.model.blocks import find_block_lists
-from shardwise.model.calling import line_of
+from shardwise.model.calling import by_name, line_of
 from shardwise.model.positions import Differs, Facts
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
@@ -156,7 +156,7 @@ def _arguments_of(module: nn.Module, run: Callable[[nn.Module], Any]) -> Argumen
     try:
         run(module)
     except _Called as called:
-        return called.arguments  # type: ignore[no-any-return]
+        return by_name(module, *called.arguments)
     finally:
         handle.remove()
     raise UsageError(

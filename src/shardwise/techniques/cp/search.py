@@ -111,6 +111,8 @@ class Search:
     Attributes:
         met: what differed on the way.
         known: module whose arguments are cut -> paths of all tensors among them.
+        trial, plan: of the last :meth:`run`.
+        length: at which the plan was tried last.
     """
 
     module: nn.Module
@@ -132,12 +134,12 @@ class Search:
         kinds = [blocks for blocks in block_kinds(self.module) if len(blocks) > _MANY]
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
-        trial = self._trial(without)
-        plan = self._plan(trial)
-        facts = self._confirmed(trial, plan)
-        self._note_heads(trial, facts)
+        self.trial = trial = self._trial(without)
+        self.plan = self._plan(trial)
+        facts = self._confirmed(trial, self.plan)
+        self._note_heads(facts)
         self.known = {
-            name: [path for path, x in keyed_leaves(self._arguments(trial, name)) if isinstance(x, Tensor)]
+            name: [path for path, x in keyed_leaves(self.whole.inputs[name, 0]) if isinstance(x, Tensor)]
             for name in facts.cut
         }
         for blocks in kinds:
@@ -150,9 +152,9 @@ class Search:
         keys, 4 (n - 1) / n (g + 1) / 2 of a gather's 3 (n - 1)."""
         return all(3 * self.degree > 2 * (queries / keys + 1) for queries, keys in self._heads)
 
-    def _note_heads(self, trial: Trial, facts: Facts) -> None:
+    def _note_heads(self, facts: Facts) -> None:
         """Notes the heads of queries and keys of each call of attention; raises Differs where ranks of tp and cp cannot share them."""
-        whole: Whole = self._whole[trial.module.training, self._length]
+        whole = self.whole
         self._heads = [
             (q.shape[1], k.shape[1])
             for (name, _, number), (q, k, _, _) in whole.attention.items()
@@ -169,13 +171,13 @@ class Search:
         register_in_transformers(self.module)  # before a trial, which puts back what it finds changed
         lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
         trial, error, runs = None, None, list[int]()
-        for self._length in lengths:
+        for self.length in lengths:
             try:
                 if trial is None:
                     trial = Trial(self.module, self._call, training=True, without=without)
                     catch_transformers(trial.module)
-                self._whole[True, self._length] = whole_run(trial, self._length)
-                runs.append(self._length)
+                self._whole[True, self.length] = whole_run(trial, self.length)
+                runs.append(self.length)
             except Exception as each:
                 error = error or each
             if len(runs) == 2:
@@ -186,11 +188,11 @@ class Search:
                 why="no two lengths are left that are no sizes of the model, at which it may be run",
                 fix=f"pass example= with some {8 * self.degree} positions",
             )
-        self._length, self._other_length = runs
+        self.length, self._other_length = runs
         return trial
 
     def _call(self, copy: nn.Module) -> Any:
-        args, kwargs = self.sequences.of_length(self._length)
+        args, kwargs = self.sequences.of_length(self.length)
         return copy(*args, **kwargs)
 
     def _plan(self, trial: Trial) -> Plan:
@@ -205,6 +207,11 @@ class Search:
             plan = self._repaired(trial, plan, wrong, lists)
         raise self.met[-1]
 
+    @property
+    def whole(self) -> Whole:
+        """The run on all positions, as the trial and the length are now."""
+        return self._whole[self.trial.module.training, self.length]
+
     def _first_difference(self, trial: Trial, plan: Plan) -> Differs | None:
         try:
             self._facts(trial, plan)
@@ -217,12 +224,12 @@ class Search:
         found: list[Facts] = []
         for is_training in (True, False):
             trial.set_training(is_training)
-            key = is_training, self._length
+            key = is_training, self.length
             whole = self._whole.get(key)
             if whole is None:
-                whole = self._whole[key] = whole_run(trial, self._length)
-            for rows in rows_of(self._length, self.degree, self.order):
-                found.append(run_on_rows(trial, whole, plan, self._length, rows, known, self.heads_over))
+                whole = self._whole[key] = whole_run(trial, self.length)
+            for rows in rows_of(self.length, self.degree, self.order):
+                found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over))
         for facts in found[1:]:
             if facts != found[0]:
                 raise Differs("", "ranks, or the modes of training and evaluation, make their positions at other places")
@@ -231,7 +238,7 @@ class Search:
     def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
         """The facts of a plan, followed by number and dim at another length: what was known by its size there is the same here."""
         facts = self._facts(trial, plan)
-        self._length = self._other_length
+        self.length = self._other_length
         again = self._facts(trial, plan, facts)
         if again != facts:
             raise Differs("", "it does other things at another length of its sequences")
@@ -246,7 +253,7 @@ class Search:
         name = wrong.name
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
         if wrong.is_mask and block is not None:
-            for other in self._with_whole_arguments(trial, plan, block):
+            for other in self._with_whole_arguments(plan, block):
                 after = self._first_difference(trial, other)
                 if after is None or not after.is_mask or after.name != name:
                     return other
@@ -285,21 +292,17 @@ class Search:
             name = name.rpartition(".")[0]
         return None
 
-    def _with_whole_arguments(self, trial: Trial, plan: Plan, block: str) -> Iterator[Plan]:
+    def _with_whole_arguments(self, plan: Plan, block: str) -> Iterator[Plan]:
         """Plans in which one more argument of the blocks stays whole: a mask of keys has one dim of positions, as one of queries has."""
         whole = plan.whole.get(block, ())
-        args = [(path, x) for path, x in keyed_leaves(self._arguments(trial, block)) if isinstance(x, Tensor)]
+        args = [(path, x) for path, x in keyed_leaves(self.whole.inputs[block, 0]) if isinstance(x, Tensor)]
         args.sort(key=lambda each: each[1].is_floating_point())
         for path, x in args:
-            is_mask = all(size in (1, x.shape[0], self._length) for size in x.shape)  # and no stream, which has a width
-            if self._length in x.shape and path not in whole and is_mask:
+            is_mask = all(size in (1, x.shape[0], self.length) for size in x.shape)  # and no stream, which has a width
+            if self.length in x.shape and path not in whole and is_mask:
                 yield dataclasses.replace(
                     plan, whole={**plan.whole, **{b: (*plan.whole.get(b, ()), path) for b in plan.cut}}
                 )
-
-    def _arguments(self, trial: Trial, block: str) -> Any:
-        whole: Whole = self._whole[trial.module.training, self._length]
-        return whole.inputs[block, 0]
 
 
 def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:

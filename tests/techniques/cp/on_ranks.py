@@ -1,0 +1,225 @@
+"""What ranks run for the tests of context parallelism."""
+
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from techniques.cp.sequences import VOCAB, WIDTH, Words, batch, build, count, loss_of, windows
+
+import shardwise as sw
+
+
+def parallel(name, world, **options):
+    example = {key: value for key, value in batch(1, 24, name).items() if key != "labels"}
+    return sw.parallelize(build(name), world, example=example, **options)
+
+
+def largest_error(found, expected) -> float:
+    return max(float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items())
+
+
+def every_length(name, layout, lengths, **options):
+    """The largest error of losses and parameters, of one micro-batch of each length in turn, next to one process."""
+    plain = build(name)
+    reference, worst = torch.optim.SGD(plain.parameters(), lr=0.05), 0.0
+    with sw.init(layout, device="cpu") as world:
+        model = parallel(name, world, **options)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)
+        for num in lengths:
+            given = batch(num, num, name)
+            given["labels"][1, -1] = 5  # one counts
+            output = plain(**{key: value for key, value in given.items() if key != "labels"})
+            loss = loss_of(output, given) / int(count(given))
+            loss.backward()
+            reference.step()
+            reference.zero_grad()
+            found = step([given])
+            worst = max(worst, abs(float(found.loss) - float(loss)) / float(loss))
+            state = sw.full_state_dict(model)
+            if world.is_main:
+                worst = max(worst, largest_error(state, dict(plain.named_parameters())))
+    return worst
+
+
+def own_loop(name, layout, kind):
+    """The largest error of parameters after two windows of a loop of one's own, with ``sw.window`` or ``sw.accumulate``."""
+    plain = build(name)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05)
+    with sw.init(layout, device="cpu") as world:
+        model = parallel(name, world)
+        optim, data = torch.optim.SGD(model.parameters(), lr=0.05), world.axis("dp")
+        for micro in windows(name, steps=2):
+            total = sum(int(count(given)) for given in micro)
+            for given in micro:
+                (loss_of(plain(given["input_ids"]), given) / total).backward()
+            reference.step()
+            reference.zero_grad()
+            mine = micro[data.rank :: data.size]
+            if kind == "window":
+                with sw.window(model, mine) as window:
+                    for given in window:
+                        output = model(given["input_ids"])
+                        labels = sw.cut_sequence(model, given["labels"])
+                        assert labels.shape == output.shape[:2]
+                        (loss_of(output, {"labels": labels}) / window.num_tokens).backward()
+            else:
+                num = sw.count_tokens(model, mine)
+                for i, given in enumerate(mine):
+                    with sw.accumulate(model, is_last=i == len(mine) - 1):
+                        output = model(given["input_ids"])
+                        cut = sw.cut_sequence(model, given)
+                        whole = sw.join_sequence(model, output)
+                        assert whole.shape[:2] == given["labels"].shape
+                        if kind == "joined":
+                            loss = loss_of(whole, given) / world.axis("cp").size
+                        else:
+                            loss = loss_of(output, cut)
+                        (loss / num).backward()
+            optim.step()
+            optim.zero_grad()
+        state = sw.full_state_dict(model)
+        return largest_error(state, dict(plain.named_parameters())) if world.is_main else 0.0
+
+
+def whole_answer(name, layout):
+    """Whether a forward without gradients gives what one process gives, in and out of a window; and the loss of an evaluation."""
+    plain = build(name).eval()
+    given = batch(3, 23, name)
+    inputs = {key: value for key, value in given.items() if key != "labels"}
+    with sw.init(layout, device="cpu") as world, torch.no_grad():
+        model = parallel(name, world).eval()
+        error = float((model(**inputs) - plain(**inputs)).abs().max())
+        found = sw.evaluate(model, [given], loss=loss_of, count=count)
+        expected = float(loss_of(plain(**inputs), given)) / int(count(given))
+        return error, abs(found["loss"] - expected) / expected, found["num_tokens"], int(count(given))
+
+
+class Drops(Words):
+    """With dropout before its blocks, in them and behind them."""
+
+    def __init__(self):
+        super().__init__(extra="dropout")
+
+    def forward(self, input_ids):
+        x = F.dropout(self.tokens(input_ids), 0.3, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(F.dropout(self.norm(x), 0.3, self.training))
+
+
+def dropped(layout, **options):
+    """The shape of what was dropped in each call, and where; and the losses."""
+    found, plain = [], F.dropout
+
+    def noted(x, p=0.5, training=True, inplace=False):
+        mask = plain(torch.ones_like(x), p, training)
+        found.append((tuple(x.shape), (mask == 0).flatten().tolist()))
+        return x * mask
+
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(0)
+        model = sw.parallelize(Drops, world, **options)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)
+        with mock.patch.object(F, "dropout", noted):
+            losses = [float(step([batch(i, 16), batch(i + 5, 16)]).loss) for i in range(2)]
+        return found, losses
+
+
+def train_and_save(layout, folder, steps):
+    """The number of steps that a checkpoint has, and the losses of the steps behind them; saves again."""
+    with sw.init(layout, device="cpu") as world:
+        model = parallel("plain", world)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step, data = sw.TrainStep(model, optim, loss=loss_of, count=count), world.axis("dp")
+        manager = sw.CheckpointManager(folder, step)
+        manager.load()
+        done = step.num_steps
+        losses = [float(step(windows("plain", steps=4)[done + i][data.rank :: data.size]).loss) for i in range(steps)]
+        manager.save()
+        manager.close()
+        return done, losses
+
+
+def with_other_data(layout, how):
+    """What ranks along cp with other samples end in."""
+    with sw.init(layout, device="cpu") as world:
+        model = parallel("plain", world)
+        given = batch(1 + (how != "equal") * world.rank, 12)
+        try:
+            if how == "evaluate":
+                sw.evaluate(model, [given], loss=loss_of, count=count)
+            else:
+                sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of, count=count)([given])
+        except sw.RankError as error:
+            return str(error)
+        return "nothing was raised"
+
+
+def refused(case):
+    """The error that a use ends in."""
+    from shardwise.errors import ShardwiseError
+
+    with sw.init("cp=2", device="cpu") as world:
+        try:
+            _use(case, world)
+        except ShardwiseError as error:
+            return str(error)
+        return "nothing was raised"
+
+
+def _use(case, world):
+    model = parallel(
+        "pooled" if case == "own loop of a whole output" else "plain",
+        world,
+        **({"compile": sw.Compile(targets=["blocks"])} if case == "compiled list" else {}),
+    )
+    given = batch(1, 12)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    if case == "more arguments":
+        more = {**given, "position_ids": torch.arange(12).expand(2, -1)}
+        sw.TrainStep(model, optim, loss=loss_of, count=count)([more])
+    if case == "forward in the loss":
+        loss = lambda output, part: loss_of(model(part["input_ids"]), part)  # noqa: E731
+        sw.TrainStep(model, optim, loss=loss, count=count)([given])
+    if case == "own loop of a whole output":
+        with sw.window(model, [given]) as window:
+            next(iter(window))
+    if case == "join of another tensor":
+        with sw.window(model, [given]) as window:
+            for part in window:
+                model(part["input_ids"])
+                sw.join_sequence(model, torch.zeros(2, 11))
+    if case == "cut before a forward":
+        sw.cut_sequence(model, given)
+
+
+def backward_outside():
+    """A backward of a forward with gradients outside of a window."""
+    with sw.init("cp=2", device="cpu") as world:
+        model = parallel("plain", world)
+        try:
+            model(batch(1, 12)["input_ids"]).sum().backward()
+        except sw.UsageError as error:
+            return str(error)
+        return "nothing was raised"
+
+
+def kept_bytes(layout, method="gather"):
+    """Bytes that the blocks of a model keep for backward on this rank, each tensor once."""
+    with sw.init(layout, device="cpu") as world:
+        model = parallel("plain", world, context_parallel=method) if world.size > 1 else parallel("plain", world)
+        kept, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def note(x):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in weights and not isinstance(x, torch.nn.Parameter) and x.shape[-1] != VOCAB:
+                kept[storage.data_ptr()] = (x, storage.nbytes())
+            return x
+
+        sizes = {tuple(p.shape) for p in model.parameters()}
+        count_of = lambda b: (b["labels"] != -100).sum()  # noqa: E731
+        loss = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0), loss=loss_of, count=count_of)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            loss([batch(1, 256 // 8)])
+        rows = {WIDTH, 3 * WIDTH, 48, 8}
+        return sum(n for x, n in kept.values() if x.shape[-1] in rows and tuple(x.shape) not in sizes and x.dim() > 2)

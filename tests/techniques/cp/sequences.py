@@ -1,0 +1,182 @@
+"""Small models of sequences, each of whose blocks mixes positions in one way of its own; and what trains them in one process."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCAB, WIDTH, HEADS = 61, 32, 4
+
+
+def heads(x: Tensor, num: int = HEADS) -> Tensor:
+    return x.view(*x.shape[:2], num, -1).transpose(1, 2)
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding."""
+    angles = positions[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+
+def own_kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
+    """Causal attention written out, as a kernel for ``sw.attend``."""
+    rows = torch.arange(q.shape[-2]) if rows is None else rows
+    scores = (q @ k.mT / 8**0.5).masked_fill(rows[:, None] < torch.arange(k.shape[-2]), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.kv = kind, 2 if kind == "grouped" else HEADS
+        self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 16 * self.kv), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.randn(48, 8, generator=torch.Generator().manual_seed(3)))
+        self.register_buffer("causal", torch.ones(48, 48).tril().bool())
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        import shardwise as sw
+
+        num = x.size(1)
+        q, k, v = self.qkv(x).split([WIDTH, 8 * self.kv, 8 * self.kv], -1)
+        q, k, v = heads(q), heads(k, self.kv), heads(v, self.kv)
+        if self.kind == "rotary":
+            positions = torch.arange(num)
+            q, k = turned(q, positions), turned(k, positions)
+        if self.kind == "rows of a table":
+            q, k = q * self.table[:num], k * self.table.narrow(0, 0, num)
+        if self.kind == "log of the length":
+            q = q * torch.log(torch.tensor(float(num)))
+        if self.kind == "manual":
+            y = (q @ k.mT / 8**0.5).masked_fill(~self.causal[:num, :num], -torch.inf).softmax(-1) @ v
+        elif self.kind == "kernel":
+            y = sw.attend(own_kernel, q, k, v)
+        elif self.kind == "mask in attention":
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.causal[:num, :num])
+        else:
+            gqa = {"enable_gqa": True} if self.kind == "grouped" else {}
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **gqa)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str, extra: str):
+        super().__init__()
+        self.norm, self.attention, self.extra = nn.LayerNorm(WIDTH), Attention(kind), extra
+        self.norm2, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH) if extra == "convolution" else None
+        self.batch_norm = nn.BatchNorm1d(WIDTH, track_running_stats=False) if extra == "batch norm" else None
+        self.route = nn.Linear(WIDTH, 1) if extra == "best half" else None
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm(x), mask)
+        h = self.norm2(x)
+        if self.extra == "token shift":
+            h = h + F.pad(h, (0, 0, 1, -1))
+        if self.conv is not None:
+            h = self.conv(F.pad(h.mT, (2, 0))).mT
+        if self.batch_norm is not None:
+            h = self.batch_norm(h.flatten(0, 1)).view_as(h)
+        if self.extra == "running mean":
+            h = h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]
+        if self.extra == "dropout":
+            h = F.dropout(h, 0.4, self.training)
+        y = self.down(F.gelu(self.up(h)))
+        if self.route is not None:
+            score = self.route(h).squeeze(-1)
+            y = y * (score >= score.topk(score.shape[1] // 2, 1).values[:, -1:]).unsqueeze(-1)
+        return x + y
+
+
+class Words(nn.Module):
+    """A tied head, learned positions, documents where ``position_ids`` begin anew. ``pools``: one output for each sample."""
+
+    def __init__(self, kind: str = "", extra: str = "", *, packs: bool = False, pools: bool = False):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(48, WIDTH)
+        self.blocks = nn.ModuleList(Block(kind, extra) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight, self.packs, self.pools = self.tokens.weight, packs, pools
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        num = input_ids.shape[1]
+        positions = torch.arange(num)[None] if position_ids is None else position_ids
+        x, mask = self.tokens(input_ids) + self.places(positions), None
+        if self.packs:
+            document = (positions == 0).cumsum(1)
+            is_earlier = torch.arange(num)[:, None] >= torch.arange(num)
+            mask = ((document[:, :, None] == document[:, None]) & is_earlier)[:, None]
+        for block in self.blocks:
+            x = block(x, mask)
+        x = self.norm(x)
+        return self.head(x.mean(1)) if self.pools else self.head(x)
+
+
+PROVED = {
+    "plain": {},
+    "packed": {"packs": True},
+    "grouped": {"kind": "grouped"},
+    "rotary": {"kind": "rotary"},
+    "rows of a table": {"kind": "rows of a table"},
+    "kernel": {"kind": "kernel"},
+    "pooled": {"pools": True},
+}
+REFUSED = {
+    "log of the length": ("blocks.0.attention", {"kind": "log of the length"}),
+    "manual": ("blocks.0.attention", {"kind": "manual"}),
+    "mask in attention": ("blocks.0.attention", {"kind": "mask in attention"}),
+    "token shift": ("blocks.0", {"extra": "token shift"}),
+    "convolution": ("blocks.0", {"extra": "convolution"}),
+    "batch norm": ("blocks.0.batch_norm", {"extra": "batch norm"}),
+    "running mean": ("blocks.0", {"extra": "running mean"}),
+    "best half": ("blocks.0", {"extra": "best half"}),
+}
+"""Name -> the module that is named, and the arguments of :class:`Words`."""
+
+
+def arguments_of(name: str) -> dict:
+    return PROVED[name] if name in PROVED else REFUSED[name][1]
+
+
+def build(name: str, dtype: torch.dtype = torch.float64) -> Words:
+    """A model whose norms and biases are not those of a constructor."""
+    generator = torch.Generator().manual_seed(0)
+    model = Words(**arguments_of(name)).to(dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            scale = 0.3 if param.dim() > 1 else 0.1
+            param.copy_(float(param.dim() < 2) * param + scale * torch.randn(param.shape, generator=generator, dtype=dtype))
+    return model
+
+
+def batch(seed: int, num: int, name: str = "plain") -> dict[str, Tensor]:
+    """Tokens, with as many labels as the seed says; documents of a packed sample."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (2, num + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    labels[0, : seed % num] = -100
+    found = {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+    if name == "packed":
+        at = max(1, num // 3)
+        found["position_ids"] = torch.cat([torch.arange(at), torch.arange(num - at)]).expand(2, -1).contiguous()
+    return found
+
+
+def windows(name: str, steps: int = 2, micro: int = 4) -> list[list[dict[str, Tensor]]]:
+    """Micro-batches of other lengths, some of which no number of ranks divides."""
+    lengths = [11, 24, 9, 17, 40, 13, 30, 8]
+    return [
+        [batch(10 * step + i, lengths[(step * micro + i) % len(lengths)], name) for i in range(micro)]
+        for step in range(steps)
+    ]
+
+
+def loss_of(output: Tensor, given: dict[str, Tensor]) -> Tensor:
+    """The summed loss of the labels; of a pooled output, of each sample's first token."""
+    if output.dim() == 2:
+        return F.cross_entropy(output, given["input_ids"][:, 0], reduction="sum")
+    return F.cross_entropy(output.flatten(0, 1), given["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+def count(given: dict[str, Tensor]) -> Tensor:
+    return (given["labels"] != -100).sum()

@@ -1,0 +1,192 @@
+"""Models whose sequences are cut over cp train as in one process: loss, norm, every gradient, every update; under each engine."""
+
+import pytest
+from techniques.cp.on_ranks import (
+    backward_outside,
+    dropped,
+    every_length,
+    own_loop,
+    refused,
+    train_and_save,
+    whole_answer,
+    with_other_data,
+)
+from techniques.cp.sequences import PROVED, REFUSED, build, count, loss_of, windows
+
+import shardwise as sw
+
+LAYOUTS = {"cp=2": 2, "cp=4": 4, "dp_shard=2,cp=2": 4, "dp_replicate=2,cp=2": 4, "cp=2,tp=2": 4}
+
+
+class Build:
+    """Builds a model of :mod:`techniques.cp.sequences` on a rank."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self):
+        return build(self.name)
+
+
+def compared(ranks, name, layout, micro=4, **options):
+    steps = windows(name, micro=micro)
+    parallel = sw.ContextParallel(
+        method=options.pop("method", "gather"), fallback="gather" if name in REFUSED else "refuse"
+    )
+    return sw.verify(
+        Build(name),
+        layout,
+        batches=steps,
+        loss=loss_of,
+        count=count,
+        run=ranks.run,
+        max_grad_norm=0.3,
+        optimizer="adamw",
+        context_parallel=parallel,
+        **options,
+    )
+
+
+QUICK = {
+    ("packed", "dp_shard=2,cp=2"), ("rotary", "cp=4"), ("plain", "cp=2"), ("pooled", "dp_replicate=2,cp=2"), ("grouped", "cp=2,tp=2"),
+    ("manual", "cp=2"), ("kernel", "cp=2"), ("rows of a table", "cp=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if (name, layout) in QUICK else [pytest.mark.soak])
+        for name in (*PROVED, *REFUSED)
+        for layout in LAYOUTS
+    ],
+)
+def test_models(ranks, name, layout):
+    report = compared(ranks, name, layout)
+    assert report.engine == "fsdp2"
+
+
+CELLS = [
+    ("plain", "cp=2", {"method": "ulysses"}, False),
+    ("grouped", "cp=2,tp=1", {"method": "ulysses"}, True),
+    ("packed", "dp_shard=2,cp=2", {"method": "ulysses"}, False),
+    ("pooled", "cp=2", {"method": "ulysses"}, True),
+    ("plain", "cp=4", {"method": "auto"}, True),
+    ("rotary", "cp=2", {"remat": "full"}, False),
+    ("rows of a table", "dp_shard=2,cp=2", {"remat": "selective"}, True),
+    ("manual", "cp=2", {"remat": "full"}, True),
+    ("plain", "cp=2", {"sharding": sw.Sharding(engine="ddp")}, False),
+    ("pooled", "dp_replicate=2,cp=2", {"sharding": sw.Sharding(engine="ddp")}, True),
+    ("packed", "cp=2,tp=2", {"remat": "full"}, True),
+    ("packed", "dp_shard=2,cp=2", {"sharding": sw.Sharding(offload=True)}, True),
+    ("plain", "cp=4", {"sharding": sw.Sharding(reshard_after_forward=2)}, True),
+    ("plain", "dp_shard=2,cp=2", {"sharding": sw.Sharding(sync_every_microbatch=True)}, True),
+    ("plain", "dp_replicate=2,dp_shard=2,cp=2", {}, True),
+    ("packed", "dp_shard=2,cp=2,tp=2", {}, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "options"),
+    [
+        pytest.param(name, layout, options, id=f"{name}-{layout}-{'-'.join(options)}", marks=[pytest.mark.soak] if slow else [])
+        for name, layout, options, slow in CELLS
+    ],
+)
+def test_options(ranks, name, layout, options):
+    compared(ranks, name, layout.replace(",tp=1", ""), **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["rotary", pytest.param("plain", marks=pytest.mark.soak), pytest.param("pooled", marks=pytest.mark.soak)]
+)
+def test_compiled_blocks(ranks, name):
+    steps = [[given for given in micro if given["input_ids"].shape[1] == 24] * 2 for micro in windows(name)]
+    sw.verify(
+        Build(name),
+        "cp=2",
+        batches=[micro for micro in steps if micro] * 2,
+        loss=loss_of,
+        count=count,
+        run=ranks.run,
+        compile=sw.Compile(backend="aot_eager", fullgraph=True),
+    )
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("rotary", marks=pytest.mark.soak)])
+def test_every_length(ranks, name, method):
+    lengths = range(1, 41) if method == "gather" else range(1, 41, 3)
+    assert max(ranks.run(every_length, 4, name, "cp=4", lengths, context_parallel=method)) <= 1e-12
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["manual", "pooled", "packed"])
+def test_every_length_of_others(ranks, name):
+    option = sw.ContextParallel(fallback="gather")
+    lengths = range(2 if name == "packed" else 1, 41)
+    assert max(ranks.run(every_length, 4, name, "cp=4", lengths, context_parallel=option)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["window", "accumulate", "joined"])
+def test_loops_of_ones_own(ranks, kind):
+    assert max(ranks.run(own_loop, 4, "rotary", "dp_replicate=2,cp=2", kind)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["packed", pytest.param("pooled", marks=pytest.mark.soak)])
+def test_answers_are_whole_and_evaluations_are_cut(ranks, name):
+    for error, of_loss, found, expected in ranks.run(whole_answer, 2, name, "cp=2"):
+        assert error <= 1e-12 and of_loss <= 1e-12 and found == expected
+
+
+def test_dropout_is_equal_before_the_cut_and_other_on_rows(ranks):
+    (one, losses), (other, its_losses) = ranks.run(dropped, 2, "cp=2")
+    again = ranks.run(dropped, 2, "cp=2", remat="full")
+    assert losses == its_losses and [run[1] for run in again] == [losses] * 2
+    assert len(one) == len(other) == 2 * 2 * 4  # steps, micro-batches; before the blocks, in two of them, behind them
+    for (shape, mask), (_, its_mask) in zip(one, other, strict=True):
+        assert (mask == its_mask) == (shape == (2, 16, 32))
+    on_rows = [str(mask) for found in (one, other) for shape, mask in found if shape == (2, 8, 32)]
+    assert len(on_rows) == len(set(on_rows)) == 2 * 2 * 2 * 3  # no rank, step or place repeats another's
+    for (found, _), plain in zip(again, (one, other), strict=True):
+        assert {str(mask) for _, mask in found} == {str(mask) for _, mask in plain}
+
+
+def test_checkpoints_resume_under_other_layouts(ranks, tmp_path):
+    whole = ranks.run(train_and_save, 1, "dp_shard=1", tmp_path / "plain", 3)[0][1]
+    first = ranks.run(train_and_save, 4, "dp_shard=2,cp=2", tmp_path / "cut", 1)[0]
+    second = ranks.run(train_and_save, 2, "dp_shard=2", tmp_path / "cut", 1)[0]
+    third = ranks.run(train_and_save, 4, "cp=4", tmp_path / "cut", 1)[0]
+    losses = [*first[1], *second[1], *third[1]]
+    assert losses == pytest.approx(whole, rel=1e-12)
+    assert second[0] and third[0]  # they resumed
+
+
+@pytest.mark.parametrize("how", ["train", "evaluate"])
+def test_ranks_with_other_samples_are_named(ranks, how):
+    for told in ranks.run(with_other_data, 2, "cp=2", how):
+        assert "ranks 0 and 1" in told
+
+
+def test_ranks_with_equal_samples_train(ranks):
+    assert ranks.run(with_other_data, 2, "cp=2", "equal") == ["nothing was raised"] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("more arguments", ["position_ids", "which the example did not have", "example=batch"]),
+        ("forward in the loss", ["a forward with gradients in the loss", "forward= of sw.TrainStep"]),
+        ("own loop of a whole output", ["a training loop of your own", "sw.TrainStep"]),
+        ("join of another tensor", ["join_sequence of a tensor (2, 11)", "this rank has 6 positions"]),
+        ("cut before a forward", ["cut_sequence of a micro-batch before a forward", "call the model first"]),
+    ],
+)
+def test_what_is_refused(ranks, case, words):
+    for told in ranks.run(refused, 2, case):
+        assert all(word in told for word in words), told
+
+
+def test_a_backward_outside_of_a_window_is_refused(ranks):
+    for told in ranks.run(backward_outside, 2):
+        assert "sw.window" in told
