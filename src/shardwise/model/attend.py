@@ -43,10 +43,16 @@ class Attends(Protocol):
 
 
 class Now:
-    """What computes attention in the code that runs; one for all models, as is the mode that catches torch's function."""
+    """What computes attention in the code that runs; one for all models, as is the mode that catches torch's function.
+
+    Attributes:
+        attends: computes it; None: everything is whole.
+        rows: positions of the queries for which models of transformers make their masks; None: all.
+    """
 
     def __init__(self) -> None:
-        self.attends: Attends | None = None  # None: everything is whole
+        self.attends: Attends | None = None
+        self.rows: Tensor | None = None
 
 
 now = Now()
@@ -120,7 +126,7 @@ def register_in_transformers(module: nn.Module) -> None:
 
             if _CAUGHT + name not in functions:
                 functions.register(_CAUGHT + name, functools.partial(_of_transformers, name))
-                masks.register(_CAUGHT + name, masks[name])
+                masks.register(_CAUGHT + name, functools.partial(_mask_of_transformers, masks[name]))
 
 
 def catch_transformers(module: nn.Module) -> None:
@@ -152,6 +158,21 @@ def _implementations(module: nn.Module) -> dict[str, list[Any]]:
         if isinstance(name, str):
             found.setdefault(name, {})[id(config)] = config
     return {name: list(configs.values()) for name, configs in found.items()}
+
+
+def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
+    """A mask, made for the queries of :attr:`Now.rows` alone: that of all queries would grow with the square of the length."""
+    rows = now.rows
+    if rows is None or given["q_length"] != given["kv_length"] or given.get("q_offset", 0):
+        return plain(**given)
+    of_positions = given.get("mask_function")
+    if of_positions is None:
+        from transformers.masking_utils import causal_mask_function as of_positions
+
+    def of_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return of_positions(batch, head, rows[query], key)
+
+    return plain(**{**given, "q_length": rows.shape[0], "mask_function": of_rows})
 
 
 def _of_transformers(

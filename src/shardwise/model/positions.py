@@ -44,6 +44,7 @@ class Plan:
         islands: modules that run on the whole stream on every rank.
         positions: modules whose calls that make positions get those of the rows.
         unjudged: modules that may return something else, such as an order of tokens: what is made of it is compared.
+        masks_of_rows: masks that transformers makes are those of the rows.
     """
 
     cut: tuple[str, ...] = ()
@@ -52,6 +53,7 @@ class Plan:
     islands: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
     unjudged: tuple[str, ...] = ()
+    masks_of_rows: bool = True
 
 
 @dataclasses.dataclass
@@ -65,6 +67,7 @@ class Facts:
         attention: module that calls attention -> the numbers of the calls whose keys are rows.
         output: ``rows``, ``whole``, or "" if it has no floating tensor.
         outputs: what of the model's output is on rows.
+        masks_of_rows: as of the plan.
     """
 
     cut: dict[str, Dims] = dataclasses.field(default_factory=dict)
@@ -74,6 +77,7 @@ class Facts:
     attention: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     output: str = ""
     outputs: Dims = dataclasses.field(default_factory=dict)
+    masks_of_rows: bool = True
 
 
 class Differs(Exception):
@@ -438,12 +442,14 @@ def run_on_rows(
 
 def _run(trial: Trial, mode: _Rows) -> None:
     """Runs the model within a mode, and compares its output, and what it keeps, with those of the whole run."""
-    before, now.attends = now.attends, mode
+    before = now.attends, now.rows
+    mode.facts.masks_of_rows = mode._plan.masks_of_rows
     with _watched(trial.module, mode):
         try:
+            now.attends, now.rows = mode, mode._rows if mode._plan.masks_of_rows else None
             _, seen = trial.run_within(mode)
         finally:
-            now.attends = before
+            now.attends, now.rows = before
     whole = mode._whole
     if mode._rows is None:
         whole.ends, whole.kept = seen.output, seen.kept

@@ -151,6 +151,7 @@ class _Cuts:
             self._lengths.clear()
         self._lengths[source.shape[0], source.shape[1]] = self._entry.dim
         self.at = self.last = self._at(length, source.device)
+        now.rows = self.at.rows if self._entry.masks_of_rows else None
 
     def _is_cut(self) -> bool:
         """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
@@ -178,7 +179,7 @@ class _Cuts:
         return self._positions[key]
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        at, self.at, self._seen = self.at, None, {}
+        at, self.at, self._seen, now.rows = self.at, None, {}, None
         self.stream.leave()
         if at is None or self.ranks.has_rows(at.length):
             return None

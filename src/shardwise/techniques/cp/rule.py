@@ -27,6 +27,7 @@ class ContextParallelEntry(Record, frozen=True):
         given: paths of the model's arguments that were tensors when its code was run.
         output: ``rows``: each rank has the outputs of its positions; ``whole``: every rank has all of it.
         outputs: path of each tensor of the output that is on rows -> its dim of positions.
+        masks_of_rows: masks that transformers makes are those of this rank's rows.
     """
 
     method: str = "gather"
@@ -36,6 +37,7 @@ class ContextParallelEntry(Record, frozen=True):
     given: tuple[str, ...] = ()
     output: str = "rows"
     outputs: dict[str, int] = {}
+    masks_of_rows: bool = True
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextParallel) -> None:
@@ -60,6 +62,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         given=tuple(facts["given"]),
         output=found["output"],
         outputs=found["outputs"],
+        masks_of_rows=found["masks_of_rows"],
     )
     edits = [(name, "cut", {"dims": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]

@@ -251,6 +251,11 @@ class Search:
             Differs: there is none.
         """
         name = wrong.name
+        if plan.masks_of_rows:
+            other = dataclasses.replace(plan, masks_of_rows=False)
+            after = self._first_difference(trial, other)
+            if after is None or (after.name, after.why) != (name, wrong.why):
+                return other
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
         if wrong.is_mask and block is not None:
             for other in self._with_whole_arguments(plan, block):
@@ -276,7 +281,7 @@ class Search:
                 raise wrong
             island = island.rpartition(".")[0]
         islands = tuple(each for each in plan.islands if not is_in_block(each, island))
-        return dataclasses.replace(plan, islands=(*islands, island))
+        return dataclasses.replace(plan, islands=(*islands, island), masks_of_rows=False)  # which need all of them
 
     def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
         """A plan in which a module, and those around it within its block, may return something else, if the block is right; else None."""
@@ -327,4 +332,5 @@ def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
         attention=spread(facts.attention),
         output=facts.output,
         outputs=facts.outputs,
+        masks_of_rows=facts.masks_of_rows,
     )
