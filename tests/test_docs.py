@@ -32,6 +32,7 @@ PAGES = (
             "first-hour",
             "layout",
             "tensor-parallel",
+            "context-parallel",
             "units",
             "remat",
             "init",

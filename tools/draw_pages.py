@@ -43,6 +43,7 @@ def measure(only: str | None = None) -> dict[str, Any]:
             "weights": lambda: _weights(pool.run),
             "checkpoint": lambda: _checkpoint(pool.run),
             "tensor-parallel": lambda: _plan(pool.run),
+            "context-parallel": _orders,
             "watching": lambda: _watching(pool.run),
         }
         return {name: make() for name, make in made.items() if only in (None, name)}
@@ -73,6 +74,13 @@ def _plan(run: Callable[..., list]) -> dict[str, dict[str, list]]:
     from techniques.tp.pieces import pieces_of_gpt2
 
     return run(pieces_of_gpt2, 2, "tp=2")[0]
+
+
+def _orders() -> dict[str, list[list[int]]]:
+    """Order -> the positions of each rank of 4, of a sequence of 32."""
+    from shardwise.model.rows import rows_of
+
+    return {order: [rows.tolist() for rows in rows_of(32, 4, order)] for order in ("contiguous", "zigzag")}  # type: ignore[arg-type]
 
 
 def _units(run: Callable[..., list]) -> dict[str, list[int]]:
@@ -237,6 +245,20 @@ def _draw_plan(figure: Any, figures: Mapping[str, Mapping[str, list]]) -> None:
                 axes.text((i + 0.5) * columns / 3, rows + 4, letter, ha="center")
 
 
+def _draw_orders(figure: Any, figures: Mapping[str, list[list[int]]]) -> None:
+    """Under a causal mask, each position's keys, in the colour of its rank; and how many each rank has."""
+    colors = (BLUE, ORANGE, LIGHT, "#74c476")
+    for axes, (order, held) in zip(figure.subplots(1, len(figures)), figures.items(), strict=True):
+        num = sum(map(len, held))
+        for rank, rows in enumerate(held):
+            for row in rows:
+                axes.add_patch(_bar(0, -row - 1, row + 1, 1, colors[rank]))
+            share = sum(row + 1 for row in rows) / (num * (num + 1) / 2)
+            axes.text(num * 0.62, -5 - 3 * rank, f"rank {rank}: {share:.0%} of the work", color=colors[rank])
+        axes.set(title=order, xlim=(-0.5, num + 6), ylim=(-num - 0.5, 0.5))
+        axes.axis("off")
+
+
 def _box(x: float, y: float, color: str) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -387,6 +409,7 @@ DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "weights": _draw_weights,
     "checkpoint": _draw_checkpoint,
     "tensor-parallel": _draw_plan,
+    "context-parallel": _draw_orders,
     "watching": _draw_watching,
 }
 

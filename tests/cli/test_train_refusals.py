@@ -114,7 +114,7 @@ def test_weights_of_another_model_are_refused_in_the_words_of_the_command_line(r
     ("words", "text"),
     [
         (["--nproc=2", "--parallel.layout=pp=2"], "layout 'pp=2': pp=2 (override --parallel.layout)"),
-        (["--parallel.layout=cp=2,dp_shard=-1"], "layout 'cp=2,dp_shard=-1': cp=2 (override --parallel.layout)"),
+        (["--parallel.layout=pp=2,dp_shard=-1"], "layout 'pp=2,dp_shard=-1': pp=2 (override --parallel.layout)"),
         (["--nproc=2", "--parallel.layout=dp_shard=3"], "layout 'dp_shard=3' on 2 ranks (override --parallel.layout)"),
         (["--nproc=3", "--parallel.layout=tp=2,dp_shard=-1"], "which does not divide 3"),
         (["--parallel.layout=dp_shard=3"], None),  # on how many ranks is not known

@@ -328,7 +328,7 @@ def no_launch(monkeypatch):
         (["--data.path=gone.txt"], "data.path='gone.txt' (override --data.path)\n  why: there is no such file"),
         (["--data.path=."], "why: it is not one that save_to_disk of datasets has written: it is empty"),
         (["--parallel.layout=dp_shard=3", "--nproc", "2"], "layout 'dp_shard=3' on 2 ranks"),
-        (["--parallel.layout=cp=2", "--nproc", "2"], "cp=2"),
+        (["--parallel.layout=pp=2", "--nproc", "2"], "pp=2"),
         (
             ["--model.args={dmi: 3}"],
             "model.args.dmi=3 (override --model.args)\n  why: the reference model takes no 'dmi'",

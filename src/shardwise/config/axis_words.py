@@ -20,7 +20,7 @@ AXIS_ANSWERS: Mapping[str, str] = {
     "tp": "write tp={}, which cuts layers over ranks with the same samples (tensor parallelism)",
     "sp": "leave it out: there is no sequence parallelism; under tp, activations between layers are whole on each rank",
     "ep": "leave it out: there is no expert parallelism yet; dp_shard shards experts as other parameters",
-    "cp": "leave it out: there is no context parallelism yet; memory of long sequences is saved by remat (activation checkpointing)",
+    "cp": "write cp={}, which cuts the positions of every sample over ranks (context parallelism); parallel.context_parallel says how attention exchanges",
     "pp": "leave it out: there is no pipeline parallelism yet; dp_shard and tp spread a model over ranks",
 }
 """The field's word for an axis -> what to write, ``{}`` being the degree."""

@@ -107,8 +107,9 @@ _KEEP = Word(
     texts=dict.fromkeys(("0", "-1", "none"), "all of them stay; with checkpoint.every=N"),
 )
 _TP = fixed("parallel.layout=dp_shard=-1,tp={}", "2")
+_CP = fixed("parallel.layout=dp_shard=-1,cp={}", "2")
 _TYPE = choice("launch.device", cpu="cpu", cuda="cuda", gpu="cuda", auto="")
-_LATER = {axis: none(AXIS_ANSWERS[axis], "2") for axis in ("pp", "cp", "ep", "sp")}
+_LATER = {axis: none(AXIS_ANSWERS[axis], "2") for axis in ("pp", "ep", "sp")}
 _DP = none(f"in parallel.layout {AXIS_ANSWERS['dp']}", "2")
 _SHARDS = fixed("parallel.layout=dp_shard={}", "8")
 _COPIES = fixed("parallel.layout=dp_replicate={}", "2")
@@ -317,14 +318,14 @@ _TORCHTITAN = {
     "parallelism.data_parallel_shard_degree": _SHARDS,
     "parallelism.data_parallel_replicate_degree": fixed("parallel.layout=dp_replicate={},dp_shard=-1", "2"),
     "parallelism.tensor_parallel_degree": _TP,
-    "parallelism.context_parallel_degree": _LATER["cp"],
+    "parallelism.context_parallel_degree": _CP,
     "parallelism.pipeline_parallel_degree": _LATER["pp"],
     "parallelism.expert_parallel_degree": _LATER["ep"],
     "parallelism.expert_tensor_parallel_degree": _LATER["ep"],
     "data_parallel_shard_degree": _SHARDS,
     "data_parallel_replicate_degree": fixed("parallel.layout=dp_replicate={},dp_shard=-1", "2"),
     "tensor_parallel_degree": _TP,
-    "context_parallel_degree": _LATER["cp"],
+    "context_parallel_degree": _CP,
     "pipeline_parallel_degree": _LATER["pp"],
     "expert_parallel_degree": _LATER["ep"],
     "parallelism.fsdp_reshard_after_forward": choice(
@@ -357,7 +358,7 @@ _TORCHTITAN = {
 _MEGATRON = {
     **dict.fromkeys(("tensor_model_parallel_size", "model_parallel_size"), _TP),
     **dict.fromkeys(("pipeline_model_parallel_size", "pipeline_parallel_size", "virtual_pipeline_model_parallel_size"), _LATER["pp"]),
-    "context_parallel_size": _LATER["cp"],
+    "context_parallel_size": _CP,
     **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"), _LATER["ep"]),
     "sequence_parallel": none(AXIS_ANSWERS["sp"]),
     "data_parallel_size": _DP,

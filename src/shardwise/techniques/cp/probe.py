@@ -105,6 +105,7 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 "dim": sequences.dims[sequences.path][0],
                 "given": [path for path, x in keyed_leaves(arguments) if isinstance(x, Tensor)],
                 "known": search.known,
+                "sent": search.sent(),
                 "notes": notes,
             }
     if not wrong:

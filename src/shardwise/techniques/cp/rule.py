@@ -28,6 +28,7 @@ class ContextParallelEntry(Record, frozen=True):
         output: ``rows``: each rank has the outputs of its positions; ``whole``: every rank has all of it.
         outputs: path of each tensor of the output that is on rows -> its dim of positions.
         masks_of_rows: masks that transformers makes are those of this rank's rows.
+        sent: numbers that a rank sends for each of its positions in all of the model's attention, forward and backward.
     """
 
     method: str = "gather"
@@ -38,6 +39,7 @@ class ContextParallelEntry(Record, frozen=True):
     output: str = "rows"
     outputs: dict[str, int] = {}
     masks_of_rows: bool = True
+    sent: int = 0
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextParallel) -> None:
@@ -63,6 +65,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         output=found["output"],
         outputs=found["outputs"],
         masks_of_rows=found["masks_of_rows"],
+        sent=facts["sent"] // draft.layout.tp,
     )
     edits = [(name, "cut", {"dims": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
@@ -77,12 +80,11 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         draft.note("context_parallel", text, option="context_parallel")
     if found["islands"]:
         first, *others = found["islands"]
-        more = f" and {len(others)} more" if others else ""
+        more = f", and {len(others)} more like it" if others else ""
         draft.note(
             first,
-            f"it{more} runs on the whole sequence on every rank of cp={degree}: {degree} times its work, and all of its memory. It mixes "
-            "positions in another way than by attention",
-            option="context_parallel",
+            f"runs on the whole sequence on every rank of cp={degree}{more}: {degree} times its work, and all of its memory. It mixes positions "
+            "in another way than by attention",
             warns=True,
         )
     if found["output"] == "whole":
@@ -114,7 +116,7 @@ def lines(recipe: Recipe) -> list[str]:
     }[entry.method]
     found = [
         f"context parallelism: {num['cut']} blocks work on 1/{degree} of the positions of every sample ({entry.order}); in {calls} calls of "
-        f"attention {how}"
+        f"attention {how}: a rank sends {entry.sent:,} numbers for each of its positions, forward and backward"
     ]
     if num["island"]:
         found.append(f"{num['island']} modules run on the whole sequence on every rank, as they mix positions themselves")

@@ -152,6 +152,13 @@ class Search:
         keys, 4 (n - 1) / n (g + 1) / 2 of a gather's 3 (n - 1)."""
         return all(3 * self.degree > 2 * (queries / keys + 1) for queries, keys in self._heads)
 
+    def sent(self) -> int:
+        """Numbers that a rank sends for each of its positions, in all calls of attention together, forward and backward."""
+        others = self.degree - 1
+        if self.heads_over > 1:
+            return sum(4 * others * (q + (k + v) // 2) // self.degree for q, k, v in self._widths)
+        return sum(3 * others * (k + v) for _, k, v in self._widths)
+
     def _note_heads(self, facts: Facts) -> None:
         """Notes the heads of queries and keys of each call of attention; raises Differs where ranks of tp and cp cannot share them."""
         whole = self.whole
@@ -159,6 +166,11 @@ class Search:
             (q.shape[1], k.shape[1])
             for (name, _, number), (q, k, _, _) in whole.attention.items()
             if number in facts.attention.get(name, ()) and q.dim() == 4
+        ]
+        self._widths = [
+            tuple(x.numel() // (x.shape[0] * self.length) for x in (q, k, v))
+            for (name, _, number), (q, k, v, _) in whole.attention.items()
+            if number in facts.attention.get(name, ())
         ]
         for name, number in [(name, number) for name, calls in facts.attention.items() for number in calls]:
             q, k, *_ = whole.attention[name, 0, number]
