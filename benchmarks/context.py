@@ -198,7 +198,9 @@ def measure_sent(layout: str, method: str, kv: int = HEADS, length: int = 64) ->
 # ---- times ------------------------------------------------------------------------------------------------------------
 
 
-def measure_times(layout: str, method: str, length: int, rounds: int, num_blocks: int = 8, width: int = 128) -> list[float]:
+def measure_times(
+    layout: str, method: str, length: int, rounds: int, num_blocks: int = 8, width: int = 128
+) -> list[float]:
     """Seconds of forwards and backwards of one micro-batch. ``method`` ``"by hand"``: plain torch on the same ranks."""
     with sw.init(layout, device="cpu") as world:
         batch = _batch(length)
@@ -265,12 +267,18 @@ def _measured(length: int, rounds: int) -> Iterator[tuple[str, str, Any]]:
     for num in (2, 4):
         for method in METHODS:
             for kv in (HEADS, 2) if method == "gather" or num == 2 else (HEADS,):
-                yield "sent", f"`cp={num}`, {method}, {kv} of {HEADS} heads of keys", on(num, "measure_sent", method, kv)[0]
+                yield (
+                    "sent",
+                    f"`cp={num}`, {method}, {kv} of {HEADS} heads of keys",
+                    on(num, "measure_sent", method, kv)[0],
+                )
     yield "times", "one rank", on(1, "measure_times", "one rank", length, rounds)[0]
     for num in (2, 4):
         for method in (*METHODS, "by hand"):
             found = on(num, "measure_times", method, length, rounds)
-            name = f"{num} ranks, " + ("plain torch, gathered by hand" if method == "by hand" else f"`cp={num}`, {method}")
+            name = f"{num} ranks, " + (
+                "plain torch, gathered by hand" if method == "by hand" else f"`cp={num}`, {method}"
+            )
             yield "times", name, [max(each) for each in zip(*found, strict=True)]
 
 

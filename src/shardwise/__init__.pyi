@@ -23,6 +23,7 @@ from shardwise.errors import UsageError as UsageError
 from shardwise.errors import VerifyError as VerifyError
 from shardwise.layout import Layout as Layout
 from shardwise.model.adapted import adapter_off as adapter_off
+from shardwise.model.attend import attend as attend
 from shardwise.parallel import describe as describe
 from shardwise.parallel import parallelize as parallelize
 from shardwise.parallel import recipe_of as recipe_of
@@ -47,7 +48,6 @@ from shardwise.state.checkpoint import CheckpointManager as CheckpointManager
 from shardwise.step.clip import clip_grad_norm_ as clip_grad_norm_
 from shardwise.step.clip import clip_grad_value_ as clip_grad_value_
 from shardwise.step.evaluate import evaluate as evaluate
-from shardwise.model.attend import attend as attend
 from shardwise.step.linear_loss import linear_cross_entropy as linear_cross_entropy
 from shardwise.step.local_optimizer import local_optimizer as local_optimizer
 from shardwise.step.loss import TaskModel as TaskModel
@@ -59,12 +59,15 @@ from shardwise.step.parameter_groups import parameter_groups as parameter_groups
 from shardwise.step.parameter_norms import parameter_norms as parameter_norms
 from shardwise.step.penalty import parameter_penalty as parameter_penalty
 from shardwise.step.scale import unscale_gradients_ as unscale_gradients_
+from shardwise.step.sequence import cut_sequence as cut_sequence
+from shardwise.step.sequence import join_sequence as join_sequence
 from shardwise.step.step import StepOutput as StepOutput
 from shardwise.step.step import TrainStep as TrainStep
 from shardwise.step.step_state import StepState as StepState
 from shardwise.step.window import window as window
 from shardwise.techniques import Parallel as Parallel
 from shardwise.techniques.compile.options import Compile as Compile
+from shardwise.techniques.cp.options import ContextParallel as ContextParallel
 from shardwise.techniques.data.options import DDP as DDP
 from shardwise.techniques.data.options import Prefetch as Prefetch
 from shardwise.techniques.data.options import Sharding as Sharding
@@ -79,9 +82,6 @@ from shardwise.techniques.tp.by_hand import tp_copy as tp_copy
 from shardwise.techniques.tp.by_hand import tp_gather as tp_gather
 from shardwise.techniques.tp.by_hand import tp_reduce as tp_reduce
 from shardwise.techniques.tp.by_hand import tp_scatter as tp_scatter
-from shardwise.techniques.cp.by_hand import cut_sequence as cut_sequence
-from shardwise.techniques.cp.by_hand import join_sequence as join_sequence
-from shardwise.techniques.cp.options import ContextParallel as ContextParallel
 from shardwise.techniques.tp.options import TensorParallel as TensorParallel
 from shardwise.techniques.tp.options import register_tp_plan as register_tp_plan
 from shardwise.techniques.transforms.options import transform as transform

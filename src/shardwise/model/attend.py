@@ -3,7 +3,7 @@ user's own (:func:`attend`). Where a rank has some rows of a sequence, its queri
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -176,7 +176,13 @@ def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
 
 
 def _of_transformers(
-    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     q, k, v, mask = query, key, value, attention_mask
     if name == "eager":
@@ -194,12 +200,22 @@ def _of_transformers(
         if rows is None or rows.shape[0] != q.shape[-2]:
             return plain(module, q, k, v, mask, **kwargs)[0].transpose(1, 2)  # type: ignore[no-any-return]
         shown = causal_mask(rows, k) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
-        if name == "sdpa" and kwargs.get("position_bias") is None and kwargs.get("softcap") is None:  # without repeating keys and values
+        if (
+            name == "sdpa" and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+        ):  # without repeating keys and values
             return SDPA(
-                q, k, v, shown, kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"), enable_gqa=q.shape[1] != k.shape[1]
+                q,
+                k,
+                v,
+                shown,
+                kwargs.get("dropout", 0.0),
+                scale=kwargs.get("scaling"),
+                enable_gqa=q.shape[1] != k.shape[1],
             )
         if is_causal:
-            shown = torch.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill(~shown, torch.finfo(q.dtype).min)[None, None]  # type: ignore[union-attr, operator]
+            shown = torch.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill(
+                ~shown, torch.finfo(q.dtype).min
+            )[None, None]  # type: ignore[union-attr, operator]
         return plain(module, q, k, v, shown, **{**kwargs, "is_causal": False})[0].transpose(1, 2)  # type: ignore[no-any-return]
 
     return now.attends.attend(Attention(q, k, v, kernel, mask, lambda result: (result.transpose(1, 2), None)))  # type: ignore[no-any-return]

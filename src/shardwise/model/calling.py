@@ -173,7 +173,9 @@ def _loses_rows(whole: Batch, part: Batch) -> bool:
     return any(bool((whole[key].any(1) & ~value.any(1)).any()) for key, value in part.items())
 
 
-def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def by_name(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call of a model, those in place by their names where they have some."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     named = [p.name for p in parameters[: len(args)] if p.kind is p.POSITIONAL_OR_KEYWORD]

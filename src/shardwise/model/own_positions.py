@@ -55,9 +55,11 @@ def argument_of(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
         return dim if start == 0 and size == num and x.shape[dim] >= length else None
     if kind == "getitem":
         x, index = args[0], _index_of(args)
-        if not isinstance(x, Tensor) or Ellipsis in [i for i in index if not isinstance(i, Tensor)] or None in [
-            i for i in index if not isinstance(i, Tensor)
-        ]:
+        if (
+            not isinstance(x, Tensor)
+            or Ellipsis in [i for i in index if not isinstance(i, Tensor)]
+            or None in [i for i in index if not isinstance(i, Tensor)]
+        ):
             return None
         heads = [
             j
@@ -71,7 +73,13 @@ def argument_of(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
 
 
 def of_rows(
-    kind: str, argument: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: Tensor, length: int
+    kind: str,
+    argument: int,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rows: Tensor,
+    length: int,
 ) -> Any:
     """The result of a call that makes positions for ``rows``, of ``length``.
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.errors import first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
+from shardwise.model.layers import Layer, LayerCalls
 from shardwise.model.leaves import DEVICE
-from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Made, Numbers, argument_of, kind_of, of_rows
+from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.trial import Trial
 
 _ALLOWED = 1e-11  # relative to the largest number of a tensor
@@ -137,7 +137,14 @@ class _Rows(LayerCalls):
     ):
         super().__init__(trial.name_of)
         self._heads_over = heads_over
-        self._trial, self._whole, self._plan, self._length, self._rows, self._known = trial, whole, plan, length, rows, known
+        self._trial, self._whole, self._plan, self._length, self._rows, self._known = (
+            trial,
+            whole,
+            plan,
+            length,
+            rows,
+            known,
+        )
         self.facts = Facts()
         self.frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
@@ -195,7 +202,10 @@ class _Rows(LayerCalls):
     def _cut(self, name: str, given: Any) -> Any:
         """The arguments of a module, of which what has the length becomes rows."""
         assert self._rows is not None
-        dims, known = self.facts.cut.setdefault(name, {}), None if self._known is None else self._known.cut.get(name, {})
+        dims, known = (
+            self.facts.cut.setdefault(name, {}),
+            None if self._known is None else self._known.cut.get(name, {}),
+        )
 
         def cut(path: str, x: Any) -> Any:
             if not isinstance(x, Tensor) or path in self._plan.whole.get(name, ()):
@@ -242,7 +252,9 @@ class _Rows(LayerCalls):
     def _dim_of(self, name: str, x: Tensor, whole: Tensor) -> int:
         at = [dim for dim, (mine, all_) in enumerate(zip(x.shape, whole.shape, strict=True)) if mine != all_]
         if len(at) != 1 or whole.shape[at[0]] != self._length:
-            raise Differs(name, f"a tensor {tuple(whole.shape)} has positions beside other things in one dim, or in several")
+            raise Differs(
+                name, f"a tensor {tuple(whole.shape)} has positions beside other things in one dim, or in several"
+            )
         return at[0]
 
     # ---- comparisons
@@ -376,7 +388,6 @@ class _Rows(LayerCalls):
             self._compare(frame.name, "what its attention gives", result, whole)
             return call.finish(result)
 
-
     def _by_heads(self, name: str, call: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """This rank's rows of what parts of the heads give, each for all positions."""
         num = self._heads_over
@@ -458,7 +469,9 @@ def _run(trial: Trial, mode: _Rows) -> None:
         raise Differs("", "it returns, or keeps, other tensors")
     found = set[str]()
     ends = [("its output", x, y) for x, y in zip(seen.output, whole.ends, strict=True)]
-    ends += [(f"what is kept in {n or 'the model'}", x, y) for (n, x), (_, y) in zip(seen.kept, whole.kept, strict=True)]
+    ends += [
+        (f"what is kept in {n or 'the model'}", x, y) for (n, x), (_, y) in zip(seen.kept, whole.kept, strict=True)
+    ]
     for what, mine, full in ends:
         mode._compare("", what, mine, full)
         if mine.is_floating_point():

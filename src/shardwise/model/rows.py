@@ -27,7 +27,5 @@ def rows_of(length: int, degree: int, order: Order, device: torch.device | None 
     """
     num = num_chunks(degree, order)
     size = -(-length // num)
-    chunks = [
-        torch.arange(min(i * size, length), min((i + 1) * size, length), device=device) for i in range(num)
-    ]
+    chunks = [torch.arange(min(i * size, length), min((i + 1) * size, length), device=device) for i in range(num)]
     return [torch.cat([chunks[r], chunks[num - 1 - r]]) if order == "zigzag" else chunks[r] for r in range(degree)]

@@ -130,3 +130,16 @@ class ShownClasses(Protocol):
 
     def mark_state(self, optim: torch.optim.Optimizer) -> None:
         """Makes the state of an optimizer refuse, where it is of parts. Called when it was loaded."""
+
+
+class CutSequence(Protocol):
+    """The sequences of a model of whose output each rank has some positions."""
+
+    def part_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's positions of a micro-batch, of each tensor that has the samples and positions of the model's last forwards."""
+
+    def cut(self, value: Any, dim: int) -> Any:
+        """This rank's positions of a tensor along ``dim``, or of a micro-batch."""
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """All positions of what each rank has of its own, with gradients."""

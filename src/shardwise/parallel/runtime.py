@@ -21,7 +21,7 @@ from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
 from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import loose_tensors, tensors_of
-from shardwise.parallel.protocols import Engine, OpenGradients, Pending, ShownClasses
+from shardwise.parallel.protocols import CutSequence, Engine, OpenGradients, Pending, ShownClasses
 from shardwise.parallel.stale import ModuleSnapshot
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.rule import DataEntry
@@ -63,7 +63,10 @@ class Runtime:
         self.schedule: Callable[[Any], None] | None = None  # see :meth:`hand_schedule`
         # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
         self.micro_batch: Any = None  # that a step or an evaluation runs the model on; None: it runs it on none
-        self.share_of_sums = 1.0  # of the sums of the loss, where every rank along an axis of the loss computes all of it
+        self.share_of_sums = (
+            1.0  # of the sums of the loss, where every rank along an axis of the loss computes all of it
+        )
+        self.sequence: CutSequence | None = None  # None: outputs have all positions
         self._is_cut_for_loss = False  # and nothing else is split
         self.for_forward: Callable[[Any], Any] = _whole
         self.for_loss: Callable[[Any], Any] = _whole
@@ -140,11 +143,11 @@ class Runtime:
             self.for_forward = lambda batch: for_forward(forward(batch))
         self.for_loss = lambda batch: for_loss(loss(batch))
 
-    def split_loss(self, part: Callable[[Any], Any]) -> None:
-        """Gives the loss this part of a micro-batch, of which the forward gets all. A loop of the user's own does that itself, by a function
-        of the technique."""
-        loss = self.for_loss
-        self.for_loss, self._is_cut_for_loss = lambda batch: part(loss(batch)), loss is _whole
+    def split_sequences(self, sequence: CutSequence) -> None:
+        """Gives the loss this rank's positions of a micro-batch, of which the forward gets all. A loop of the user's own asks for them
+        itself."""
+        loss, self.sequence = self.for_loss, sequence
+        self.for_loss, self._is_cut_for_loss = lambda batch: sequence.part_of(loss(batch)), loss is _whole
 
     def refuse_own_loop(self) -> None:
         """Raises UnsupportedError for a training loop of the user's own, where a technique splits micro-batches or has a schedule."""

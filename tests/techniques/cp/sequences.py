@@ -144,7 +144,9 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> Words:
     with torch.no_grad():
         for param in model.parameters():
             scale = 0.3 if param.dim() > 1 else 0.1
-            param.copy_(float(param.dim() < 2) * param + scale * torch.randn(param.shape, generator=generator, dtype=dtype))
+            param.copy_(
+                float(param.dim() < 2) * param + scale * torch.randn(param.shape, generator=generator, dtype=dtype)
+            )
     return model
 
 

@@ -89,7 +89,9 @@ CELLS = [
 @pytest.mark.parametrize(
     ("name", "layout", "options"),
     [
-        pytest.param(name, layout, options, id=f"{name}-{layout}-{'-'.join(options)}", marks=[pytest.mark.soak] if slow else [])
+        pytest.param(
+            name, layout, options, id=f"{name}-{layout}-{'-'.join(options)}", marks=[pytest.mark.soak] if slow else []
+        )
         for name, layout, options, slow in CELLS
     ],
 )

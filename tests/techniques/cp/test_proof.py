@@ -52,7 +52,9 @@ def test_what_is_proved(name, degree):
 def test_what_mixes_positions_is_named_or_runs_whole(name, degree):
     with pytest.raises(Differs) as raised:
         searched(name, degree)
-    assert raised.value.name.replace("blocks.1", "blocks.0") == REFUSED[name][0]  # of 17 tokens the best half may be the same by chance
+    assert (
+        raised.value.name.replace("blocks.1", "blocks.0") == REFUSED[name][0]
+    )  # of 17 tokens the best half may be the same by chance
     _, facts = searched(name, degree, fallback=True)
     assert facts.islands and facts.output == "rows"
 
@@ -78,7 +80,12 @@ def broken(facts):
         for module, dims in getattr(facts, key).items():
             for path, dim in dims.items():
                 yield f"{key} of {module}{path} dropped", key, module, {p: d for p, d in dims.items() if p != path}
-                yield f"{key} of {module}{path} along another dim", key, module, {**dims, path: 1 - dim if dim < 2 else 0}
+                yield (
+                    f"{key} of {module}{path} along another dim",
+                    key,
+                    module,
+                    {**dims, path: 1 - dim if dim < 2 else 0},
+                )
     for module, calls in facts.positions.items():
         for i, (kind, number, argument) in enumerate(calls):
             yield f"{kind} of {module} dropped", "positions", module, [*calls[:i], *calls[i + 1 :]]

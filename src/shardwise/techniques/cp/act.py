@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise._torch.collectives import group_name
-from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.attend import SDPA, Attention, catch_transformers, now, of_sdpa
@@ -21,6 +20,7 @@ from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import by_name
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
+from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.cp.rule import ContextParallelEntry
@@ -38,7 +38,9 @@ class ContextParallelAct(Act):
     def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         cut = {edit.module for edit in recipe.edits_of("cp") if edit.action in ("cut", "join")}
         for edit in recipe.edits:
-            if edit.action == "compile" and any(name.startswith(f"{edit.module}." if edit.module else "") for name in cut):
+            if edit.action == "compile" and any(
+                name.startswith(f"{edit.module}." if edit.module else "") for name in cut
+            ):
                 raise UnsupportedError(
                     "Compile of a module around blocks whose sequences are cut over cp",
                     why="sequences are cut at the entry of each block, outside of what is compiled",
@@ -51,14 +53,9 @@ class ContextParallelAct(Act):
             module.__dict__[_STATE] = _Cuts(module, recipe, world)
 
     def begin(self, runtime: Any) -> None:
-        cuts = cuts_of(runtime)
+        cuts = runtime.module.__dict__.get(_STATE)
         if cuts is not None:
             cuts.begin(runtime)
-
-
-def cuts_of(runtime: Any) -> "_Cuts | None":
-    """The cut sequences of a model; None: they are whole."""
-    return runtime.module.__dict__.get(_STATE)  # type: ignore[no-any-return]
 
 
 class _Cuts:
@@ -79,7 +76,9 @@ class _Cuts:
         self.stream = PartStream(world.device, axis.rank, "cp")
         self._runtime: Any = None
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # what was cut in this forward, and its rows
-        self._lengths = dict[tuple[int, int], int]()  # first two dims of the forwards of this micro-batch -> that of positions
+        self._lengths = dict[
+            tuple[int, int], int
+        ]()  # first two dims of the forwards of this micro-batch -> that of positions
         self._batch: Any = None
         self._positions = dict[tuple[int, torch.device], At]()
         catch_transformers(module)
@@ -87,15 +86,10 @@ class _Cuts:
 
     def begin(self, runtime: Any) -> None:
         self._runtime, self._check_inputs = runtime, input_check(runtime, "cp")
-        if self.is_whole:
+        if self._entry.output == "whole":
             runtime.share_of_sums /= self._size
         else:
-            runtime.split_loss(self.part_of)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every rank has all of the output."""
-        return self._entry.output == "whole"
+            runtime.split_sequences(self)
 
     def num_rows(self, length: int) -> int:
         """How many positions of sequences of ``length`` this rank has."""
@@ -186,7 +180,9 @@ class _Cuts:
         dims = self._entry.outputs
         return map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims else x, output)
 
-    def _cut(self, name: str, dims: Mapping[str, int], known: set[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _cut(
+        self, name: str, dims: Mapping[str, int], known: set[str], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """The arguments of a block: this rank's rows of what grows with the length; and its positions."""
         at = self.at
         if at is None:
@@ -230,6 +226,31 @@ class _Cuts:
     def part_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the loss reads: this rank's rows of what has samples and positions as the model's sequences have."""
         return {key: self._part(value) for key, value in batch.items()}
+
+    def cut(self, value: Any, dim: int) -> Any:
+        """This rank's positions of a tensor along ``dim``, or of a micro-batch as in :meth:`part_of`."""
+        if isinstance(value, Tensor):
+            return self.rows_of(value, dim % value.dim())
+        if self.last is None:
+            raise UsageError(
+                "cut_sequence of a micro-batch before a forward of the model",
+                why="which of its tensors have positions is known by what the model was called with",
+                fix='call the model first; or pass one tensor: sw.cut_sequence(model, batch["labels"])',
+            )
+        return self.part_of(value)
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """All positions of what each rank has of its own of the last forward that was cut."""
+        num = None if self.last is None else self.num_rows(self.last.length)
+        if self.last is None or x.shape[dim] != num:
+            raise UsageError(
+                f"join_sequence of a tensor {tuple(x.shape)} along dim {dim}",
+                why="the model was not run on cut sequences yet"
+                if num is None
+                else f"of the last forward this rank has {num} positions",
+                fix="pass what the model's last forward with gradients, or of an evaluation, has returned, and its dim of positions",
+            )
+        return gathered(x, self.last, self.ranks, dim % x.dim())
 
     def _part(self, x: Any) -> Any:
         for sizes, dim in self._lengths.items():

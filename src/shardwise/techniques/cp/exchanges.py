@@ -76,7 +76,11 @@ class Ranks(NamedTuple):
         """``[batch, heads, rows, width]`` -> ``[batch, heads / n, positions, width]``: all positions of this rank's heads."""
         (batch, heads, _, width), size, most = x.shape, self.size, self._most(at.length)
         rows = self._filled(x.movedim(2, 0), at.length).movedim(0, 2)
-        parts = rows.reshape(batch, size, heads // size, most, width).movedim(1, 0).reshape(size * batch, heads // size, most, width)
+        parts = (
+            rows.reshape(batch, size, heads // size, most, width)
+            .movedim(1, 0)
+            .reshape(size * batch, heads // size, most, width)
+        )
         swapped = swap_over(parts, self.group, self.size).view(size, batch, heads // size, most, width)
         return swapped.movedim(0, 2).reshape(batch, heads // size, size * most, width).index_select(2, at.places)
 
@@ -150,7 +154,9 @@ def attend_gathered(call: Attention, at: At, ranks: Ranks) -> Tensor:
     keys, values = (Gather.apply(x, *at, tuple(ranks), x.dim() - 2) for x in (call.k, call.v))
     if torch.compiler.is_compiling():  # the graph's partitioner decides what is kept
         return call.kernel(call.q, keys, values, at.rows)
-    parts = {x.untyped_storage().data_ptr(): part.detach() for x, part in ((keys, call.k), (values, call.v)) if x.numel()}
+    parts = {
+        x.untyped_storage().data_ptr(): part.detach() for x, part in ((keys, call.k), (values, call.v)) if x.numel()
+    }
 
     def pack(x: Tensor) -> Any:
         part = parts.get(x.untyped_storage().data_ptr()) if x.numel() else None

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.pytrees import keyed_leaves
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model.attend import refuse_uncaught
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import by_name, line_of
-from shardwise.model.positions import Differs, Facts
+from shardwise.model.positions import Differs
+from shardwise.model.pytrees import keyed_leaves
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
-from shardwise.techniques.cp.search import Arguments, Search, Sequences, sequences_in
+from shardwise.techniques.cp.search import Arguments, Search, sequences_in
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.world import World
@@ -109,7 +109,11 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 "notes": notes,
             }
     if not wrong:
-        why = "none of its arguments has two dims or more" if unfit is None else f"run on sequences of other lengths: {unfit.why}"
+        why = (
+            "none of its arguments has two dims or more"
+            if unfit is None
+            else f"run on sequences of other lengths: {unfit.why}"
+        )
         raise UnsupportedError(
             f"cp={degree} of a {type(module).__name__}",
             why=f"no dim of its arguments was found that is of positions: {why}",

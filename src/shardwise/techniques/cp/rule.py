@@ -67,7 +67,9 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         masks_of_rows=found["masks_of_rows"],
         sent=facts["sent"] // draft.layout.tp,
     )
-    edits = [(name, "cut", {"dims": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()]
+    edits = [
+        (name, "cut", {"dims": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()
+    ]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
     edits += [(name, "attention", {"calls": calls}) for name, calls in found["attention"].items()]
@@ -91,7 +93,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         draft.note(
             "context_parallel",
             "what the model returns is of all positions on every rank: the code behind its blocks mixes them (a pooled output, a loss of its own). "
-            'For tokens, leave labels out of example= and use loss=sw.next_token_loss, with fused=True: then each rank has its positions\' logits',
+            "For tokens, leave labels out of example= and use loss=sw.next_token_loss, with fused=True: then each rank has its positions' logits",
             option="context_parallel",
         )
 
@@ -119,7 +121,9 @@ def lines(recipe: Recipe) -> list[str]:
         f"attention {how}: a rank sends {entry.sent:,} numbers for each of its positions, forward and backward"
     ]
     if num["island"]:
-        found.append(f"{num['island']} modules run on the whole sequence on every rank, as they mix positions themselves")
+        found.append(
+            f"{num['island']} modules run on the whole sequence on every rank, as they mix positions themselves"
+        )
     if entry.output == "whole":
-        found.append("the output is of all positions on every rank: its sums count 1/" f"{degree} on each")
+        found.append(f"the output is of all positions on every rank: its sums count 1/{degree} on each")
     return found

@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.errors import UsageError
 from shardwise.model.attend import catch_transformers, register_in_transformers
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.names import own_attributes
 from shardwise.model.positions import Differs, Facts, Plan, Whole, run_on_rows, whole_run
+from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.rows import Order, rows_of
 from shardwise.model.trial import Trial
 
@@ -144,7 +143,7 @@ class Search:
         }
         for blocks in kinds:
             facts = _repeated(facts, blocks)
-            self.known |= {other: self.known[blocks[_SEARCHED - 1]] for other in blocks[_SEARCHED:]}
+            self.known |= dict.fromkeys(blocks[_SEARCHED:], self.known[blocks[_SEARCHED - 1]])
         return facts
 
     def sends_less_over_heads(self) -> bool:
@@ -176,7 +175,11 @@ class Search:
             q, k, *_ = whole.attention[name, 0, number]
             over = self.heads_over * self.tp
             if self.heads_over > 1 and self.tp > 1 and (q.shape[1] % over or k.shape[1] % over):
-                raise Differs(name, f"{q.shape[1]} heads of queries and {k.shape[1]} of keys, which cp x tp = {over} does not divide", is_of_heads=True)
+                raise Differs(
+                    name,
+                    f"{q.shape[1]} heads of queries and {k.shape[1]} of keys, which cp x tp = {over} does not divide",
+                    is_of_heads=True,
+                )
 
     def _trial(self, without: frozenset[str]) -> Trial:
         """A trial at the first length at which the model runs, and another one at which it does."""
@@ -244,7 +247,9 @@ class Search:
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over))
         for facts in found[1:]:
             if facts != found[0]:
-                raise Differs("", "ranks, or the modes of training and evaluation, make their positions at other places")
+                raise Differs(
+                    "", "ranks, or the modes of training and evaluation, make their positions at other places"
+                )
         return found[0]
 
     def _confirmed(self, trial: Trial, plan: Plan) -> Facts:

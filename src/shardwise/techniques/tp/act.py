@@ -33,9 +33,9 @@ from shardwise.techniques.tp.layers import (
 )
 from shardwise.techniques.tp.parts import call_computed, norm_whole, work_on_parts
 from shardwise.techniques.tp.rule import TensorParallelEntry
-from shardwise.world.streams import PartStream
 from shardwise.world import World
 from shardwise.world.axis import Axis
+from shardwise.world.streams import PartStream
 
 _LAYERS = ("column", "row", "whole", "reader")
 _TABLES = ("embedding", "head")

@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from shardwise.errors import UnsupportedError
+from shardwise.model.block_kinds import block_kinds
 from shardwise.model.calling import run_on
 from shardwise.model.trial import Trial
-from shardwise.model.block_kinds import block_kinds
 from shardwise.techniques.tp.search.cut_search import find_certified, search
 
 

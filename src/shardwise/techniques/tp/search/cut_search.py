@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
+from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.computed import computed_weights
 from shardwise.model.isolated import Isolated
 from shardwise.model.layers import is_norm
 from shardwise.model.names import canonical_modules
 from shardwise.model.trial import OUTSIDE, Trial, Uses, around_modules
-from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.techniques.tp.search.certificate import Settings, certify, dropouts
 from shardwise.techniques.tp.search.region_records import Found, Region
 from shardwise.techniques.tp.search.regions import find_regions, gradients, signature

@@ -1,4 +1,4 @@
-"""What a training loop, or a loss, of the user's own does with sequences that are cut over ``cp``."""
+"""What a training loop, or a loss, of the user's own does with sequences that are cut over ranks."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -6,10 +6,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from shardwise.config.keywords import public_call
-from shardwise.errors import UsageError
 from shardwise.parallel.runtime import runtime_of
-from shardwise.techniques.cp.act import cuts_of
-from shardwise.techniques.cp.exchanges import gathered
 
 T = TypeVar("T", Tensor, Mapping[str, Any])
 
@@ -33,18 +30,8 @@ def cut_sequence(model: nn.Module, value: T, dim: int = 1) -> T:
         ...     labels = sw.cut_sequence(model, batch["labels"])
         ...     loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), labels.flatten(), reduction="sum")
     """
-    cuts = cuts_of(runtime_of(model))
-    if cuts is None or cuts.is_whole:
-        return value
-    if isinstance(value, Tensor):
-        return cuts.rows_of(value, dim % value.dim())
-    if cuts.last is None:
-        raise UsageError(
-            "cut_sequence of a micro-batch before a forward of the model",
-            why="which of its tensors have positions is known by what the model was called with",
-            fix='call the model first; or pass one tensor: sw.cut_sequence(model, batch["labels"])',
-        )
-    return cuts.part_of(value)  # type: ignore[return-value]
+    sequence = runtime_of(model).sequence
+    return value if sequence is None else sequence.cut(value, dim)  # type: ignore[return-value]
 
 
 @public_call()
@@ -61,14 +48,5 @@ def join_sequence(model: nn.Module, x: Tensor, dim: int = 1) -> Tensor:
     Raises:
         UsageError: ``x`` has not as many positions as this rank has of the last forward.
     """
-    cuts = cuts_of(runtime_of(model))
-    if cuts is None or cuts.is_whole:
-        return x
-    num = None if cuts.last is None else cuts.num_rows(cuts.last.length)
-    if cuts.last is None or x.shape[dim] != num:
-        raise UsageError(
-            f"join_sequence of a tensor {tuple(x.shape)} along dim {dim}",
-            why="the model was not run on cut sequences yet" if num is None else f"of the last forward this rank has {num} positions",
-            fix="pass what the model's last forward with gradients, or of an evaluation, has returned, and its dim of positions",
-        )
-    return gathered(x, cuts.last, cuts.ranks, dim % x.dim())
+    sequence = runtime_of(model).sequence
+    return x if sequence is None else sequence.join(x, dim)
