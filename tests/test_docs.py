@@ -304,6 +304,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --dry-run --no-deps --no-build-isolation --no-index"
         case ["python", "examples/in_peft.py", _]:
             return command
+        case ["python", "benchmarks/context.py", *_]:  # tests/benchmarks/test_context.py runs its parts
+            return "python benchmarks/context.py --help"
         case ["python", "benchmarks/lora.py", *_]:  # tests/benchmarks/test_lora.py runs its parts
             return "python benchmarks/lora.py --help"
         case ["python", script] if script.startswith("examples/"):

@@ -121,12 +121,17 @@ def register_in_transformers(module: nn.Module) -> None:
     """Adds implementations of attention to the registry of transformers, where a model uses it: they call :data:`now`."""
     for name in _implementations(module):
         if name in _CATCHABLE:
-            from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
-            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
-
+            functions, masks = _registries()
             if _CAUGHT + name not in functions:
                 functions.register(_CAUGHT + name, functools.partial(_of_transformers, name))
                 masks.register(_CAUGHT + name, functools.partial(_mask_of_transformers, masks[name]))
+
+
+def _registries() -> tuple[Any, Any]:
+    """Implementations of attention in transformers, and of their masks, by name."""
+    from transformers import masking_utils, modeling_utils
+
+    return modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def catch_transformers(module: nn.Module) -> None:
@@ -188,9 +193,7 @@ def _of_transformers(
     if name == "eager":
         plain = sys.modules[type(module).__module__].eager_attention_forward
     else:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
-
-        plain = functions[name]
+        plain = _registries()[0][name]
     if now.attends is None:
         return plain(module, q, k, v, mask, **kwargs)  # type: ignore[no-any-return]
     is_causal = kwargs.get("is_causal")

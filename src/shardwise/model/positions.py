@@ -80,7 +80,7 @@ class Facts:
     masks_of_rows: bool = True
 
 
-class Differs(Exception):
+class Differs(Exception):  # noqa: N818 - it is not raised to users
     """A module does on rows what it does not on all.
 
     Attributes:

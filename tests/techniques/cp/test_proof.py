@@ -92,7 +92,7 @@ def broken(facts):
             for other in (number + 1, number + 7):
                 changed = [*calls[:i], [kind, other, argument], *calls[i + 1 :]]
                 yield f"{kind} {other} of {module}", "positions", module, changed
-    for module, calls in facts.attention.items():
+    for module in facts.attention:
         yield f"attention of {module} to its own rows", "attention", module, []
         yield f"attention 1 of {module}", "attention", module, [1]
 

@@ -37,7 +37,7 @@ class ContextParallelEntry(Record, frozen=True):
     dim: int = 1
     given: tuple[str, ...] = ()
     output: str = "rows"
-    outputs: dict[str, int] = {}
+    outputs: dict[str, int] = {}  # noqa: RUF012 - msgspec copies it
     masks_of_rows: bool = True
     sent: int = 0
 
