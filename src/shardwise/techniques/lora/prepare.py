@@ -19,9 +19,11 @@ from shardwise.model.adapted import (
     out_dim_of,
     row_norms,
 )
+from shardwise.model.adapted_parameters import AdaptedParameters, attach_parameters, factors_of
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
+from shardwise.techniques.lora.parameters import chosen_parameters
 from shardwise.world import World
 from shardwise.world.rng import derive_seed
 
@@ -39,14 +41,20 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
     if lora is None:
         return module
     _refuse_adapted(module)
-    layers = _chosen(module, lora)
+    layers, parameters = _chosen(module, lora), chosen_parameters(module, lora)
     trained = _trained(module, lora)
     for param in module.parameters():
         param.requires_grad_(False)
     for name in trained:
         module.get_parameter(name).requires_grad_()
+    seed = 0 if world is None else world.seed
     for name, layer in layers.items():
-        _attach(layer, name, lora, 0 if world is None else world.seed)
+        _attach(layer, name, lora, seed)
+    for name, names in parameters.items():
+        host = module.get_submodule(name)
+        attach_parameters(host, names, lora.rank, lora.scale, lora.name)
+        for each, low, high in factors_of(host):
+            _begin(low, high, lora, _generator(low, seed, f"{name}.{each}"))
     for child in module.modules():
         if any(isinstance(part, Adapted) for part in child.modules()):
             without_fast_path(child)
@@ -57,6 +65,10 @@ def values_of_proof(module: nn.Module) -> None:
     """Draws B, which begins at 0, so that the gradient of A is not 0; and magnitudes, which begin at the norms that they are divided by."""
     with torch.no_grad():
         for layer in adapted_layers(module).values():
+            if isinstance(layer, AdaptedParameters):
+                for _, _, high in factors_of(layer):
+                    high.normal_(std=0.1)
+                continue
             low, high, magnitude = adapter_tensors(layer)
             (low if isinstance(layer, AdaptedEmbedding) else high).normal_(std=0.1)
             if magnitude is not None:
@@ -89,7 +101,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
             for name, layer in linear.items()
             if name not in left and not _why_not(layer, modules, name, lora.dora)
         }
-        if not found:
+        if not found and not lora.experts:
             raise PlanError(
                 'LoRA(targets="all-linear")',
                 why=f"{type(module).__name__} has no linear layer, other than heads, that can have one"
@@ -108,7 +120,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         if not (hits := names_matching(found, pattern)):
             raise matches_nothing("LoRA", "exclude", pattern, found, [], found)
         found = {name: layer for name, layer in found.items() if name not in hits}
-    if not found:
+    if not found and not lora.experts:
         raise PlanError(
             f"LoRA(exclude={list(lora.exclude)})", why="it excludes all targets", fix="leave some layers in"
         )
@@ -166,8 +178,7 @@ def _trained(module: nn.Module, lora: LoRA) -> list[str]:
 def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
     """Makes a layer an adapted one, with values as PEFT begins with: B is 0, of embeddings A, so that nothing changes at first."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    # On meta a tape records what is drawn; a module with values draws the same under every layout, and leaves the user's generator alone.
-    generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(derive_seed(seed, "lora", name))
+    generator = _generator(weight, seed, name)
     layer.adapter_name = lora.name  # type: ignore[assignment]
     if isinstance(layer, nn.Embedding):
         low, high = (
@@ -184,11 +195,7 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
     out_dim = out_dim_of(layer) or 0
     num_outputs, num_inputs = weight.shape[out_dim], weight.shape[1 - out_dim]
     low, high = AdapterTensor(lora.rank, num_inputs, like=weight), AdapterTensor(num_outputs, lora.rank, like=weight)
-    if lora.init == "gaussian":
-        nn.init.normal_(low.weight, std=1 / lora.rank, generator=generator)
-    else:
-        nn.init.kaiming_uniform_(low.weight, a=math.sqrt(5), generator=generator)
-    nn.init.zeros_(high.weight)
+    _begin(low.weight, high.weight, lora, generator)
     how = Adapter(lora.scale, lora.dropout, out_dim)
     layer.lora_A, layer.lora_B = nn.ModuleDict({lora.name: low}), nn.ModuleDict({lora.name: high})
     if lora.dora:
@@ -198,3 +205,16 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
         layer.lora_magnitude_vector = nn.ModuleDict({lora.name: magnitude})
     layer.adapter = how  # type: ignore[assignment]
     layer.__class__ = adapted_class(type(layer))
+
+
+def _generator(like: torch.Tensor, seed: int, name: str) -> torch.Generator | None:
+    """On meta a tape records what is drawn; a module with values draws the same under every layout, and leaves the user's generator alone."""
+    return None if like.is_meta else torch.Generator(like.device).manual_seed(derive_seed(seed, "lora", name))
+
+
+def _begin(low: torch.Tensor, high: torch.Tensor, lora: LoRA, generator: torch.Generator | None) -> None:
+    if lora.init == "gaussian":
+        nn.init.normal_(low, std=1 / lora.rank, generator=generator)
+    else:
+        nn.init.kaiming_uniform_(low, a=math.sqrt(5), generator=generator)
+    nn.init.zeros_(high)

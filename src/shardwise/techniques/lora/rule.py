@@ -51,9 +51,10 @@ def lines(recipe: Recipe) -> list[str]:
     sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
     trained = sum(sizes[name] for name, param in recipe.params.items() if param.trainable)
     kind = "DoRA" if lora.dora else "rsLoRA" if lora.rslora else "LoRA"
-    beside = sum(1 for name in trained_beside(recipe))
+    beside, stacks = sum(1 for name in trained_beside(recipe)), parameters_of(recipe)
+    places = [(len(entry.layers) - len(stacks), "layers"), (sum(map(len, stacks.values())), "parameters of experts")]
     return [
-        f"{kind}: rank {lora.rank}, scale {lora.scale:g}, beside {len(entry.layers)} layers"
+        f"{kind}: rank {lora.rank}, scale {lora.scale:g}, beside {' and '.join(f'{num} {what}' for num, what in places if num)}"
         + (f", and {beside} parameters in full" if beside else "")
         + f": {trained:,} of {sum(sizes.values()):,} numbers ({trained / max(sum(sizes.values()), 1):.2%}) are trained"
     ]
@@ -65,6 +66,17 @@ def own_names(recipe: Recipe) -> list[str]:
         return []
     layers = set(recipe.entry("lora", LoRAEntry).layers)
     return [name for name in recipe.params if (place := name.rfind(".lora_")) > 0 and name[:place] in layers]
+
+
+def parameters_of(recipe: Recipe) -> dict[str, list[str]]:
+    """Module -> those of its parameters that have an adapter, in PEFT's order."""
+    found: dict[str, list[str]] = {}
+    for name in own_names(recipe):
+        host, _, rest = name.rpartition(".lora_A.")
+        _, *param, _ = rest.split(".")  # NAME.weight, or NAME.PARAMETER.weight
+        if host and param:
+            found.setdefault(host, []).extend(param)
+    return found
 
 
 def trained_beside(recipe: Recipe) -> list[str]:

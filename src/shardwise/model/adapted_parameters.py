@@ -1,0 +1,119 @@
+"""Parameters with a low-rank adapter which the code of their module multiplies by: experts stacked in one tensor, a matrix that is in no layer.
+
+``W + s B A`` is made for each forward of the module, and lies on the instance over the parameter while that runs: nothing is renamed, and
+nothing written in place. Shapes and numbers are those of PEFT (``target_parameters``): A ``[experts x rank, in]``, B ``[out, rank x experts]``
+with the expert as the fast index.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from shardwise.model.adapted import Adapted, Adapter, AdapterTensor
+
+
+@dataclass(frozen=True)
+class OfParameter:
+    """How the adapter of a parameter is computed.
+
+    Attributes:
+        scale: of its product.
+        num_experts: the first size of the parameter; 0: it is a matrix ``[out, in]``.
+        is_turned: it is ``[experts, in, out]``, and not ``[experts, out, in]``.
+    """
+
+    scale: float
+    num_experts: int = 0
+    is_turned: bool = False
+
+    @classmethod
+    def read(cls, module: nn.Module, shape: tuple[int, ...], scale: float) -> "OfParameter":
+        """How that of a parameter of this shape is, in its module: transformers and PEFT agree on ``is_transposed``."""
+        if len(shape) == 2:
+            return cls(scale)
+        return cls(scale, shape[0], bool(getattr(module, "is_transposed", False)))
+
+    def shapes(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Those of A and B."""
+        *_, num_outputs, num_inputs = (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
+        num = max(self.num_experts, 1)
+        return (num * rank, num_inputs), (num_outputs, rank * num)
+
+    def factors(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of each expert, whose product has the shape of its weight."""
+        low = low.reshape(self.num_experts, -1, low.shape[1])
+        high = high.reshape(high.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        return (low.mT, high.mT) if self.is_turned else (high, low)
+
+
+class AdaptedParameters(Adapted):
+    """Over the class of a module of which some parameters have an adapter: ``lora_A.NAME.PARAMETER.weight``."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, which finds the adapted weights under the names of its parameters."""
+        if self.adapter_is_off:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        made = {}
+        for name, low, high in factors_of(self):
+            weight = getattr(self, name)
+            made[name] = adapted_weight(weight, low, high, OfParameter.read(self, weight.shape, self.adapter.scale))  # type: ignore[arg-type]
+        for name, weight in made.items():
+            object.__setattr__(self, name, weight)
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for name in made:
+                object.__delattr__(self, name)
+
+
+def adapted_weight(weight: Tensor, low: Tensor, high: Tensor, how: OfParameter) -> Tensor:
+    """``W + s B A``, in the dtype of W."""
+    if has_torch_function((weight, low, high)):
+        return handle_torch_function(adapted_weight, (weight, low, high), weight, low, high, how)  # type: ignore[no-any-return]
+    if not how.num_experts:
+        return weight + ((high @ low) * how.scale).to(weight.dtype)
+    first, second = (factor.to(weight.dtype) for factor in how.factors(low, high))
+    return torch.baddbmm(weight, first, second, alpha=how.scale)
+
+
+def merge_parameter_(
+    low: Tensor, high: Tensor, how: OfParameter, pieces: Iterable[tuple[tuple[slice, ...], Tensor]]
+) -> None:
+    """Merges an adapter into pieces of its parameter, in place; each comes with where it is in the whole. The product of one expert after the
+    other is made in full, and cut: the bits of a part's own product may be others."""
+    for index, part in pieces:
+        if not how.num_experts:
+            part += ((high @ low) * how.scale)[index]
+            continue
+        firsts, seconds = how.factors(low, high)
+        for place, expert in enumerate(range(how.num_experts)[index[0]]):
+            part[place] += ((firsts[expert] @ seconds[expert]) * how.scale)[index[1:]]
+
+
+def attach_parameters(module: Any, names: Iterable[str], rank: int, scale: float, adapter: str) -> None:
+    """Gives parameters of a module an adapter, whose factors have no values yet. They are in the module's order: PEFT's names follow it."""
+    low, high = nn.ModuleDict(), nn.ModuleDict()
+    for name in module._parameters:
+        if name in {*names}:
+            weight = module._parameters[name]
+            of_low, of_high = OfParameter.read(module, weight.shape, scale).shapes(weight.shape, rank)
+            low[name], high[name] = AdapterTensor(*of_low, like=weight), AdapterTensor(*of_high, like=weight)
+    module.lora_A, module.lora_B = nn.ModuleDict({adapter: low}), nn.ModuleDict({adapter: high})
+    module.adapter, module.adapter_name = Adapter(scale), adapter
+    module.__class__ = _class_over(type(module))
+
+
+def factors_of(module: Any) -> list[tuple[str, Tensor, Tensor]]:
+    """``(parameter, A, B)`` of each parameter with an adapter."""
+    low, high = module.lora_A[module.adapter_name], module.lora_B[module.adapter_name]
+    return [(name, low[name].weight, high[name].weight) for name in low]
+
+
+@functools.cache
+def _class_over(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (AdaptedParameters, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
