@@ -365,7 +365,10 @@ class Trial:
     def shape_of(self, weight: str) -> torch.Size:
         """The shape of a weight of the whole model."""
         if weight not in self._shapes:
-            self._shapes[weight] = self.module.get_parameter(weight).shape
+            owner, _, attr = weight.rpartition(".")
+            param = self.module.get_submodule(owner)._parameters[attr]  # over which an adapted weight may lie
+            assert param is not None
+            self._shapes[weight] = param.shape
         return self._shapes[weight]
 
     def name_of(self, tensor: Any) -> str | None:
