@@ -116,4 +116,6 @@ def factors_of(module: Any) -> list[tuple[str, Tensor, Tensor]]:
 
 @functools.cache
 def _class_over(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (AdaptedParameters, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return type(
+        cls.__name__, (AdaptedParameters, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )

@@ -1,58 +1,186 @@
-"""Adapters of experts that are stacked in one parameter, and of other parameters that are in no layer."""
+"""Adapters of experts that are stacked in one parameter, and of matrices that are in no layer."""
 
-import functools
+import warnings
 
-import models
-import torch
 import pytest
 import torch
+from techniques.lora import adapters, experts
+from techniques.lora.experts import FAMILIES, STACKS
+from techniques.lora.test_parity import RANKS, compared
 from torch import nn
-from torch.nn import functional
-from models.hugging_face import DECODER, hf
-from techniques.lora.test_parity import compared
 
 import shardwise as sw
+from shardwise.model.adapted_parameters import OfParameter, adapted_weight, merge_parameter_
+from shardwise.techniques.lora.prepare import prepare
 
-STACKS = ("gate_up_proj", "down_proj")
-SMALL = {**DECODER, "experts_implementation": "eager", "num_hidden_layers": 2, "num_experts_per_tok": 2}
+KINDS = {"lora": {}, "rslora": {"rslora": True}}
+FEW = [("mixtral", "dp_shard=3", "rslora"), ("qwen3-moe", "dp_shard=2,tp=2", "lora")]
+OPTIONS = {
+    "nf4": {"quantize": "nf4"},
+    "remat": {"remat": "full"},
+    "every micro-batch": {"sharding": sw.Sharding(min_unit_bytes=0, sync_every_microbatch=True)},
+    "adamw": {"optimizer": "adamw", "max_grad_norm": 0.1},
+    "compile": {"compile": sw.Compile(backend="aot_eager")},
+}
 
 
-def mixtral():
-    return hf("MixtralConfig", "MixtralForCausalLM", **SMALL, num_local_experts=4)
+# ---- numbers ------------------------------------------------------------------------------------------------------------
 
 
-def qwen3_moe():
-    return hf("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **SMALL, num_experts=4, moe_intermediate_size=8)
+@pytest.mark.parametrize(
+    ("name", "layout", "kind"),
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.soak, id="-".join(case))
+        for case in ((name, layout, kind) for name in FAMILIES for layout in RANKS for kind in KINDS)
+    ],
+)
+def test_experts_train_as_in_one_process(ranks, name, layout, kind):
+    lora = sw.LoRA(rank=2, alpha=3, experts=STACKS, **KINDS[kind])
+    compared(ranks, "mixtral", layout, lora, build=FAMILIES[name], max_grad_norm=0.05)
 
 
-BUILDS = {"mixtral": mixtral, "qwen3-moe": qwen3_moe}
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [
+        pytest.param(option, layout, marks=() if (option, layout) == ("nf4", "tp=2") else pytest.mark.soak)
+        for option in OPTIONS
+        for layout in ("dp_shard=2", "tp=2", "dp_shard=2,tp=2")
+        if (option, layout) != ("every micro-batch", "tp=2")
+    ],
+)
+def test_experts_beside_other_options(ranks, option, layout):
+    lora = sw.LoRA(rank=2, targets=("q_proj", "o_proj"), experts=STACKS, train=("*norm*",))
+    compared(ranks, "mixtral", layout, lora, build=experts.mixtral, **OPTIONS[option])
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_experts_that_are_computed_by_one_product(ranks, implementation):
+    build = {"batched_mm": experts.batched, "grouped_mm": experts.grouped}[implementation]
+    compared(ranks, "mixtral", "dp_shard=2", sw.LoRA(rank=2, targets=(), experts="down_proj"), build=build)
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
-def test_x(ranks, layout):
-    compared(ranks, "mixtral", layout, sw.LoRA(rank=2, experts=STACKS), build=mixtral, max_grad_norm=0.05)
+@pytest.mark.parametrize("build", [experts.Outer, experts.Encoder, experts.Turned])
+def test_matrices_in_no_layer_and_stacks_that_are_turned(ranks, build, layout):
+    lora = sw.LoRA(rank=2, experts=build.parameters_with_adapters)
+    given = {"batches": experts.rows(2, 3), "loss": experts.loss, "count": experts.count}
+    sw.verify(build, layout, run=ranks.run, lora=lora, **given)
 
 
-class Stack(nn.Module):
-    """Experts, of which all get every position; ``how`` says who reads their weights, and how."""
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_numbers_are_those_of_peft(name, kind):
+    peft = pytest.importorskip("peft")
+    ours = experts.whole(FAMILIES[name], sw.LoRA(rank=3, alpha=5, targets=("q_proj",), experts=STACKS, **KINDS[kind]))
+    torch.manual_seed(1)
+    targets = {"target_modules": ["q_proj"], "target_parameters": [f"experts.{each}" for each in STACKS]}
+    config = peft.LoraConfig(r=3, lora_alpha=5, use_rslora=kind == "rslora", **targets)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(FAMILIES[name]().double(), config).double()
+    named = dict(theirs.named_parameters())
+    pairs = {key: named[experts.in_peft(key)] for key, _ in ours.named_parameters() if "lora_" in key}
+    assert len(pairs) == sum("lora_" in key for key in named)
+    for key, param in pairs.items():
+        param.data.copy_(ours.get_parameter(key))
+    losses = []
+    for module in (ours, theirs):
+        logits = module(input_ids=experts.IDS).logits
+        logits.square().mean().backward()
+        losses.append(logits.detach())
+    assert torch.equal(*losses)
+    for key, param in pairs.items():
+        found = ours.get_parameter(key).grad
+        assert param.grad.any() and float((found - param.grad).abs().max()) <= 1e-12 * float(param.grad.abs().max()), (
+            key
+        )
 
-    def __init__(self, how="own"):
-        super().__init__()
-        self.how, self.weights, self.bare = how, nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(8, 8))
 
-    def forward(self, x):
-        y = torch.einsum("eoi,bi->bo", self.weights, x)
-        weight = self._parameters["bare"] if self.how == "parameters" else self.bare
-        return functional.linear(y, weight)
+@pytest.mark.parametrize("how", [OfParameter(0.7), OfParameter(0.7, 3), OfParameter(0.7, 3, is_turned=True)])
+def test_a_merge_in_pieces_is_the_weight_of_a_forward(how):
+    shape = (3, 6, 4) if how.num_experts else (6, 4)
+    low, high = (torch.randn(each, dtype=torch.float64) for each in how.shapes(shape, 2))
+    weight = torch.randn(shape, dtype=torch.float64)
+    pieces = [weight[0:2].clone(), weight[2:].clone()]
+    inner = [slice(0, size) for size in shape[1:]]
+    places = [(slice(0, 2), *inner), (slice(2, shape[0]), *inner)]
+    merge_parameter_(low, high, how, zip(places, pieces, strict=True))
+    assert torch.allclose(torch.cat(pieces), adapted_weight(weight, low, high, how), rtol=0, atol=1e-14)
 
 
-class Outer(nn.Module):
-    def __init__(self, how="own"):
-        super().__init__()
-        self.stack, self.up = Stack(how), nn.Linear(8, 8)
+def test_the_first_answer_and_that_without_adapters_are_the_bases():
+    torch.manual_seed(1)
+    module = experts.mixtral().double()
+    before, names = module(input_ids=experts.IDS).logits, set(module.state_dict())
+    prepare(module, None, None, lora=sw.LoRA(rank=2, experts=STACKS))
+    assert torch.equal(module(input_ids=experts.IDS).logits, before) and names <= set(module.state_dict())
+    adapters.drawn(module)
+    assert not torch.allclose(module(input_ids=experts.IDS).logits, before, rtol=0, atol=1e-3)
+    with sw.adapter_off(module):
+        assert torch.equal(module(input_ids=experts.IDS).logits, before)
+    stack = module.model.layers[0].mlp.experts
+    with pytest.raises(TypeError):
+        stack(None)
+    assert isinstance(stack.gate_up_proj, nn.Parameter)  # as before the forward that has failed
 
-    def forward(self, x):
-        y = self.stack(self.up(x))
-        if self.stack.how == "matrix":
-            return functional.linear(y, self.stack.bare)
-        return y @ self.stack.weights[0] if self.stack.how == "stack" else y
+
+def test_what_they_begin_with_is_the_same_under_every_layout(ranks):
+    lora = sw.LoRA(rank=2, experts=STACKS)
+    layouts = (("dp_shard=1", 1), ("dp_shard=3", 3), ("tp=2", 2))
+    found = [ranks.run(adapters.first_values, size, layout, "mixtral", lora, True)[0] for layout, size in layouts]
+    for other in found[1:]:
+        assert all(torch.equal(other[key], value) for key, value in found[0].items())
+    assert all(bool(value.any()) == ("lora_B" not in key) for key, value in found[0].items())
+    assert any("experts.lora_A.default.down_proj.weight" in key for key in found[0])
+
+
+# ---- which parameters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"experts": "gate_up"}, sw.PlanError, "no parameter of this model.*\n.*did you mean 'gate_up_proj'"),
+        (
+            {"experts": "q_proj.weight"},
+            sw.UnsupportedError,
+            r"layer, whose adapter.*\n.*LoRA\(targets=\('model.layers.0",
+        ),
+        ({"experts": "norm.weight"}, sw.UnsupportedError, r"float32 of shape \[12\]: adapters are of matrices"),
+        ({"experts": STACKS, "dora": True}, sw.ConfigError, "the norms of DoRA"),
+        ({"experts": STACKS, "dropout": 0.1}, sw.ConfigError, "of which dropout would take some away"),
+        ({"target_parameters": ["x"]}, sw.ConfigError, "it is called experts here"),
+        ({"targets": ()}, sw.ConfigError, "means no layer"),
+    ],
+)
+def test_parameters_that_can_have_no_adapter(given, error, words):
+    with pytest.raises(error, match=words):
+        prepare(experts.mixtral(), None, None, lora=sw.LoRA(**given))
+
+
+def test_modules_in_which_an_adapter_would_have_no_effect():
+    patched, tied = experts.Outer(), experts.Outer()
+    patched.stack.forward, tied.up.bare = lambda x: x, tied.stack.bare
+    for module, name, words in (
+        (patched, "bare", "stack.bare: .*\n.*a forward was set on its module"),
+        (tied, "stack.bare", "stack.bare: .*\n.*it is also up.bare"),
+        (experts.Stack(), "bare", "bare: .*\n.*belongs to no module but the model itself"),
+        (nn.ModuleList([nn.ParameterList([torch.randn(4, 4)])]), "0", "0.0: .*\n.*has no forward"),
+        (
+            nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+            "original1",
+            "another weight is computed",
+        ),
+    ):
+        with pytest.raises(sw.UnsupportedError, match=words):
+            prepare(module, None, None, lora=sw.LoRA(rank=2, targets=(), experts=name))
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("an index outside", "stack.weights"), ("a layer outside", "stack.bare"), ("its parameter", "stack.bare")],
+)
+def test_a_parameter_that_other_code_reads_is_refused_by_its_name(ranks, how, name):
+    text = ranks.run(experts.read_outside, 2, how)[0]
+    assert text.startswith(f"{name}: an adapter of a weight that") and "outside of its module's forward" in text
+    assert f"leave {name.rpartition('.')[2]} out of LoRA(experts=...)" in text

@@ -31,7 +31,9 @@ def chosen_parameters(module: nn.Module, lora: LoRA) -> dict[str, list[str]]:
     chosen: dict[str, list[str]] = {}
     for name in [name for name in named if name in found]:
         owner, attr = named[name]
-        others = [other for other, (o, a) in named.items() if other != name and o._parameters[a] is owner._parameters[attr]]
+        others = [
+            other for other, (o, a) in named.items() if other != name and o._parameters[a] is owner._parameters[attr]
+        ]
         if why := _why_not(name, owner, owner._parameters[attr], others):
             raise UnsupportedError(
                 f"LoRA(experts=...) of a parameter of {type(owner).__name__}",
@@ -48,18 +50,29 @@ def _why_not(name: str, owner: nn.Module, param: nn.Parameter, others: list[str]
     host = name.rpartition(".")[0]
     leave = "leave it out of experts="
     if param.dim() not in (2, 3) or not param.is_floating_point():
-        return f"it is {str(param.dtype).removeprefix('torch.')} of shape {list(param.shape)}: adapters are of matrices, and of stacks of them", leave
+        return (
+            f"it is {str(param.dtype).removeprefix('torch.')} of shape {list(param.shape)}: adapters are of matrices, and of stacks of them",
+            leave,
+        )
     if out_dim_of(owner) is not None or isinstance(owner, nn.Embedding):
-        return "it is the weight of a layer, whose adapter is computed beside it", f"name the layer: LoRA(targets=({host!r},))"
+        return (
+            "it is the weight of a layer, whose adapter is computed beside it",
+            f"name the layer: LoRA(targets=({host!r},))",
+        )
     if others:
         return f"it is also {others[0]}, whose module would compute without the adapter", leave
     if ".parametrizations." in name:
         return "another weight is computed from it", leave
     if not host:
-        return "it belongs to no module but the model itself, for which PEFT's files have no place", "put it into a module of its own"
+        return (
+            "it belongs to no module but the model itself, for which PEFT's files have no place",
+            "put it into a module of its own",
+        )
     if has_no_forward(owner) or "forward" in vars(owner):
         return (
-            "its module has no forward, within which the adapted weight would be read" if has_no_forward(owner) else "a forward was set on its module"
+            "its module has no forward, within which the adapted weight would be read"
+            if has_no_forward(owner)
+            else "a forward was set on its module"
         ), "let the module that holds it compute with it, in its class's forward"
     return None
 
@@ -72,5 +85,9 @@ def _matches_nothing(pattern: str, params: dict[str, nn.Parameter]) -> PlanError
         f"LoRA(experts=({pattern!r},))",
         why="it means no parameter of this model",
         fix=(f"did you mean {' or '.join(map(repr, close))}? " if close else "")
-        + (f"parameters of three dims are called {', '.join(stacked[:12])}" if stacked else "no parameter has three dims: name layers in targets="),
+        + (
+            f"parameters of three dims are called {', '.join(stacked[:12])}"
+            if stacked
+            else "no parameter has three dims: name layers in targets="
+        ),
     )

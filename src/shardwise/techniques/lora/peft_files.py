@@ -262,11 +262,16 @@ def adapter_folder(folder: Path) -> AdapterFolder:
     keys = {layer: {part: key_of(layer, part) for part in parts} for layer, parts in layers.items()}
     fan = bool(_config_in(folder).get("fan_in_fan_out"))
     of_stacks = {
-        host: [{part: f"{PREFIX}{host}{peft_parameters.INNER * depth}.{part}.weight" for part in each} for depth, each in ranked]
+        host: [
+            {part: f"{PREFIX}{host}{peft_parameters.INNER * depth}.{part}.weight" for part in each}
+            for depth, each in ranked
+        ]
         for host, each in stacks.items()
         for ranked in [list(zip(range(len(each) - 1, -1, -1), each, strict=True))]
     }
-    return AdapterFolder(option, keys, tables, of_stacks, option["experts"], {name: PREFIX + name for name in beside}, fan)
+    return AdapterFolder(
+        option, keys, tables, of_stacks, option["experts"], {name: PREFIX + name for name in beside}, fan
+    )
 
 
 def weights_in(folder: Path) -> Path:

@@ -1,0 +1,135 @@
+"""Models with stacked experts, and with parameters in no layer, for the tests of their adapters."""
+
+import torch
+from models.hugging_face import DECODER, hf
+from techniques.lora import adapters
+from torch import nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.techniques.lora.prepare import prepare
+
+STACKS = ("gate_up_proj", "down_proj")
+SMALL = {**DECODER, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+IDS = torch.arange(24).view(2, 12) % 17
+
+
+def mixtral(how="eager"):
+    return hf("MixtralConfig", "MixtralForCausalLM", **SMALL, num_local_experts=4, experts_implementation=how)
+
+
+def qwen3_moe():
+    sizes = {"num_experts": 4, "moe_intermediate_size": 8, "experts_implementation": "eager"}
+    return hf("Qwen3MoeConfig", "Qwen3MoeForCausalLM", **SMALL, **sizes)
+
+
+def batched():
+    return mixtral("batched_mm")
+
+
+def grouped():
+    return mixtral("grouped_mm")
+
+
+FAMILIES = {"mixtral": mixtral, "qwen3-moe": qwen3_moe}
+
+
+def whole(build, lora):
+    """A model with drawn adapters, in one process."""
+    torch.manual_seed(1)
+    return adapters.drawn(prepare(build().double(), None, None, lora=lora))
+
+
+def in_peft(name):
+    """PEFT's name of an adapter's parameter: the second parameter of experts is its outer one."""
+    for part in "AB":
+        name = name.replace(f".lora_{part}.default.down_proj.", f".lora_{part}.default.")
+        name = name.replace(f".lora_{part}.default.gate_up_proj.", f".base_layer.lora_{part}.default.")
+    return f"base_model.model.{name}"
+
+
+class Stack(nn.Module):
+    """Experts, of which all get every position, and a matrix; ``how`` says who reads them, and how."""
+
+    def __init__(self, how="own"):
+        super().__init__()
+        self.how, self.weights, self.bare = how, nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        y = torch.einsum("eoi,...i->...o", self.weights, x) / 4
+        return functional.linear(y, self._parameters["bare"] if self.how == "its parameter" else self.bare)
+
+
+class Outer(nn.Module):
+    parameters_with_adapters = ("stack.weights", "bare")
+
+    def __init__(self, how="own"):
+        super().__init__()
+        self.stack, self.up = Stack(how), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.stack(self.up(x))
+        if self.stack.how == "a layer outside":
+            return functional.linear(y, self.stack.bare)
+        return y @ self.stack.weights[0] if self.stack.how == "an index outside" else y
+
+
+class TurnedStack(nn.Module):
+    is_transposed = True
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 12) / 4), nn.Parameter(torch.randn(3, 12, 8) / 4)
+
+    def forward(self, x):
+        return torch.einsum("...i,eio,eoj->...j", x, self.up, self.down)
+
+
+class Turned(nn.Sequential):
+    """Experts that lie as those of gpt-oss: ``[experts, in, out]``."""
+
+    parameters_with_adapters = ("up", "down")
+
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), TurnedStack(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Encoder(nn.Module):
+    """Attention whose projections are one parameter."""
+
+    parameters_with_adapters = ("in_proj_weight",)
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
+def rows(steps, num):
+    random = torch.Generator().manual_seed(3)
+    return [[{"x": torch.randn(2, 3 + i, 8, generator=random)} for i in range(num)] for _ in range(steps)]
+
+
+def count(batch):
+    return batch["x"].shape[1]
+
+
+def loss(output, batch):
+    return output.exp().sum()
+
+
+def read_outside(how):
+    """The error of adapters of parameters which other code reads."""
+    with sw.init("dp_shard=2", device="cpu", seed=0) as world:
+        lora = sw.LoRA(rank=2, experts=Outer.parameters_with_adapters)
+        try:
+            sw.parallelize(Outer(how), world, example={"x": torch.randn(4, 8)}, lora=lora)
+        except sw.UnsupportedError as error:
+            return str(error)
+        return ""
