@@ -133,3 +133,15 @@ def read_outside(how):
         except sw.UnsupportedError as error:
             return str(error)
         return ""
+
+
+def left_plain():
+    """What a description says of experts without adapters, and the error of putting them into 4 bits."""
+    with sw.init("dp_shard=1", device="cpu", seed=0) as world:
+        module = sw.parallelize(mixtral(), world, example={"input_ids": IDS}, lora=sw.LoRA(rank=2))
+        said = next(line for line in sw.describe(module).splitlines() if "experts" in line)
+        try:
+            sw.parallelize(mixtral(), world, lora=sw.LoRA(rank=2), quantize=sw.Quantize(targets=("down_proj",)))
+        except sw.PlanError as error:
+            return said, str(error)
+        return said, ""

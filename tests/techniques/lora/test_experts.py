@@ -150,12 +150,31 @@ def test_what_they_begin_with_is_the_same_under_every_layout(ranks):
         ({"experts": STACKS, "dora": True}, sw.ConfigError, "the norms of DoRA"),
         ({"experts": STACKS, "dropout": 0.1}, sw.ConfigError, "of which dropout would take some away"),
         ({"target_parameters": ["x"]}, sw.ConfigError, "it is called experts here"),
+        ({"targets": "down_proj"}, sw.PlanError, r"experts.down_proj: .*\n.*and no layer\n.*experts=\('down_proj',\)"),
+        ({"targets": "mlp.experts"}, sw.PlanError, r"experts=\('gate_up_proj', 'down_proj'\)"),
         ({"targets": ()}, sw.ConfigError, "means no layer"),
     ],
 )
 def test_parameters_that_can_have_no_adapter(given, error, words):
     with pytest.raises(error, match=words):
         prepare(experts.mixtral(), None, None, lora=sw.LoRA(**given))
+
+
+def test_what_all_linear_leaves_frozen_is_said_and_4_bits_of_it_are_refused_by_name(ranks):
+    said, text = ranks.run(experts.left_plain, 1)[0]
+    assert "experts.gate_up_proj and 3 more, stacked weights in no layer, are frozen" in said
+    assert "LoRA(experts=('gate_up_proj', 'down_proj'))" in said
+    assert "experts.down_proj: Quantize(targets=('down_proj',))" in text and "it stays plain" in text
+
+
+def test_the_fast_path_of_a_transformer_encoder_does_not_pass_over_an_adapter_of_attention():
+    module = experts.whole(experts.Encoder, sw.LoRA(rank=2, targets=(), experts="in_proj_weight"))
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    with torch.no_grad():
+        answer = module.eval()(x)
+        with sw.adapter_off(module):
+            assert not torch.allclose(answer, module(x), rtol=0, atol=1e-3)
+    assert torch.allclose(answer, module.train()(x), rtol=0, atol=1e-12)
 
 
 def test_modules_in_which_an_adapter_would_have_no_effect():

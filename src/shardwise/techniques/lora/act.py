@@ -135,9 +135,9 @@ def _merged_parameters(runtime: Any, whole: Whole) -> dict[str, Merge]:
     for host, names in parameters_of(runtime.recipe).items():
         for name in names:
             shape = runtime.recipe.params[f"{host}.{name}"].shape
-            factors = [whole([f"{host}.lora_{part}.{lora.name}.{name}.weight"], _as_it_is) for part in "AB"]
+            low, high = (whole([f"{host}.lora_{part}.{lora.name}.{name}.weight"], _as_it_is) for part in "AB")
             how = OfParameter.read(modules[host], shape, lora.scale)
-            found[f"{host}.{name}"] = functools.partial(merge_parameter_, *factors, how)
+            found[f"{host}.{name}"] = functools.partial(merge_parameter_, low, high, how)
     return found
 
 

@@ -21,20 +21,21 @@ def chosen_parameters(module: nn.Module, lora: LoRA) -> dict[str, list[str]]:
     """
     if not lora.experts:
         return {}
-    named = {name: (owner, attr) for name, owner, attr in canonical_tensors(module, "_parameters")}
+    owners = {name: owner for name, owner, _ in canonical_tensors(module, "_parameters")}
+    named, first = {name: module.get_parameter(name) for name in owners}, dict[tuple[int, str], str]()
     found: dict[str, None] = {}
     for pattern in lora.experts:
         hits = names_matching([*named], pattern)
         if not hits:
-            raise _matches_nothing(pattern, {name: owner._parameters[attr] for name, (owner, attr) in named.items()})
+            raise _matches_nothing(pattern, named)
         found |= dict.fromkeys(hits)
     chosen: dict[str, list[str]] = {}
     for name in [name for name in named if name in found]:
-        owner, attr = named[name]
-        others = [
-            other for other, (o, a) in named.items() if other != name and o._parameters[a] is owner._parameters[attr]
-        ]
-        if why := _why_not(name, owner, owner._parameters[attr], others):
+        owner, attr = owners[name], name.rpartition(".")[2]
+        if first.setdefault((id(owner), attr), name) != name:
+            continue  # another name of one module
+        others = [other for other, param in named.items() if param is named[name] and owners[other] is not owner]
+        if why := _why_not(name, owner, named[name], others):
             raise UnsupportedError(
                 f"LoRA(experts=...) of a parameter of {type(owner).__name__}",
                 why=why[0],

@@ -21,7 +21,7 @@ from shardwise.model.adapted import (
 )
 from shardwise.model.adapted_parameters import AdaptedParameters, attach_parameters, factors_of
 from shardwise.model.names import canonical_modules, canonical_tensors
-from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
+from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.techniques.lora.parameters import chosen_parameters
 from shardwise.world import World
@@ -114,7 +114,10 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
             matching = names_matching(modules, pattern)
             hits = {n: modules[n] for n in matching if n in linear or isinstance(modules[n], nn.Embedding)}
             if not hits:
-                raise matches_nothing("LoRA", "targets", pattern, modules, matching, linear)
+                instead = "name it as a parameter: LoRA(experts={names!r})"
+                raise matches_nothing(
+                    "LoRA", "targets", pattern, modules, matching, linear, in_no_layer(module), instead
+                )
             found |= hits
     for pattern in lora.exclude:
         if not (hits := names_matching(found, pattern)):

@@ -76,7 +76,7 @@ def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -
     return found
 
 
-def _readers_of_parameters(trial: Trial, host: str, module: nn.Module) -> dict[str, str]:
+def _readers_of_parameters(trial: Trial, host: str, module: AdaptedParameters) -> dict[str, str]:
     """Parameter with an adapter -> a function that is given it, and not what is made of it for the forward of its module."""
     found = {}
     for name in (f"{host}.{each}" for each, _, _ in factors_of(module)):

@@ -8,7 +8,7 @@ import msgspec
 
 from shardwise.recipe import Draft, Recipe
 from shardwise.recipe.records import Record
-from shardwise.techniques.lora.options import LoRA
+from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 
 
 class LoRAEntry(Record, frozen=True):
@@ -33,6 +33,14 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     if lora is None:
         return
     draft.entries["lora"] = LoRAEntry(layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora))
+    if left := _stacks_left(draft, lora):
+        names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in left))
+        text = f"{left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
+        draft.note(
+            "lora",
+            f"{text}, stacked weights in no layer, are frozen and have no adapter: LoRA(experts={names!r}) gives them one",
+            option="lora",
+        )
     if why := facts.get("unchecked"):
         draft.note(
             "lora",
@@ -40,6 +48,21 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
             option="lora",
             warns=True,
         )
+
+
+def _stacks_left(draft: Draft, lora: LoRA) -> list[str]:
+    """Parameters without an adapter that are matrices of experts, by their shape and module, where all linear layers were asked for."""
+    if lora.targets != ALL_LINEAR or lora.experts:
+        return []
+    owner = draft.anatomy.class_paths.get
+    return [
+        name
+        for name, fact in draft.anatomy.params.items()
+        if len(fact.shape) == 3
+        and min(fact.shape) > 1
+        and not fact.trainable
+        and not owner(name.rpartition(".")[0], "").startswith("torch.nn.")
+    ]
 
 
 def lines(recipe: Recipe) -> list[str]:
