@@ -2986,6 +2986,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "after a forward the adapted weight stays in place of the parameter",
     ),
     Mutant(
+        "adapter-of-attention-by-peft",
+        'if "auto_mapping" in config and not',
+        "if False and not",
+        "tests/techniques/lora/test_experts.py -k attention_of_torch_in_pefts_files",
+        "adapters that PEFT has trained with that of out_proj counted twice are loaded as if it were once",
+    ),
+    Mutant(
         "adapter-of-other-parameters",
         '    peft_parameters.refuse_others(folder, there["experts"], stacks, names)\n',
         "",

@@ -52,23 +52,26 @@ class OfParameter:
 
 
 class AdaptedParameters(Adapted):
-    """Over the class of a module of which some parameters have an adapter: ``lora_A.NAME.PARAMETER.weight``."""
+    """Over the class of a module of which some parameters have an adapter: ``lora_A.NAME.PARAMETER.weight``. The weight of a child that is
+    read and not called, as the ``out_proj`` of nn.MultiheadAttention, is named as the child."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, which finds the adapted weights under the names of its parameters."""
         if self.adapter_is_off:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        made = {}
+        made = []
         for name, low, high in factors_of(self):
-            weight = getattr(self, name)
-            made[name] = adapted_weight(weight, low, high, OfParameter.read(self, weight.shape, self.adapter.scale))  # type: ignore[arg-type]
-        for name, weight in made.items():
-            object.__setattr__(self, name, weight)
+            owner, attr = place_of(self, name)
+            weight: Tensor = getattr(owner, attr)
+            how = OfParameter.read(self, weight.shape, self.adapter.scale)  # type: ignore[arg-type]
+            made.append((owner, attr, adapted_weight(weight, low, high, how)))
+        for owner, attr, weight in made:
+            object.__setattr__(owner, attr, weight)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            for name in made:
-                object.__delattr__(self, name)
+            for owner, attr, _ in made:
+                object.__delattr__(owner, attr)
 
 
 def adapted_weight(weight: Tensor, low: Tensor, high: Tensor, how: OfParameter) -> Tensor:
@@ -97,15 +100,21 @@ def merge_parameter_(
 
 def attach_parameters(module: Any, names: Iterable[str], rank: int, scale: float, adapter: str) -> None:
     """Gives parameters of a module an adapter, whose factors have no values yet. They are in the module's order: PEFT's names follow it."""
-    low, high = nn.ModuleDict(), nn.ModuleDict()
-    for name in module._parameters:
-        if name in {*names}:
-            weight = module._parameters[name]
+    low, high, names = nn.ModuleDict(), nn.ModuleDict(), {*names}
+    for name in (*module._parameters, *module._modules):
+        if name in names:
+            owner, attr = place_of(module, name)
+            weight = owner._parameters[attr]
             of_low, of_high = OfParameter.read(module, weight.shape, scale).shapes(weight.shape, rank)
             low[name], high[name] = AdapterTensor(*of_low, like=weight), AdapterTensor(*of_high, like=weight)
     module.lora_A, module.lora_B = nn.ModuleDict({adapter: low}), nn.ModuleDict({adapter: high})
     module.adapter, module.adapter_name = Adapter(scale), adapter
     module.__class__ = _class_over(type(module))
+
+
+def place_of(module: Any, name: str) -> tuple[Any, str]:
+    """The module that holds what an adapter's name means in ``module``, and its attribute."""
+    return (module, name) if name in module._parameters else (module._modules[name], "weight")
 
 
 def factors_of(module: Any) -> list[tuple[str, Tensor, Tensor]]:

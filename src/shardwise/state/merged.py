@@ -18,6 +18,7 @@ from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_files import adapter_folder
+from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
 
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
@@ -43,7 +44,9 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
                 why="it is an embedding, whose weight may be the head's too",
                 fix="merge it in a model: sw.parallelize(..., lora=sw.LoRA.of(folder)), sw.load_adapter, sw.save_weights",
             )
-        name = f"{layer}.weight"
+        name = f"{layer}.weight".replace(OF_ATTENTION, ".out_proj")
+        if f"{layer}.in_proj_weight" in source.tensors:  # nn.MultiheadAttention
+            name = f"{layer}.in_proj_weight"
         base, low, high = _base(source, name, folder), stored[parts["lora_A"]], stored[parts["lora_B"]]
         shape = (high.shape[0], low.shape[1])
         is_turned = found.fan_in_fan_out if shape[0] == shape[1] else base.shape == shape[::-1]

@@ -1,7 +1,10 @@
 """Models with stacked experts, and with parameters in no layer, for the tests of their adapters."""
 
+import warnings
+
 import torch
 from models.hugging_face import DECODER, hf
+from safetensors.torch import load_file
 from techniques.lora import adapters
 from torch import nn
 from torch.nn import functional
@@ -98,7 +101,7 @@ class Turned(nn.Sequential):
 
 
 class Encoder(nn.Module):
-    """Attention whose projections are one parameter."""
+    """Attention whose projections are one parameter, and a layer that it does not call."""
 
     parameters_with_adapters = ("in_proj_weight",)
 
@@ -145,3 +148,22 @@ def left_plain():
         except sw.PlanError as error:
             return said, str(error)
         return said, ""
+
+
+def of_attention(layout, folder):
+    """Saves adapters of attention, loads them, and merges them: the warnings; the answers before, after, and of the merged weights."""
+    with sw.init(layout, device="cpu", seed=0) as world, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        x, lora = rows(1, 1)[0][0]["x"].double(), sw.LoRA(rank=2, alpha=3, targets=("self_attn", "linear1"))
+        torch.manual_seed(1)
+        module = sw.parallelize(Encoder().double(), world, example={"x": x}, lora=lora)
+        sw.load_full_state_dict(module, whole(Encoder, lora).state_dict())
+        sw.save_adapter(module, f"{folder}/adapter")
+        sw.save_weights(module, f"{folder}/merged")
+        torch.manual_seed(1)
+        again = sw.parallelize(Encoder().double(), world, example={"x": x}, lora=sw.LoRA.of(f"{folder}/adapter"))
+        sw.load_adapter(again, f"{folder}/adapter")
+        merged = Encoder().double()
+        merged.load_state_dict(load_file(f"{folder}/merged/model.safetensors"))
+        texts = [str(each.message) for each in said if "counts that of out_proj" in str(each.message)]
+        return texts, [each(x=x).detach() for each in (module, again, merged)]

@@ -67,6 +67,38 @@ def test_matrices_in_no_layer_and_stacks_that_are_turned(ranks, build, layout):
     sw.verify(build, layout, run=ranks.run, lora=lora, **given)
 
 
+@pytest.mark.parametrize("layout", ["dp_shard=3", "tp=2"])
+def test_attention_of_torch_trains_as_in_one_process(ranks, layout):
+    """PEFT's target ``self_attn``: adapters of both projections. Sharded, the answers of what is stored are those of the module."""
+    given = {"batches": experts.rows(2, 5), "loss": experts.loss, "count": experts.count}
+    lora = sw.LoRA(rank=2, targets=("self_attn", "linear2"), train=("*.bias",))
+    sw.verify(experts.Encoder, layout, run=ranks.run, lora=lora, **given)
+
+
+def test_attention_of_torch_in_pefts_files(ranks, tmp_path):
+    """PEFT counts the adapter of ``out_proj`` twice, and all others as we do: seen with that one's scale halved, in its B."""
+    peft = pytest.importorskip("peft")
+    x = experts.rows(1, 1)[0][0]["x"].double()
+    texts, (before, after, merged) = ranks.run(experts.of_attention, 2, "dp_shard=2", str(tmp_path))[0]
+    assert len(texts) == 1 and "encoder.layers.0.self_attn, which is nn.MultiheadAttention" in texts[0]
+    lora = sw.LoRA(rank=2, alpha=3, targets=("self_attn", "linear1"))
+    truth = experts.whole(experts.Encoder, lora)(x).detach()
+    assert torch.equal(before, truth) and torch.equal(after, truth)
+    assert torch.allclose(merged, truth, rtol=0, atol=1e-13)
+    torch.manual_seed(1)
+    theirs = peft.PeftModel.from_pretrained(
+        experts.Encoder().double(), tmp_path / "adapter", autocast_adapter_dtype=False
+    ).train()
+    assert not torch.allclose(theirs(x), truth, rtol=0, atol=1e-3)
+    for name, param in theirs.named_parameters():
+        if "out_proj.lora_B" in name:
+            param.data /= 2
+    assert torch.allclose(theirs(x), truth, rtol=0, atol=1e-13)
+    theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(sw.UnsupportedError, match=r"nn.MultiheadAttention, by PEFT\n.*out_proj twice"):
+        sw.LoRA.of(tmp_path / "theirs")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_numbers_are_those_of_peft(name, kind):
@@ -162,7 +194,7 @@ def test_parameters_that_can_have_no_adapter(given, error, words):
 
 def test_what_all_linear_leaves_frozen_is_said_and_4_bits_of_it_are_refused_by_name(ranks):
     said, text = ranks.run(experts.left_plain, 1)[0]
-    assert "experts.gate_up_proj and 3 more, stacked weights in no layer, are frozen" in said
+    assert "experts.gate_up_proj and 3 more, weights in no layer, are frozen" in said
     assert "LoRA(experts=('gate_up_proj', 'down_proj'))" in said
     assert "experts.down_proj: Quantize(targets=('down_proj',))" in text and "it stays plain" in text
 
@@ -175,6 +207,23 @@ def test_the_fast_path_of_a_transformer_encoder_does_not_pass_over_an_adapter_of
         with sw.adapter_off(module):
             assert not torch.allclose(answer, module(x), rtol=0, atol=1e-3)
     assert torch.allclose(answer, module.train()(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"targets": ("out_proj",)}, "which can have one itself, reads its weight and does not call it"),
+        ({"targets": ("self_attn",), "dropout": 0.1}, "neither DoRA nor dropout"),
+        ({"targets": ("self_attn",), "experts": "in_proj_weight"}, "which is a target itself"),
+        (
+            {"targets": (), "experts": "out_proj.weight"},
+            "it is the weight of a layer, whose adapter is computed beside it",
+        ),
+    ],
+)
+def test_adapters_that_attention_of_torch_cannot_have(given, words):
+    with pytest.raises(sw.UnsupportedError, match=words):
+        prepare(experts.Encoder(), None, None, lora=sw.LoRA(**given))
 
 
 def test_modules_in_which_an_adapter_would_have_no_effect():

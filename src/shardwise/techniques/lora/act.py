@@ -26,7 +26,7 @@ from shardwise.model.adapted import (
 from shardwise.model.adapted_parameters import AdaptedParameters, OfParameter, merge_parameter_
 from shardwise.recipe import Recipe
 from shardwise.techniques.lora.peft_files import files_of
-from shardwise.techniques.lora.rule import LoRAEntry, own_names, parameters_of, trained_beside
+from shardwise.techniques.lora.rule import LoRAEntry, own_names, parameters_of, trained_beside, weight_named
 from shardwise.techniques.technique import Act, AdapterFiles, Merge, Whole
 from shardwise.world import World
 
@@ -134,10 +134,11 @@ def _merged_parameters(runtime: Any, whole: Whole) -> dict[str, Merge]:
     lora, modules = runtime.recipe.entry("lora", LoRAEntry).lora, dict(runtime.modules)
     for host, names in parameters_of(runtime.recipe).items():
         for name in names:
-            shape = runtime.recipe.params[f"{host}.{name}"].shape
+            weight = weight_named(runtime.recipe, host, name)
+            shape = runtime.recipe.params[weight].shape
             low, high = (whole([f"{host}.lora_{part}.{lora.name}.{name}.weight"], _as_it_is) for part in "AB")
             how = OfParameter.read(modules[host], shape, lora.scale)
-            found[f"{host}.{name}"] = functools.partial(merge_parameter_, low, high, how)
+            found[weight] = functools.partial(merge_parameter_, low, high, how)
     return found
 
 

@@ -78,6 +78,17 @@ def _why_not(name: str, owner: nn.Module, param: nn.Parameter, others: list[str]
     return None
 
 
+def why_not_attention(layer: nn.MultiheadAttention, lora: LoRA) -> str:
+    """Why torch's attention can have no adapter of its projections; "": it can."""
+    if type(layer).forward is not nn.MultiheadAttention.forward:
+        return f"{type(layer).__name__} has a forward of its own"
+    if not layer._qkv_same_embed_dim:
+        return "its keys or values are of another width, and have projections of their own"
+    if lora.dora or lora.dropout:
+        return "its projections are parameters, which can have neither DoRA nor dropout"
+    return ""
+
+
 def _matches_nothing(pattern: str, params: dict[str, nn.Parameter]) -> PlanError:
     stacked = sorted({name.rpartition(".")[2] for name, param in params.items() if param.dim() == 3})
     leaves = sorted({name.rpartition(".")[2] for name in params})

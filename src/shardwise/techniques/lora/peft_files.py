@@ -70,7 +70,8 @@ def files_of(
     """
     lora = entry.lora
     inside = [name.removeprefix(prefix) for name in modules if name.startswith(prefix)]
-    layers = [name.removeprefix(prefix) for name in entry.layers if name not in stacks]
+    attention = [name for name, params in stacks.items() if peft_parameters.is_attention(params)]
+    layers = [name.removeprefix(prefix) for name in entry.layers if name not in stacks or name in attention]
     homes = {alias: name for name, aliases in stored.items() for alias in (name, *aliases)}
     owners: dict[str, None] = {}
     for name in trained:
@@ -84,6 +85,7 @@ def files_of(
     stacks = {host.removeprefix(prefix): names for host, names in stacks.items()}
     names = [name.removeprefix(prefix) for name in stored if name not in {*own}]
     keys |= {PREFIX + key: prefix + name for key, name in peft_parameters.keys_of(stacks, lora.name).items()}
+    stacks = {host: params for host, params in stacks.items() if prefix + host not in attention}
     keys |= {
         PREFIX + alias.removeprefix(prefix): home
         for alias, home in homes.items()
@@ -109,7 +111,8 @@ def files_of(
     }
     beside = {f"{PREFIX}{name.removeprefix(prefix)}.base_layer.weight": homes[f"{name}.weight"] for name in tables}
     check = functools.partial(_refuse_other, lora=lora, keys=keys, beside=beside, stacks=stacks, names=names)
-    return AdapterFiles(keys, config, check, beside, _note(layers, stored))
+    notes = (peft_parameters.note_of_attention(attention), _note(layers, stored))
+    return AdapterFiles(keys, config, check, beside, "; ".join(filter(None, notes)))
 
 
 def _note(layers: Iterable[str], stored: Iterable[str]) -> str:
@@ -193,6 +196,11 @@ def option_in(folder: Path) -> dict[str, Any]:
     _refuse_unknown(folder, config)
     found, beside = _layers_in(folder, _shapes_in(folder))
     layers, stacks = peft_parameters.split(config, found)
+    attention = tuple(f"{name}{peft_parameters.OF_ATTENTION}" for name in layers)
+    if "auto_mapping" in config and not found.keys().isdisjoint(
+        attention
+    ):  # which every file of PEFT has, and ours have not
+        _refuse(folder, "adapters of nn.MultiheadAttention, by PEFT", peft_parameters.TWICE)
     alphas = {config.get("lora_alpha", 8), *(config.get("alpha_pattern") or {}).values()}
     ranks = {shapes["lora_A"][0] for shapes in layers.values()}
     if stacks:  # whose factors do not say it: they are those of all experts
@@ -212,7 +220,7 @@ def option_in(folder: Path) -> dict[str, Any]:
     return {
         "rank": ranks.pop(),
         "alpha": float(alphas.pop()),
-        "targets": tuple(layers),
+        "targets": tuple(name for name in layers if name not in attention),
         "experts": tuple(config["target_parameters"]) if stacks else (),
         "dropout": float(config.get("lora_dropout") or 0.0),
         "rslora": bool(config.get("use_rslora")),

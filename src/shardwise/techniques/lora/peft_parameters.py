@@ -12,6 +12,9 @@ from typing import Any
 from shardwise.errors import CheckpointError
 
 INNER = ".base_layer"
+OF_ATTENTION = f"{INNER}.out_proj"
+
+TWICE = "it counts that of out_proj twice (as of its 0.21.2: https://github.com/huggingface/peft/pull/3774)"
 
 Parts = dict[str, tuple[int, ...]]
 """``lora_A``, ``lora_B`` -> shape."""
@@ -20,11 +23,33 @@ Parts = dict[str, tuple[int, ...]]
 def keys_of(stacks: Mapping[str, Sequence[str]], adapter: str) -> dict[str, str]:
     """Key without PEFT's prefix -> name in the model, of the factors of parameters. ``stacks``: module -> its parameters with an adapter."""
     return {
-        f"{host}{INNER * (len(names) - 1 - place)}.lora_{part}.weight": f"{host}.lora_{part}.{adapter}.{name}.weight"
+        f"{host}{_place(names, place)}.lora_{part}.weight": f"{host}.lora_{part}.{adapter}.{name}.weight"
         for host, names in stacks.items()
         for place, name in enumerate(names)
         for part in "AB"
     }
+
+
+def _place(names: Sequence[str], place: int) -> str:
+    """What stands behind the module's name in the keys of one of its parameters."""
+    if is_attention(names):  # a layer of its own kind, around another one
+        return OF_ATTENTION if place else ""
+    return INNER * (len(names) - 1 - place)
+
+
+def is_attention(names: Sequence[str]) -> bool:
+    """Whether these parameters with an adapter are those of nn.MultiheadAttention, both of which PEFT adapts where it is a target."""
+    return [*names] == ["in_proj_weight", "out_proj"]
+
+
+def note_of_attention(modules: Sequence[str]) -> str:
+    """What PEFT makes of adapters of nn.MultiheadAttention that is not meant."""
+    if not modules:
+        return ""
+    return (
+        f"adapters of {modules[0]}, which is nn.MultiheadAttention: PEFT reads them, but {TWICE}; sw.load_adapter reads them as they are, and "
+        "sw.save_weights writes the merged model"
+    )
 
 
 def targets_of(stacks: Mapping[str, Sequence[str]], names: Collection[str]) -> list[str]:

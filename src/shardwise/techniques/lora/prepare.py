@@ -23,7 +23,7 @@ from shardwise.model.adapted_parameters import AdaptedParameters, attach_paramet
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
-from shardwise.techniques.lora.parameters import chosen_parameters
+from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
 from shardwise.world import World
 from shardwise.world.rng import derive_seed
 
@@ -42,6 +42,15 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         return module
     _refuse_adapted(module)
     layers, parameters = _chosen(module, lora), chosen_parameters(module, lora)
+    attention = {name: layers.pop(name) for name in [*layers] if isinstance(layers[name], nn.MultiheadAttention)}
+    if both := attention.keys() & parameters.keys():
+        raise UnsupportedError(
+            "an adapter of a parameter of nn.MultiheadAttention, which is a target itself",
+            why="targets= gives all of its parameters one",
+            fix="leave it out of targets=, or out of experts=",
+            name=min(both),
+        )
+    parameters |= {name: ["in_proj_weight", "out_proj"] for name in attention}
     trained = _trained(module, lora)
     for param in module.parameters():
         param.requires_grad_(False)
@@ -99,7 +108,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         found = {
             name: layer
             for name, layer in linear.items()
-            if name not in left and not _why_not(layer, modules, name, lora.dora)
+            if name not in left and not _why_not(layer, modules, name, lora)
         }
         if not found and not lora.experts:
             raise PlanError(
@@ -112,7 +121,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         found = {}
         for pattern in lora.targets:
             matching = names_matching(modules, pattern)
-            hits = {n: modules[n] for n in matching if n in linear or isinstance(modules[n], nn.Embedding)}
+            hits = {n: modules[n] for n in matching if n in linear or isinstance(modules[n], _NAMED)}
             if not hits:
                 instead = "name it as a parameter: LoRA(experts={names!r})"
                 raise matches_nothing(
@@ -129,7 +138,7 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         )
     found = {name: layer for name, layer in modules.items() if name in found}  # in the order of the module
     for name, layer in found.items():
-        if why := _why_not(layer, modules, name, lora.dora):
+        if why := _why_not(layer, modules, name, lora):
             raise UnsupportedError(
                 f"LoRA of a {type(layer).__name__}",
                 why=f"{why}, and an adapter beside it would not be part of that",
@@ -139,20 +148,25 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     return found
 
 
-def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, dora: bool) -> str:
+_NAMED = nn.Embedding, nn.MultiheadAttention  # which all-linear does not mean
+
+
+def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, lora: LoRA) -> str:
     """Why an adapter would have no effect, or another one than beside a linear layer; "" if there is no reason."""
     outer = modules.get(name.rpartition(".")[0])
     if isinstance(outer, nn.MultiheadAttention):
-        return "nn.MultiheadAttention reads its weight and does not call it"
+        return "nn.MultiheadAttention, which can have one itself, reads its weight and does not call it"
     if "forward" in vars(layer):
         return "a forward was set on it"
+    if isinstance(layer, nn.MultiheadAttention):
+        return why_not_attention(layer, lora)
     if isinstance(layer, nn.Embedding):
         if type(layer).forward is not nn.Embedding.forward:
             return f"{type(layer).__name__} has a forward of its own"
         if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
             return "its rows are looked up with a largest norm, or another option"
-        return "DoRA is not defined for embeddings here" if dora else ""
-    if dora and has_own_forward(layer):
+        return "DoRA is not defined for embeddings here" if lora.dora else ""
+    if lora.dora and has_own_forward(layer):
         return f"{type(layer).__name__} has a forward of its own, of which DoRA would need the norms"
     if "weight" not in layer._parameters:
         return "its weight is computed from other tensors"

@@ -79,7 +79,8 @@ def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -
 def _readers_of_parameters(trial: Trial, host: str, module: AdaptedParameters) -> dict[str, str]:
     """Parameter with an adapter -> a function that is given it, and not what is made of it for the forward of its module."""
     found = {}
-    for name in (f"{host}.{each}" for each, _, _ in factors_of(module)):
+    for each, _, _ in factors_of(module):
+        name = f"{host}.{each}" if each in module._parameters else f"{host}.{each}.weight"  # type: ignore[attr-defined]
         functions = [*trial.read.get(name, ()), *(["linear"] if name in trial.uses else [])]
         if others := [function for function in functions if function != adapted_weight.__name__]:
             found[name] = others[0].strip("_")

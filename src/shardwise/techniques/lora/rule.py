@@ -38,7 +38,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
         text = f"{left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
         draft.note(
             "lora",
-            f"{text}, stacked weights in no layer, are frozen and have no adapter: LoRA(experts={names!r}) gives them one",
+            f"{text}, weights in no layer, are frozen and have no adapter: LoRA(experts={names!r}) gives them one",
             option="lora",
         )
     if why := facts.get("unchecked"):
@@ -51,17 +51,23 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
 
 
 def _stacks_left(draft: Draft, lora: LoRA) -> list[str]:
-    """Parameters without an adapter that are matrices of experts, by their shape and module, where all linear layers were asked for."""
+    """Parameters without an adapter that are matrices of experts, by their shape and module, or of torch's attention, where all linear layers
+    were asked for."""
     if lora.targets != ALL_LINEAR or lora.experts:
         return []
     owner = draft.anatomy.class_paths.get
     return [
         name
         for name, fact in draft.anatomy.params.items()
-        if len(fact.shape) == 3
-        and min(fact.shape) > 1
-        and not fact.trainable
-        and not owner(name.rpartition(".")[0], "").startswith("torch.nn.")
+        if not fact.trainable
+        and (
+            (
+                len(fact.shape) == 3
+                and min(fact.shape) > 1
+                and not owner(name.rpartition(".")[0], "").startswith("torch.nn.")
+            )
+            or name.endswith(".in_proj_weight")
+        )
     ]
 
 
@@ -75,7 +81,7 @@ def lines(recipe: Recipe) -> list[str]:
     trained = sum(sizes[name] for name, param in recipe.params.items() if param.trainable)
     kind = "DoRA" if lora.dora else "rsLoRA" if lora.rslora else "LoRA"
     beside, stacks = sum(1 for name in trained_beside(recipe)), parameters_of(recipe)
-    places = [(len(entry.layers) - len(stacks), "layers"), (sum(map(len, stacks.values())), "parameters of experts")]
+    places = [(len(entry.layers) - len(stacks), "layers"), (sum(map(len, stacks.values())), "parameters")]
     return [
         f"{kind}: rank {lora.rank}, scale {lora.scale:g}, beside {' and '.join(f'{num} {what}' for num, what in places if num)}"
         + (f", and {beside} parameters in full" if beside else "")
@@ -100,6 +106,12 @@ def parameters_of(recipe: Recipe) -> dict[str, list[str]]:
         if host and param:
             found.setdefault(host, []).extend(param)
     return found
+
+
+def weight_named(recipe: Recipe, host: str, name: str) -> str:
+    """The parameter that an adapter's name means in a module: one of its own, or the weight of a child."""
+    own = f"{host}.{name}"
+    return own if own in recipe.params else f"{own}.weight"
 
 
 def trained_beside(recipe: Recipe) -> list[str]:
