@@ -2980,7 +2980,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-of-experts-left-on-the-module",
-        "            for name in made:\n                object.__delattr__(self, name)",
+        "            for owner, attr, _ in made:\n                object.__delattr__(owner, attr)",
         "            pass",
         "tests/techniques/lora/test_experts.py -k first_answer",
         "after a forward the adapted weight stays in place of the parameter",
@@ -3022,7 +3022,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-in-multihead-attention",
-        '    if isinstance(outer, nn.MultiheadAttention):\n        return "nn.MultiheadAttention reads its weight and does not call it"\n',
+        '    if isinstance(outer, nn.MultiheadAttention):\n        return "nn.MultiheadAttention, which can have one itself, reads its weight and does not call it"\n',
         "",
         "tests/techniques/lora/test_adapters.py -k not_be_part_of",
         "an adapter beside a weight that nn.MultiheadAttention reads",
