@@ -2993,6 +2993,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "adapters that PEFT has trained with that of out_proj counted twice are loaded as if it were once",
     ),
     Mutant(
+        "adapter-of-a-head-not-summed",
+        '                facts["partial"].append(each.name)  # each rank',
+        "                pass  # each rank",
+        "tests/techniques/lora/test_parity.py -k head_with_an_adapter",
+        "the gradient of A of a head that is cut by tokens is that of a rank's tokens",
+    ),
+    Mutant(
         "adapter-of-other-parameters",
         '    peft_parameters.refuse_others(folder, there["experts"], stacks, names)\n',
         "",
