@@ -2419,8 +2419,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-head-gradient-not-summed",
-        "x = self._shared.sum_gradient(x)\n            y = functional.linear(x, weight if",
-        "y = functional.linear(x, weight if",
+        "            x = self._shared.sum_gradient(x)\n            if compute is not None:\n                if self._shared.stream",
+        "            if compute is not None:\n                if self._shared.stream",
         "tests/techniques/tp/test_vocabulary.py -k untied",
         "the model is trained by the logits of a rank's tokens",
     ),
@@ -2994,8 +2994,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-of-a-head-not-summed",
-        '                facts["partial"].append(each.name)  # each rank',
-        "                pass  # each rank",
+        '                facts["partial"].append(each.name)\n        of_table',
+        "                pass\n        of_table",
         "tests/techniques/lora/test_parity.py -k head_with_an_adapter",
         "the gradient of A of a head that is cut by tokens is that of a rank's tokens",
     ),

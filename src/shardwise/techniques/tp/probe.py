@@ -197,10 +197,8 @@ def _add_tables(facts: Facts, found: Found) -> None:
         for each in table.further:
             if (dim := each.dim("out")) is not None:
                 facts["cuts"][each.name] = [dim, []]
-            else:
-                facts["partial"].append(
-                    each.name
-                )  # each rank has its gradient from the tokens that it makes numbers for
+            else:  # a rank has its gradient from the tokens that it makes numbers for
+                facts["partial"].append(each.name)
         of_table = {"weight": table.weight, "bias": table.bias, "dim": table.dim}
         for module, padding_idx in table.embeddings.items():
             facts["edits"].append([module, "embedding", {**of_table, "bias": None, "padding_idx": padding_idx}])
