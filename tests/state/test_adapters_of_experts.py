@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from state.adapting import EXPERTS, base, loaded, logits, option, plain, refusals, saved, trained
+from state.adapting import base, loaded, logits, option, plain, refusals, saved, trained
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -35,7 +35,7 @@ def of_peft(case, folder=None, **options):
         return peft.get_peft_model(base(case), config, autocast_adapter_dtype=False).eval()
 
 
-@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("case", ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.soak), "alone"])
 def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, case):
     base(case).save_pretrained(tmp_path / "from")
     assert not ranks.run(saved, 2, case, "dp_shard=2", str(tmp_path), str(tmp_path / "from"))[0]
@@ -67,7 +67,7 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, case):
         pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize("case", ["qwen3-moe", "alone"])
+@pytest.mark.parametrize("case", ["qwen3-moe", pytest.param("alone", marks=pytest.mark.soak)])
 def test_what_peft_has_saved_is_loaded_under_every_layout_and_saved_with_its_bits(ranks, tmp_path, case, layouts):
     theirs = of_peft(case)
     for param in theirs.parameters():
@@ -90,6 +90,7 @@ def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path):
             assert found.keys() == first.keys() and all(torch.equal(found[n], v) for n, v in first.items()), layout
 
 
+@pytest.mark.soak
 def test_a_checkpoint_resumes_under_another_layout(ranks, tmp_path):
     expected = ranks.run(trained, 2, "mixtral", "dp_shard=2", str(tmp_path), 3, False)[0]
     shutil.rmtree(tmp_path)

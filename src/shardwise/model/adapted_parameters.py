@@ -62,6 +62,8 @@ class AdaptedParameters(Adapted):
         made = []
         for name, low, high in factors_of(self):
             owner, attr = place_of(self, name)
+            if attr in owner.__dict__:
+                continue  # this forward is within another one of the module
             weight: Tensor = getattr(owner, attr)
             how = OfParameter.read(self, weight.shape, self.adapter.scale)  # type: ignore[arg-type]
             made.append((owner, attr, adapted_weight(weight, low, high, how)))

@@ -77,6 +77,18 @@ class Outer(nn.Module):
         return y @ self.stack.weights[0] if self.stack.how == "an index outside" else y
 
 
+class Twice(nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.bare = nn.Parameter(torch.randn(8, 8) / 3)
+
+    def forward(self, x, depth):
+        y = functional.linear(x, self.bare)
+        return functional.linear(self(y, depth - 1), self.bare) if depth else y
+
+
 class TurnedStack(nn.Module):
     is_transposed = True
 

@@ -10,7 +10,7 @@ from techniques.lora.test_parity import RANKS, compared
 from torch import nn
 
 import shardwise as sw
-from shardwise.model.adapted_parameters import OfParameter, adapted_weight, merge_parameter_
+from shardwise.model.adapted_parameters import OfParameter, adapted_weight, factors_of, merge_parameter_
 from shardwise.techniques.lora.prepare import prepare
 
 KINDS = {"lora": {}, "rslora": {"rslora": True}}
@@ -156,6 +156,17 @@ def test_the_first_answer_and_that_without_adapters_are_the_bases():
     assert isinstance(stack.gate_up_proj, nn.Parameter)  # as before the forward that has failed
 
 
+def test_a_forward_within_a_forward_of_the_module():
+    module = nn.ModuleList([experts.Twice()])
+    prepare(module, None, None, lora=sw.LoRA(rank=2, targets=(), experts="bare"))
+    adapters.drawn(module)
+    ((_, low, high),) = factors_of(module[0])
+    plain, x = experts.Twice(), torch.randn(2, 8)
+    plain.bare.data = (module[0].bare + 2 * high @ low).detach()
+    assert torch.allclose(module[0](x, 2), plain(x, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.soak
 def test_what_they_begin_with_is_the_same_under_every_layout(ranks):
     lora = sw.LoRA(rank=2, experts=STACKS)
     layouts = (("dp_shard=1", 1), ("dp_shard=3", 3), ("tp=2", 2))

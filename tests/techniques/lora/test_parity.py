@@ -100,7 +100,7 @@ def test_embeddings_heads_and_what_is_trained_beside(ranks, name, lora, layout):
     compared(ranks, name, layout, sw.LoRA(rank=2, **lora))
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
