@@ -3000,6 +3000,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "the gradient of A of a head that is cut by tokens is that of a rank's tokens",
     ),
     Mutant(
+        "adapter-of-a-parameter-in-backward",
+        "isinstance(found, nn.Parameter) and not self.adapter_is_off and in_backward()",
+        "False",
+        "tests/techniques/lora/test_experts.py -k runs_again_in_a_backward",
+        "a part of a forward that is computed again in a backward is so without the adapter",
+    ),
+    Mutant(
         "adapter-of-other-parameters",
         '    peft_parameters.refuse_others(folder, there["experts"], stacks, names)\n',
         "",

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from shardwise._torch.autograd import in_backward
+from shardwise.errors import UnsupportedError
 from shardwise.model.adapted import Adapted, Adapter, AdapterTensor
 
 
@@ -64,7 +66,7 @@ class AdaptedParameters(Adapted):
             owner, attr = place_of(self, name)
             if attr in owner.__dict__:
                 continue  # this forward is within another one of the module
-            weight: Tensor = getattr(owner, attr)
+            weight: Tensor = owner._parameters[attr]
             how = OfParameter.read(self, weight.shape, self.adapter.scale)  # type: ignore[arg-type]
             made.append((owner, attr, adapted_weight(weight, low, high, how)))
         for owner, attr, weight in made:
@@ -74,6 +76,22 @@ class AdaptedParameters(Adapted):
         finally:
             for owner, attr, _ in made:
                 object.__delattr__(owner, attr)
+
+    def __getattr__(self, name: str) -> Any:
+        """What is no attribute of the instance: a parameter too, unless a forward runs.
+
+        Raises:
+            UnsupportedError: a part of the module's forward runs again in a backward by itself, and would compute without the adapter.
+        """
+        found = super().__getattr__(name)  # type: ignore[misc]
+        if isinstance(found, nn.Parameter) and not self.adapter_is_off and in_backward():
+            if any(name == each for each, _, _ in factors_of(self)):
+                raise UnsupportedError(
+                    f"{name} of a {type(self).__name__}, read in a backward",
+                    why="a part of its forward is computed again there by itself, where its adapter is not: that is made for a whole forward",
+                    fix="leave torch.utils.checkpoint out of that forward: remat= of parallelize, of the block around it, does this",
+                )
+        return found
 
 
 def adapted_weight(weight: Tensor, low: Tensor, high: Tensor, how: OfParameter) -> Tensor:

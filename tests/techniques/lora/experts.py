@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from techniques.lora import adapters
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.techniques.lora.prepare import prepare
@@ -87,6 +88,20 @@ class Twice(nn.Module):
     def forward(self, x, depth):
         y = functional.linear(x, self.bare)
         return functional.linear(self(y, depth - 1), self.bare) if depth else y
+
+
+class Checkpoints(nn.Module):
+    """Computes a part of its forward again in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.bare = nn.Parameter(torch.randn(8, 8))
+
+    def part(self, x):
+        return functional.linear(x, self.bare).tanh()
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=False)
 
 
 class TurnedStack(nn.Module):

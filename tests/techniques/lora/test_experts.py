@@ -8,6 +8,7 @@ from techniques.lora import adapters, experts
 from techniques.lora.experts import FAMILIES, STACKS
 from techniques.lora.test_parity import RANKS, compared
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.model.adapted_parameters import OfParameter, adapted_weight, factors_of, merge_parameter_
@@ -164,6 +165,24 @@ def test_a_forward_within_a_forward_of_the_module():
     plain, x = experts.Twice(), torch.randn(2, 8)
     plain.bare.data = (module[0].bare + 2 * high @ low).detach()
     assert torch.allclose(module[0](x, 2), plain(x, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_of_a_forward_that_runs_again_in_a_backward_is_refused():
+    """It would be computed with the parameter alone, without an error. A whole forward that runs again makes the adapted weight again."""
+    module, x = nn.Sequential(experts.Checkpoints()), torch.randn(2, 8, requires_grad=True)
+    prepare(module, None, None, lora=sw.LoRA(rank=2, targets=(), experts="bare"))
+    y = module(x)
+    with pytest.raises(sw.UnsupportedError, match="bare of a Checkpoints, read in a backward"):
+        y.sum().backward()
+    with sw.adapter_off(module):
+        module(x).sum().backward()
+    around = nn.Sequential(experts.Twice())
+    prepare(around, None, None, lora=sw.LoRA(rank=2, targets=(), experts="bare"))
+    adapters.drawn(around)
+    grads = []
+    for run in (lambda: around[0](x, 1), lambda: checkpoint(around[0], x, 1, use_reentrant=False)):
+        grads.append(torch.autograd.grad(run().square().sum(), [p for p in around.parameters() if p.requires_grad]))
+    assert all(map(torch.equal, *grads))
 
 
 @pytest.mark.soak
