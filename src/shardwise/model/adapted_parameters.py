@@ -84,13 +84,13 @@ class AdaptedParameters(Adapted):
             UnsupportedError: a part of the module's forward runs again in a backward by itself, and would compute without the adapter.
         """
         found = super().__getattr__(name)  # type: ignore[misc]
-        if isinstance(found, nn.Parameter) and not self.adapter_is_off and in_backward():
-            if any(name == each for each, _, _ in factors_of(self)):
-                raise UnsupportedError(
-                    f"{name} of a {type(self).__name__}, read in a backward",
-                    why="a part of its forward is computed again there by itself, where its adapter is not: that is made for a whole forward",
-                    fix="leave torch.utils.checkpoint out of that forward: remat= of parallelize, of the block around it, does this",
-                )
+        is_read_again = isinstance(found, nn.Parameter) and not self.adapter_is_off and in_backward()
+        if is_read_again and any(name == each for each, _, _ in factors_of(self)):
+            raise UnsupportedError(
+                f"{name} of a {type(self).__name__}, read in a backward",
+                why="a part of its forward is computed again there by itself, where its adapter is not: that is made for a whole forward",
+                fix="leave torch.utils.checkpoint out of that forward: remat= of parallelize, of the block around it, does this",
+            )
         return found
 
 
