@@ -1,31 +1,35 @@
 """Stored weights with adapters in PEFT's files merged into them, read in parts: for conversions, and where one process opens a model."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.model.adapted import Adapter, change_of, merge_, row_norms
 from shardwise.recipe.boxes import Box, index_of
 from shardwise.state.files import OpenFiles
 from shardwise.state.formats.safetensors import tensors_in
+from shardwise.state.merged_parameters import merged_parameters
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_files import adapter_folder
+from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
 
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
 
-def with_adapter(source: Source, folder: Path) -> Source:
+def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module | None] = lambda: None) -> Source:
     """Weights with the adapters of a directory merged into them, and with what was trained in full beside these.
 
     Args:
         source: the base.
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        model_of: makes the model that the base is of, if it is known: for adapters of parameters.
 
     Raises:
         CheckpointError: the directory cannot be read, or its adapters are of other layers.
@@ -40,7 +44,9 @@ def with_adapter(source: Source, folder: Path) -> Source:
                 why="it is an embedding, whose weight may be the head's too",
                 fix="merge it in a model: sw.parallelize(..., lora=sw.LoRA.of(folder)), sw.load_adapter, sw.save_weights",
             )
-        name = f"{layer}.weight"
+        name = f"{layer}.weight".replace(OF_ATTENTION, ".out_proj")
+        if f"{layer}.in_proj_weight" in source.tensors:  # nn.MultiheadAttention
+            name = f"{layer}.in_proj_weight"
         base, low, high = _base(source, name, folder), stored[parts["lora_A"]], stored[parts["lora_B"]]
         shape = (high.shape[0], low.shape[1])
         is_turned = found.fan_in_fan_out if shape[0] == shape[1] else base.shape == shape[::-1]
@@ -66,6 +72,8 @@ def with_adapter(source: Source, folder: Path) -> Source:
         how = Adapter(LoRA(**found.option).scale, out_dim=int(is_turned))
         vector = parts.get("lora_magnitude_vector")
         tensors[name] = _Merged(base.shape, base.dtype, base, low, high, stored[vector] if vector else None, how)
+    if found.stacks:
+        tensors |= merged_parameters(source, found, stored, folder, model_of())
     for name, key in found.beside.items():
         base = _base(source, name, folder)
         tensors[name] = _Replaced(base.shape, base.dtype, stored[key])

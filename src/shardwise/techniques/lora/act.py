@@ -23,9 +23,10 @@ from shardwise.model.adapted import (
     merge_,
     row_norms,
 )
+from shardwise.model.adapted_parameters import AdaptedParameters, OfParameter, merge_parameter_
 from shardwise.recipe import Recipe
 from shardwise.techniques.lora.peft_files import files_of
-from shardwise.techniques.lora.rule import LoRAEntry, own_names, trained_beside
+from shardwise.techniques.lora.rule import LoRAEntry, own_names, parameters_of, trained_beside, weight_named
 from shardwise.techniques.technique import Act, AdapterFiles, Merge, Whole
 from shardwise.world import World
 
@@ -83,7 +84,7 @@ class LoRAAct(Act):
             factor = whole([weight, low, high, *vector], functools.partial(_factor, how=how)) if vector else None
             of_adapter = whole([low], _as_it_is), whole([high], _as_it_is), factor
             found[weight] = functools.partial(_merge, *of_adapter, how)
-        return found
+        return found | _merged_parameters(runtime, whole)
 
     def adapter_files(self, runtime: Any, prefix: str) -> AdapterFiles | None:
         recipe = runtime.recipe
@@ -95,6 +96,7 @@ class LoRAAct(Act):
             recipe.entry("lora", LoRAEntry),
             prefix=prefix,
             own=own_names(recipe),
+            stacks=parameters_of(recipe),
             trained=trained_beside(recipe),
             stored=stored,
             tables=[
@@ -118,8 +120,26 @@ def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
         parts.setdefault(name[: name.rfind(".lora_")], []).append(name)
     layers = adapted_layers(runtime.module)
     for name in entry.layers:
+        if isinstance(layers[name], AdaptedParameters):
+            continue
         weight = f"{name}.weight"  # of a packed one no parameter has the name
         yield homes.get(weight, weight), parts[name], Adapter(entry.lora.scale, out_dim=_out_dim(layers[name]))
+
+
+def _merged_parameters(runtime: Any, whole: Whole) -> dict[str, Merge]:
+    """Parameter with an adapter -> merges it."""
+    found: dict[str, Merge] = {}
+    if "lora" not in runtime.recipe.techniques:
+        return found
+    lora, modules = runtime.recipe.entry("lora", LoRAEntry).lora, dict(runtime.modules)
+    for host, names in parameters_of(runtime.recipe).items():
+        for name in names:
+            weight = weight_named(runtime.recipe, host, name)
+            shape = runtime.recipe.params[weight].shape
+            low, high = (whole([f"{host}.lora_{part}.{lora.name}.{name}.weight"], _as_it_is) for part in "AB")
+            how = OfParameter.read(modules[host], shape, lora.scale)
+            found[weight] = functools.partial(merge_parameter_, low, high, how)
+    return found
 
 
 def _out_dim(layer: Any) -> int:
