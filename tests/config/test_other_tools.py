@@ -198,7 +198,7 @@ def test_a_slip_is_still_told_with_the_nearest_key(capsys):
         ("--tensor-model-parallel-size=2", "write --parallel.layout=dp_shard=-1,tp=2"),
         ("--pipeline-model-parallel-size=2", "leave it out: there is no pipeline parallelism yet"),
         ("--parallel.ep=2", "leave it out: there is no expert parallelism yet"),
-        ("--parallelism.context_parallel_degree=2", "leave it out: there is no context parallelism yet"),
+        ("--parallelism.context_parallel_degree=2", "write --parallel.layout=dp_shard=-1,cp=2"),
     ],
 )
 def test_an_axis_of_another_tool_is_answered_with_a_layout(capsys, word, fix):

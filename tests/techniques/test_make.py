@@ -345,7 +345,6 @@ def test_a_buffer_that_the_end_of_a_window_does_not_know_is_refused_by_name(fiel
 def test_an_axis_of_which_no_technique_says_what_its_ranks_have_of_a_batch_is_refused():
     """Its gradients would be summed over whichever ranks the layout joins, with the same samples or others."""
     for layout, said in (
-        (Layout(dp_shard=2, cp=2), "cp=2"),
         (Layout(pp=2), "pp=2"),
         (Layout(dp_shard=4, ep=2), "ep=2"),
     ):
@@ -369,8 +368,7 @@ def test_an_axis_whose_ranks_have_something_else_than_the_layout_sums_over_is_re
         make_recipe(tower(), Layout(dp_shard=4, ep=2) if axis == "ep" else Layout(**{axis: 2}))
 
 
-def test_an_axis_that_says_what_the_layout_does_is_taken(monkeypatch):
-    monkeypatch.setitem(fold.MESH_AXES, "cp", MeshAxis(name="cp", batch="positions"))
+def test_an_axis_that_says_what_the_layout_does_is_taken():
     recipe = make_recipe(tower(), Layout(dp_shard=2, cp=2))
     assert recipe.engine == "fsdp2" and "dp_shard=2,cp=2 cuts parameters" in describe(recipe)
     assert {cut.axis for param in recipe.params.values() for cut in param.cuts} == {"fsdp"}

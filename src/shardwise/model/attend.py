@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError
 
 SDPA = functional.scaled_dot_product_attention
@@ -58,6 +59,7 @@ class Now:
 now = Now()
 
 
+@public_call()
 def attend(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention by a kernel of your own, which may be cut over ``cp``: without it the same as ``kernel(q, k, v, rows=None)``.
 
@@ -170,9 +172,11 @@ def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
     rows = now.rows
     if rows is None or given["q_length"] != given["kv_length"] or given.get("q_offset", 0):
         return plain(**given)
-    of_positions = given.get("mask_function")
+    of_positions: Any = given.get("mask_function")
     if of_positions is None:
-        from transformers.masking_utils import causal_mask_function as of_positions
+        from transformers import masking_utils
+
+        of_positions = masking_utils.causal_mask_function
 
     def of_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return of_positions(batch, head, rows[query], key)
@@ -190,10 +194,8 @@ def _of_transformers(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     q, k, v, mask = query, key, value, attention_mask
-    if name == "eager":
-        plain = sys.modules[type(module).__module__].eager_attention_forward
-    else:
-        plain = _registries()[0][name]
+    is_eager = name == "eager"
+    plain = sys.modules[type(module).__module__].eager_attention_forward if is_eager else _registries()[0][name]
     if now.attends is None:
         return plain(module, q, k, v, mask, **kwargs)  # type: ignore[no-any-return]
     is_causal = kwargs.get("is_causal")
@@ -202,23 +204,15 @@ def _of_transformers(
     def kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
         if rows is None or rows.shape[0] != q.shape[-2]:
             return plain(module, q, k, v, mask, **kwargs)[0].transpose(1, 2)  # type: ignore[no-any-return]
-        shown = causal_mask(rows, k) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
-        if (
-            name == "sdpa" and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
-        ):  # without repeating keys and values
-            return SDPA(
-                q,
-                k,
-                v,
-                shown,
-                kwargs.get("dropout", 0.0),
-                scale=kwargs.get("scaling"),
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        if is_causal:
-            shown = torch.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill(
-                ~shown, torch.finfo(q.dtype).min
-            )[None, None]  # type: ignore[union-attr, operator]
+        seen = causal_mask(rows, k) if is_causal else None
+        shown = mask_of_rows(mask, rows, k.shape[-2]) if seen is None else seen
+        is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+        if name == "sdpa" and is_plain:  # without repeating keys and values
+            chance, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+            return SDPA(q, k, v, shown, chance, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        if seen is not None:
+            nothing = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+            shown = nothing.masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
         return plain(module, q, k, v, shown, **{**kwargs, "is_causal": False})[0].transpose(1, 2)  # type: ignore[no-any-return]
 
     return now.attends.attend(Attention(q, k, v, kernel, mask, lambda result: (result.transpose(1, 2), None)))  # type: ignore[no-any-return]

@@ -178,4 +178,4 @@ class _Again(NamedTuple):
     part: Tensor
     size: Any
     stride: Any
-    offset: int
+    offset: Any

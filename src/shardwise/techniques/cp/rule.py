@@ -55,6 +55,10 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         if context_parallel != ContextParallel():
             draft.note("context_parallel", "no effect: cp=1", option="context_parallel")
         return
+    if not facts:
+        draft.entries["cp"] = ContextParallelEntry()
+        draft.note("context_parallel", "where sequences are cut is found by running the module")
+        return
     found = facts["facts"]
     draft.entries["cp"] = ContextParallelEntry(
         method=facts["method"],
