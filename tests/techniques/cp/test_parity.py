@@ -1,6 +1,8 @@
 """Models whose sequences are cut over cp train as in one process: loss, norm, every gradient, every update; under each engine."""
 
+import models
 import pytest
+import torch
 from techniques.cp.on_ranks import (
     backward_outside,
     dropped,
@@ -97,6 +99,92 @@ CELLS = [
 )
 def test_options(ranks, name, layout, options):
     compared(ranks, name, layout.replace(",tp=1", ""), **options)
+
+
+FAMILIES = [
+    "llama",
+    "gpt2",
+    "qwen3",
+    "mixtral",
+    "gemma3",
+    "bert",
+    "deepseek-v3",
+    "nanogpt",
+    "torch attention: encoder",
+    "opt",
+    "phi",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(
+            name, layout, marks=[] if (name, layout) in {("llama", "cp=2"), ("gpt2", "cp=2")} else [pytest.mark.soak]
+        )
+        for name in FAMILIES
+        if name in models.MODELS
+        for layout in ("cp=2", "dp_shard=2,cp=2", "cp=2,tp=2")
+    ],
+)
+def test_families(ranks, name, layout):
+    model = models.get(name)
+    sw.verify(
+        model.build,
+        layout,
+        batches=model.windows(2, 4 if "dp" in layout else 2),
+        loss=model.loss,
+        count=model.count,
+        forward=model.forward,
+        run=ranks.run,
+    )
+
+
+class Llama:
+    """A small Llama, or Gemma 3 with windows, in one of transformers' implementations of attention."""
+
+    def __init__(self, kind, attention):
+        self.kind, self.attention = kind, attention
+
+    def __call__(self):
+        import transformers
+
+        sizes = {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        sizes |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "use_cache": False}
+        config = transformers.AutoConfig.for_model(self.kind, **sizes)
+        if self.kind == "gemma3_text":
+            config.sliding_window, config.layer_types = 5, ["sliding_attention", "full_attention"]
+        config._attn_implementation = self.attention
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).double()
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "name", "layout"),
+    [
+        ("llama", "sdpa", "packed", "cp=2"),
+        ("gemma3_text", "sdpa", "packed", "cp=2"),
+        pytest.param("llama", "eager", "plain", "cp=2", marks=pytest.mark.soak),
+        pytest.param("gemma3_text", "eager", "plain", "cp=4", marks=pytest.mark.soak),
+        pytest.param("llama", "sdpa", "packed", "dp_shard=2,cp=2", marks=pytest.mark.soak),
+        pytest.param("llama", "sdpa", "packed", "cp=2,tp=2", marks=pytest.mark.soak),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_masks_of_transformers(ranks, kind, attention, name, layout, fused):
+    """Documents, and windows: masks are made for this rank's rows alone."""
+    options = {"fused": True} if fused else {}
+    sw.verify(Llama(kind, attention), layout, batches=windows(name), run=ranks.run, **options)
+
+
+def test_a_fused_loss(ranks):
+    sw.verify(Build("plain"), "cp=2", batches=windows("plain"), run=ranks.run, fused="head")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from techniques.cp.sequences import PROVED, REFUSED, batch, build
+from techniques.cp.sequences import PROVED, REFUSED, WIDTH, Words, batch, build, heads, own_kernel
+from torch import nn
 
+import shardwise as sw
 from shardwise.model.positions import Differs, run_on_rows
 from shardwise.model.rows import most_rows, rows_of
 from shardwise.techniques.cp.search import Search, sequences_in
@@ -69,6 +71,102 @@ def test_heads_that_ranks_cannot_share_are_named():
     with pytest.raises(Differs, match="4 and 2 heads of queries and of keys, which 4 does not divide") as raised:
         searched("grouped", 4, "contiguous", heads_over=4, fallback=True)
     assert raised.value.is_of_heads
+
+
+class Odd(Words):
+    """Does something else than it should where ``how`` says so."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.kept = how, None
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        start = x.square().mean()
+        for block in self.blocks:
+            x = block(x)
+        if self.how == "in eval mode" and not self.training:
+            x = x - x.mean(1, keepdim=True)
+        if self.how == "keeps a mean":
+            self.kept = self.blocks[0].norm(x).square().mean()
+        if self.how == "rolls":
+            x = x.roll(1, 1)
+        output = self.head(self.norm(x))
+        return (output, start) if self.how == "returns a whole number too" else output
+
+
+class Longer(nn.Module):
+    """A layer of numbers that it has from 18 positions on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.layer(x) * (2 if x.shape[1] >= 18 else 1)
+
+
+def proof_of(module, num=24):
+    return Search(module, next(sequences_in(((), {"input_ids": batch(1, num)["input_ids"]}))), 2, "zigzag").run()
+
+
+@pytest.mark.parametrize("how", ["in eval mode", "keeps a mean", "rolls", "returns a whole number too"])
+def test_code_behind_the_blocks_that_mixes_positions_gets_all_of_them(how):
+    """In either mode, whether it is returned or kept; and what is whole is not added up beside what is of rows."""
+    facts = proof_of(Odd(how))
+    assert facts.output == "whole" and facts.join == {"blocks.1": {"": 1}}
+    assert proof_of(Odd("")).output == "rows"
+
+
+def test_what_longer_sequences_do_is_compared_too():
+    """Lengths of 17 and 19 are run: ranks have less than 18 positions of both."""
+    model = Odd("")
+    model.blocks[1] = Longer()
+    with pytest.raises(Differs, match=r"blocks\.1: its output"):
+        proof_of(model)
+
+
+class Short(nn.Module):
+    """Makes positions, twice where it has less than 8."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if x.shape[1] < 8:
+            torch.arange(x.shape[1])
+        return x + self.layer(x) * torch.arange(x.shape[1])[:, None]
+
+
+def test_ranks_that_make_positions_at_other_places_are_told_apart():
+    """Of 17 positions one rank has 10, the other 7."""
+    model = Odd("")
+    model.blocks[1] = Short()
+    with pytest.raises(Differs):
+        proof_of(model)
+
+
+class Tempered(nn.Module):
+    """Attention with a learned number for each head, in its kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.scale = nn.Linear(WIDTH, 3 * WIDTH), nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, x):
+        q, k, v = map(heads, self.qkv(x).chunk(3, -1))
+        y = sw.attend(lambda q, k, v, rows: own_kernel(q * self.scale[: q.shape[1], None, None], k, v, rows), q, k, v)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def test_a_number_that_is_learned_for_each_head_is_not_given_to_others():
+    model = Odd("")
+    model.blocks[1] = Tempered()
+    assert proof_of(model).output == "rows"
+    inputs = {"input_ids": batch(1, 24)["input_ids"]}
+    with pytest.raises(Differs, match=r"blocks\.1"):
+        Search(model, next(sequences_in(((), inputs))), 2, "contiguous", heads_over=2).run()
 
 
 # ---- breaks of a plan ------------------------------------------------------------------------------------------------
