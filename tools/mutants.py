@@ -2379,7 +2379,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cp-rows-of-other-heads",
         "        return swapped.movedim(0, 1).reshape(",
         "        return swapped.flip(0).movedim(0, 1).reshape(",
-        "tests/techniques/cp/test_parity.py -k 'test_options and ulysses'",
+        "tests/techniques/cp/test_parity.py -k 'test_options and method'",
         "heads come back in another order",
     ),
     Mutant(
@@ -2456,7 +2456,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cp-masks-of-the-first-rows",
         "        return of_positions(batch, head, rows[query], key)\n",
         "        return of_positions(batch, head, query, key)\n",
-        "tests/techniques/cp/test_parity.py -k masks_of",
+        "tests/techniques/cp/test_parity.py -k rows_alone",
         "queries see what the first positions see",
     ),
     Mutant(

@@ -98,10 +98,22 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
 class Whole:
     """What the run on all positions had."""
 
+    def is_like(self, other: "Whole") -> bool:
+        """Whether the same functions were called in both, with the same results."""
+        return (
+            self.functions == other.functions
+            and len(self.ends) == len(other.ends)
+            and all(
+                x.shape == y.shape and not x.is_meta and torch.equal(x, y)
+                for x, y in zip(self.ends, other.ends, strict=True)
+            )
+        )
+
     def __init__(self) -> None:
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
         self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self.functions: list[str] = []
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
 
@@ -312,6 +324,8 @@ class _Rows(LayerCalls):
         return _cheap(layer, x, self._trial.num_outputs(layer, x))
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._rows is None and not self._is_busy:
+            self._whole.functions.append(getattr(func, "__name__", str(func)))
         if func is functional.dropout:
             return args[0]
         if func == DEVICE and self._trial.name_of(args[0]) is not None:

@@ -16,6 +16,7 @@ from techniques.cp.on_ranks import (
 from techniques.cp.sequences import PROVED, REFUSED, build, count, loss_of, windows
 
 import shardwise as sw
+from shardwise.techniques.cp.search import Search, sequences_in
 
 LAYOUTS = {"cp=2": 2, "cp=4": 4, "dp_shard=2,cp=2": 4, "dp_replicate=2,cp=2": 4, "cp=2,tp=2": 4}
 
@@ -181,6 +182,13 @@ def test_masks_of_transformers(ranks, kind, attention, name, layout, fused):
     """Documents, and windows: masks are made for this rank's rows alone."""
     options = {"fused": True} if fused else {}
     sw.verify(Llama(kind, attention), layout, batches=windows(name), run=ranks.run, **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_masks_of_transformers_are_made_for_rows_alone(kind):
+    inputs = {key: value for key, value in windows("packed")[0][0].items() if key != "labels"}
+    search = Search(Llama(kind, "sdpa")(), next(sequences_in(((), inputs))), 2, "zigzag")
+    assert search.run().masks_of_rows
 
 
 def test_a_fused_loss(ranks):

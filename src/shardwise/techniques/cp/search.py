@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,7 +80,8 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
     """Lengths that no order divides, and that are no sizes of the model, so that dims of positions are known by them; the best ones first:
     some positions for each chunk, and no more than the ``given`` ones of the example, for which the model may have no place."""
     numbers = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
-    numbers |= {value for child in module.modules() for value in own_attributes(child).values() if type(value) is int}
+    ints = Counter(v for child in module.modules() for v in own_attributes(child).values() if type(v) is int)
+    numbers |= {value for value, times in ints.items() if times > 1}  # and not the number of a block
 
     def is_apart(length: int) -> bool:
         return bool(length % (2 * degree)) and not any(size % length == 0 for size in numbers if size)
@@ -237,12 +239,10 @@ class Search:
     def _facts(self, trial: Trial, plan: Plan, known: Facts | None = None) -> Facts:
         """What every rank does, in training and in eval mode."""
         found: list[Facts] = []
-        for is_training in (True, False):
-            trial.set_training(is_training)
-            key = is_training, self.length
-            whole = self._whole.get(key)
-            if whole is None:
-                whole = self._whole[key] = whole_run(trial, self.length)
+        training = self._run_whole(trial, is_training=True)
+        modes = (True,) if training.is_like(self._run_whole(trial, is_training=False)) else (True, False)
+        for is_training in modes:
+            whole = self._run_whole(trial, is_training=is_training)
             for rows in rows_of(self.length, self.degree, self.order):
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over))
         for facts in found[1:]:
@@ -252,10 +252,19 @@ class Search:
                 )
         return found[0]
 
+    def _run_whole(self, trial: Trial, *, is_training: bool) -> Whole:
+        """The run on all positions in a mode, which the trial is in afterwards."""
+        if trial.module.training != is_training:
+            trial.set_training(is_training)
+        key = is_training, self.length
+        if key not in self._whole:
+            self._whole[key] = whole_run(trial, self.length)
+        return self._whole[key]
+
     def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
         """The facts of a plan, followed by number and dim at another length: what was known by its size there is the same here."""
         facts = self._facts(trial, plan)
-        self.length = self._other_length
+        self.length, self._whole = self._other_length, {}
         again = self._facts(trial, plan, facts)
         if again != facts:
             raise Differs("", "it does other things at another length of its sequences")
