@@ -1,6 +1,7 @@
-"""Trains every causal language model of the installed transformers under ``tp``, and compares it with one process.
+"""Trains every causal language model of the installed transformers under ``tp``, or ``cp``, and compares it with one process.
 
     python benchmarks/zoo.py --write docs/tp-families-table.md   # all at tp=2, every third on 4 ranks: 20 minutes on 2 cores
+    python benchmarks/zoo.py --layout cp=2 --write docs/cp-families-table.md
     python benchmarks/zoo.py --only llama,gpt2 --layout dp_shard=2,tp=2
 
 A verdict is *equal* (loss, norm, every gradient, every update to 1e-12 in fp64, two micro-batches), *not built* or *not run*
@@ -107,8 +108,12 @@ def table(found: dict[str, dict[str, Any]], layout: str) -> str:
         "",
         f"transformers {version}: {len(found)} kinds of causal language models; "
         + ", ".join(f"{count[key]} {key}" for key in ("equal", "refused", "wrong", "not run", "not built"))
-        + f". {held} of {len(dense)} that are equal and have no experts hold at most {limit:g} of the parameters on a rank "
-        f"({held / max(len(dense), 1):.0%}).",
+        + (
+            f". {held} of {len(dense)} that are equal and have no experts hold at most {limit:g} of the parameters on a rank "
+            f"({held / max(len(dense), 1):.0%})."
+            if "tp" in layout
+            else "."
+        ),
         "",
         "| model | verdict | share per rank | largest error | |",
         "|---|---|--:|--:|---|",
@@ -140,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
             print(sections[-1], flush=True)
             is_wrong |= any(row["verdict"] == "wrong" for row in found.values())
     if args.write:
-        args.write.write_text("# Causal language models under tp\n\n" + "\n".join(sections), encoding="utf-8")
+        axis = "cp" if args.layout and "cp" in args.layout else "tp"
+        args.write.write_text(f"# Causal language models under {axis}\n\n" + "\n".join(sections), encoding="utf-8")
     return int(is_wrong)
 
 

@@ -2495,13 +2495,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a module that mixes positions is cut",
     ),
     Mutant(
-        "cp-facts-of-one-rank",
-        "            if facts != found[0]:\n                raise Differs(\n",
-        "            if facts != facts:\n                raise Differs(\n",
-        "tests/techniques/cp/test_proof.py -k told_apart",
-        "ranks that do other things are run by what one of them does",
-    ),
-    Mutant(
         "cp-heads-not-in-parts",
         "        parts = zip(q.chunk(num, 1), k.chunk(num, 1), v.chunk(num, 1), strict=True)\n",
         "        parts = [(q, k, v)]\n",

@@ -178,7 +178,7 @@ class _Rows(LayerCalls):
             raise Differs(name, "it is called more often than on all positions")
         is_cut = name in self._plan.cut
         if is_cut and not self._inside:
-            args, kwargs = self._cut(name, (args, kwargs))
+            args, kwargs = self._cut(name, (args, kwargs), dict(keyed_leaves(full)))
         self._inside += is_cut
         if name in self._plan.islands:
             dims = self.facts.islands.setdefault(name, [{}, {}])[0]
@@ -211,8 +211,8 @@ class _Rows(LayerCalls):
             output = self._joined(name, output, self._whole.outputs[frame.key], dims, known)
         return output
 
-    def _cut(self, name: str, given: Any) -> Any:
-        """The arguments of a module, of which what has the length becomes rows."""
+    def _cut(self, name: str, given: Any, full: Mapping[str, Any]) -> Any:
+        """The arguments of a module, of which what has the length becomes rows. ``full``: those of the whole run."""
         assert self._rows is not None
         dims, known = (
             self.facts.cut.setdefault(name, {}),
@@ -222,7 +222,8 @@ class _Rows(LayerCalls):
         def cut(path: str, x: Any) -> Any:
             if not isinstance(x, Tensor) or path in self._plan.whole.get(name, ()):
                 return x
-            at = [dim for dim, size in enumerate(x.shape) if size == self._length]
+            whole = full.get(path)
+            at = [dim for dim, size in enumerate(whole.shape if isinstance(whole, Tensor) else ()) if size == self._length]
             if known is not None:
                 at = [known[path]] if path in known else []
             if len(at) != 1 or x.shape[at[0]] != self._length:
