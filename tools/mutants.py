@@ -2398,8 +2398,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-eval-mode-not-proved",
-        "        for is_training in (True, False):\n            trial.set_training",
-        "        for is_training in (True,):\n            trial.set_training",
+        "modes = (True,) if training.is_like(self._run_whole(trial, is_training=False)) else (True, False)",
+        "modes = (True,)",
         "tests/techniques/cp/test_proof.py -k code_behind",
         "an evaluation is of code that was not compared",
     ),

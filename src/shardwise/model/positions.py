@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,100 +22,12 @@ from shardwise.model.layers import Layer, LayerCalls
 from shardwise.model.leaves import DEVICE
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
-from shardwise.model.own_positions import Made, Numbers, argument_of, kind_of, of_rows
+from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
 from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.trial import Trial
 
 _ALLOWED = 1e-11  # relative to the largest number of a tensor
-
-T = TypeVar("T")
-Dims = dict[str, int]
-"""Path of a tensor in arguments, or in an output -> its dim of positions."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Where a stream of positions is cut to rows, and what is done for code that needs more than its rows.
-
-    Attributes:
-        cut: modules at whose entry what grows with the length is cut.
-        whole: module of ``cut`` -> paths of arguments that stay whole there.
-        join: modules whose output is joined to the whole stream again.
-        islands: modules that run on the whole stream on every rank.
-        positions: modules whose calls that make positions get those of the rows.
-        unjudged: modules that may return something else, such as an order of tokens: what is made of it is compared.
-        masks_of_rows: masks that transformers makes are those of the rows.
-    """
-
-    cut: tuple[str, ...] = ()
-    whole: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    join: tuple[str, ...] = ()
-    islands: tuple[str, ...] = ()
-    positions: tuple[str, ...] = ()
-    unjudged: tuple[str, ...] = ()
-    masks_of_rows: bool = True
-
-
-@dataclasses.dataclass
-class Facts:
-    """What a run on rows has done, by names of modules, paths of arguments, numbers of calls and dims: as JSON.
-
-    Attributes:
-        cut, join: module -> what is cut at its entry, or joined in its output.
-        islands: module -> what is joined at its entry, and what is cut of its output.
-        positions: module -> its calls that make positions.
-        attention: module that calls attention -> the numbers of the calls whose keys are rows.
-        output: ``rows``, ``whole``, or "" if it has no floating tensor.
-        outputs: what of the model's output is on rows.
-        masks_of_rows: as of the plan.
-    """
-
-    cut: dict[str, Dims] = dataclasses.field(default_factory=dict)
-    join: dict[str, Dims] = dataclasses.field(default_factory=dict)
-    islands: dict[str, list[Dims]] = dataclasses.field(default_factory=dict)
-    positions: dict[str, Made] = dataclasses.field(default_factory=dict)
-    attention: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    output: str = ""
-    outputs: Dims = dataclasses.field(default_factory=dict)
-    masks_of_rows: bool = True
-
-
-class Differs(Exception):  # noqa: N818 - it is not raised to users
-    """A module does on rows what it does not on all.
-
-    Attributes:
-        name: of the module.
-        why: what differs.
-        is_mask: a mask has not the keys of all positions.
-        is_of_heads: heads cannot be divided.
-    """
-
-    def __init__(self, name: str, why: str, *, is_mask: bool = False, is_of_heads: bool = False):
-        super().__init__(f"{name}: {why}")
-        self.name, self.why, self.is_mask, self.is_of_heads = name, why, is_mask, is_of_heads
-
-
-class Whole:
-    """What the run on all positions had."""
-
-    def is_like(self, other: "Whole") -> bool:
-        """Whether the same functions were called in both, with the same results."""
-        return (
-            self.functions == other.functions
-            and len(self.ends) == len(other.ends)
-            and all(
-                x.shape == y.shape and not x.is_meta and torch.equal(x, y)
-                for x, y in zip(self.ends, other.ends, strict=True)
-            )
-        )
-
-    def __init__(self) -> None:
-        self.inputs: dict[tuple[str, int], Any] = {}
-        self.outputs: dict[tuple[str, int], Any] = {}
-        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
-        self.functions: list[str] = []
-        self.ends: list[Tensor] = []
-        self.kept: list[tuple[str, Tensor]] = []
 
 
 @dataclasses.dataclass
@@ -223,7 +135,9 @@ class _Rows(LayerCalls):
             if not isinstance(x, Tensor) or path in self._plan.whole.get(name, ()):
                 return x
             whole = full.get(path)
-            at = [dim for dim, size in enumerate(whole.shape if isinstance(whole, Tensor) else ()) if size == self._length]
+            at = [
+                dim for dim, size in enumerate(whole.shape if isinstance(whole, Tensor) else ()) if size == self._length
+            ]
             if known is not None:
                 at = [known[path]] if path in known else []
             if len(at) != 1 or x.shape[at[0]] != self._length:

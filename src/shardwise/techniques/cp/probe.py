@@ -12,11 +12,12 @@ from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first
 from shardwise.model.attend import refuse_uncaught
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import by_name, line_of
-from shardwise.model.positions import Differs
 from shardwise.model.pytrees import keyed_leaves
+from shardwise.model.row_facts import Differs
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
-from shardwise.techniques.cp.search import Arguments, Search, sequences_in
+from shardwise.techniques.cp.search import Search
+from shardwise.techniques.cp.sequences import Arguments, sequences_in
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.world import World

@@ -1,8 +1,6 @@
 """Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs."""
 
 import dataclasses
-import functools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,89 +10,16 @@ from shardwise.errors import UsageError
 from shardwise.model.attend import catch_transformers, register_in_transformers
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
-from shardwise.model.names import own_attributes
-from shardwise.model.positions import Differs, Facts, Plan, Whole, run_on_rows, whole_run
-from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.model.positions import run_on_rows, whole_run
+from shardwise.model.pytrees import keyed_leaves
+from shardwise.model.row_facts import Differs, Facts, Plan, Whole
 from shardwise.model.rows import Order, rows_of
 from shardwise.model.trial import Trial
+from shardwise.techniques.cp.sequences import Sequences, lengths_of_proof
 
 _SEARCHED = 2  # blocks of each kind that are run, where there are many
 _MANY = 8
 _TRIES = 200  # runs of repairs
-_LENGTHS = 6  # that are tried
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sequences:
-    """The sequences in the arguments of a model.
-
-    Attributes:
-        arguments: of one call, on the CPU.
-        path: of the argument by which the length is known.
-        dims: path -> dims of positions, of each argument that has some.
-        length: of the sequences.
-    """
-
-    arguments: Arguments
-    path: str
-    dims: dict[str, tuple[int, ...]]
-    length: int
-
-    def of_length(self, length: int) -> Arguments:
-        """The arguments with sequences of another length: repeated, or cut off. Two samples at most."""
-
-        def change(path: str, x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            for dim in self.dims.get(path, ()):
-                times = [-(-length // x.shape[dim]) if d == dim else 1 for d in range(x.dim())]
-                x = x.repeat(times).narrow(dim, 0, length)
-            if 0 not in self.dims.get(path, ()) and x.dim() and x.shape[0] == self._num_samples:
-                x = x[:2]
-            return x.double() if x.is_floating_point() else x
-
-        return map_keyed(change, self.arguments)  # type: ignore[no-any-return]
-
-    @functools.cached_property
-    def _num_samples(self) -> int:
-        first = dict(keyed_leaves(self.arguments))[self.path]
-        return int(first.shape[1 - self.dims[self.path][0]]) if first.dim() > 1 else 0
-
-
-def sequences_in(arguments: Arguments) -> Iterator[Sequences]:
-    """What the sequences in the arguments of a model may be: of its first tensor with two dims, dim 1, or dim 0."""
-    tensors = [(path, x) for path, x in keyed_leaves(arguments) if isinstance(x, Tensor) and x.dim() > 1]
-    for path, x in tensors[:1]:
-        for dim in (1, 0):
-            others = range(1, 99) if dim == 1 else range(1)
-            dims = {
-                name: tuple(d for d, size in enumerate(other.shape) if size == x.shape[dim] and d in others)
-                for name, other in tensors
-            }
-            yield Sequences(arguments, path, {name: at for name, at in dims.items() if at}, x.shape[dim])
-
-
-def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -> list[int]:
-    """Lengths that no order divides, and that are no sizes of the model, so that dims of positions are known by them; the best ones first:
-    some positions for each chunk, and no more than the ``given`` ones of the example, for which the model may have no place."""
-    numbers = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
-    ints = Counter(v for child in module.modules() for v in own_attributes(child).values() if type(v) is int)
-    numbers |= {value for value, times in ints.items() if times > 1}  # and not the number of a block
-
-    def is_apart(length: int) -> bool:
-        return bool(length % (2 * degree)) and not any(size % length == 0 for size in numbers if size)
-
-    def is_clear(length: int) -> bool:
-        return numbers.isdisjoint({len(rows) for rows in rows_of(length, degree, order)})
-
-    wanted, most = max(4 * degree + 1, 13), max(given, degree + 1)
-    within = [*range(wanted, most + 1), *range(min(wanted - 1, most), degree, -1)]
-    beyond = range(max(wanted, most + 1), 4 * most + 40 * degree)
-    found = [length for length in (*within, *beyond) if is_apart(length)]
-    found.sort(key=lambda length: (not is_clear(length), length > given))  # stable
-    return found[:_LENGTHS]
 
 
 @dataclasses.dataclass

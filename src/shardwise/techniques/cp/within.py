@@ -1,0 +1,166 @@
+"""What runs in a module whose sequences are cut: attention exchanges, positions that it makes are those of the rank, and what mixes
+positions itself runs on all of them."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import UnsupportedError
+from shardwise.model.attend import SDPA, Attention, now, of_sdpa
+from shardwise.model.names import canonical_children
+from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
+from shardwise.model.pytrees import map_keyed
+from shardwise.techniques.cp.exchanges import At, Ranks, gathered
+
+
+class Cuts(Protocol):
+    """The cut sequences of a model: the positions of the forward that runs, its ranks, and how attention exchanges."""
+
+    at: At | None
+    ranks: Ranks
+    exchange: Callable[[Attention, At, Ranks], Tensor]
+
+
+class _Current:
+    """The positions that the running block was given; one for all models, as blocks of two do not run at once."""
+
+    at: At | None = None
+
+
+_current = _Current()
+
+
+def with_positions(block: nn.Module, cuts: Cuts) -> None:
+    """Lets the forward of a block take its positions as one more argument, for what runs in it."""
+    inner = block.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, _at: At | None = None, **kwargs: Any) -> Any:
+        before, _current.at = _current.at, _at
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            _current.at = before
+
+    block.forward = forward
+
+
+class _Calls(TorchFunctionMode):
+    """Within the forward of a module: attention exchanges, and positions that its code makes are those of this rank, by the numbers
+    of the calls."""
+
+    def __init__(self, cuts: Cuts, at: At, of_rows: list[int], made: Made):
+        super().__init__()
+        self._cuts, self._at, self._of_rows, self._made = cuts, at, of_rows, made
+        self._numbers, self._num_attentions, self.depth = Numbers(), 0, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if now.attends is not self or self.depth:
+            return func(*args, **kwargs)
+        if func is SDPA:
+            return self.attend(of_sdpa(args, kwargs))
+        if self._made and (kind := kind_of(func)) is not None:
+            number = self._numbers.take(kind)
+            for of, at, argument in self._made:
+                if of == kind and at == number:
+                    return self._busy(of_rows, kind, argument, func, args, kwargs, self._at.rows, self._at.length)
+        return func(*args, **kwargs)
+
+    def attend(self, call: Attention) -> Any:
+        number, self._num_attentions = self._num_attentions, self._num_attentions + 1
+        if number not in self._of_rows:
+            return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
+        if call.mask is not None and call.mask.shape[-1] not in (1, self._at.length):
+            raise UnsupportedError(
+                f"attention with a mask {tuple(call.mask.shape)}, for {self._at.length} keys",
+                why="it gets the keys of all positions",
+                fix="make the mask where the model has all of its tokens",
+            )
+        return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
+
+    def _busy(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The result of a call of ours, whose functions are not those of the model's code."""
+        before, now.attends = now.attends, None
+        try:
+            return call(*args)
+        finally:
+            now.attends = before
+
+
+def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made) -> None:
+    """Lets attention in a module's own code exchange, and positions that it makes be those of this rank."""
+    inner = module.forward
+    running: list[_Calls] = []
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        at = _current.at if _current.at is not None else cuts.at
+        if at is None:
+            return inner(*args, **kwargs)
+        calls = _Calls(cuts, at, of_rows, made)
+        before, now.attends = now.attends, calls
+        running.append(calls)
+        try:
+            with calls:
+                return inner(*args, **kwargs)
+        finally:
+            running.pop()
+            now.attends = before
+
+    module.forward = forward
+    for child in _called_children(module) if made else ():
+        _not_own(child, running)
+
+
+def _not_own(module: nn.Module, running: list[_Calls]) -> None:
+    """Lets what runs in a module not be taken for its parent's own code."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not running:
+            return inner(*args, **kwargs)
+        calls = running[-1]
+        calls.depth += 1
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            calls.depth -= 1
+
+    module.forward = forward
+
+
+def _called_children(module: nn.Module) -> list[nn.Module]:
+    """The modules that a module's own code calls: its children, and those of its lists."""
+    found: list[nn.Module] = []
+    for _, child in canonical_children(module):
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        found += _called_children(child) if is_list else [child]
+    return found
+
+
+def make_island(module: nn.Module, cuts: Cuts, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
+    """Lets a module run on the whole sequence on every rank."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        at = _current.at if _current.at is not None else cuts.at
+        if at is None:
+            return inner(*args, **kwargs)
+        before = now.attends, _current.at, cuts.at
+        now.attends, _current.at, cuts.at = None, None, None
+        try:
+            args, kwargs = map_keyed(
+                lambda path, x: gathered(x, at, cuts.ranks, inputs[path]) if path in inputs else x, (args, kwargs)
+            )
+            output = inner(*args, **kwargs)
+        finally:
+            now.attends, _current.at, cuts.at = before
+        return map_keyed(lambda path, x: x.index_select(outputs[path], at.rows) if path in outputs else x, output)
+
+    module.forward = forward
