@@ -49,11 +49,13 @@ class Now:
     Attributes:
         attends: computes it; None: everything is whole.
         rows: positions of the queries for which models of transformers make their masks; None: all.
+        makes_masks: these make one also where a causal kernel needs none, as they do for other batches.
     """
 
     def __init__(self) -> None:
         self.attends: Attends | None = None
         self.rows: Tensor | None = None
+        self.makes_masks = False
 
 
 now = Now()
@@ -169,7 +171,9 @@ def _implementations(module: nn.Module) -> dict[str, list[Any]]:
 
 def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
     """A mask, made for the queries of :attr:`Now.rows` alone: that of all queries would grow with the square of the length."""
-    rows = now.rows
+    rows, padding = now.rows, given.get("attention_mask")
+    if now.makes_masks:
+        given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     if rows is None or given["q_length"] != given["kv_length"] or given.get("q_offset", 0):
         return plain(**given)
     of_positions: Any = given.get("mask_function")
@@ -181,6 +185,10 @@ def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
     def of_rows(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return of_positions(batch, head, rows[query], key)
 
+    if padding is not None and not bool(padding.all()):
+        given["allow_is_causal_skip"] = (
+            False  # it would be judged by the number of queries, as if they were the first ones
+        )
     return plain(**{**given, "q_length": rows.shape[0], "mask_function": of_rows})
 
 

@@ -87,6 +87,8 @@ CELLS = [
     ("plain", "dp_shard=2,cp=2", {"sharding": sw.Sharding(sync_every_microbatch=True)}, True),
     ("plain", "dp_replicate=2,dp_shard=2,cp=2", {}, True),
     ("packed", "dp_shard=2,cp=2,tp=2", {}, True),
+    ("packed", "cp=2", {"lora": sw.LoRA(rank=4, dora=True), "quantize": "nf4"}, True),
+    ("packed", "cp=2,tp=2", {"lora": sw.LoRA(rank=4), "remat": "full"}, True),
 ]
 
 
@@ -183,6 +185,13 @@ def test_masks_of_transformers(ranks, kind, attention, name, layout, fused):
     """Documents, and windows: masks are made for this rank's rows alone."""
     options = {"fused": True} if fused else {}
     sw.verify(Llama(kind, attention), layout, batches=windows(name), run=ranks.run, **options)
+
+
+def test_masks_that_the_example_did_not_need(ranks):
+    """Its first micro-batch has one document in each sample, and blocks get no mask."""
+    steps = windows("packed")
+    steps[0][0]["position_ids"] = torch.arange(steps[0][0]["input_ids"].shape[1]).expand(2, -1)
+    sw.verify(Llama("llama", "sdpa"), "cp=2", batches=steps, run=ranks.run)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])

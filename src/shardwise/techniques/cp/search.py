@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
-from shardwise.model.attend import catch_transformers, register_in_transformers
+from shardwise.model.attend import catch_transformers, now, register_in_transformers
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.positions import run_on_rows, whole_run
@@ -60,14 +60,15 @@ class Search:
         kinds = [blocks for blocks in block_kinds(self.module) if len(blocks) > _MANY]
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
-        self.trial = trial = self._trial(without)
-        self.plan = self._plan(trial)
-        facts = self._confirmed(trial, self.plan)
+        self.known.clear()
+        now.makes_masks = True  # at the first length; at the second none where the example needs none
+        try:
+            self.trial = self._trial(without)
+            self.plan = self._plan(self.trial)
+            facts = self._confirmed(self.trial, self.plan)
+        finally:
+            now.makes_masks = False
         self._note_heads(facts)
-        self.known = {
-            name: [path for path, x in keyed_leaves(self.whole.inputs[name, 0]) if isinstance(x, Tensor)]
-            for name in facts.cut
-        }
         for blocks in kinds:
             facts = _repeated(facts, blocks)
             self.known |= dict.fromkeys(blocks[_SEARCHED:], self.known[blocks[_SEARCHED - 1]])
@@ -189,11 +190,18 @@ class Search:
     def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
         """The facts of a plan, followed by number and dim at another length: what was known by its size there is the same here."""
         facts = self._facts(trial, plan)
-        self.length, self._whole = self._other_length, {}
+        self._note_tensors(facts)
+        self.length, self._whole, now.makes_masks = self._other_length, {}, False
         again = self._facts(trial, plan, facts)
         if again != facts:
             raise Differs("", "it does other things at another length of its sequences")
+        self._note_tensors(facts)
         return facts
+
+    def _note_tensors(self, facts: Facts) -> None:
+        for name in facts.cut:
+            paths = [path for path, x in keyed_leaves(self.whole.inputs[name, 0]) if isinstance(x, Tensor)]
+            self.known[name] = sorted({*self.known.get(name, ()), *paths})
 
     def _repaired(self, trial: Trial, plan: Plan, wrong: Differs, lists: Sequence[Sequence[str]]) -> Plan:
         """A plan that goes further.

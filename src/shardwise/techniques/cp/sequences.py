@@ -72,7 +72,8 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
     some positions for each chunk, and no more than the ``given`` ones of the example, for which the model may have no place."""
     numbers = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
     ints = Counter(v for child in module.modules() for v in own_attributes(child).values() if type(v) is int)
-    numbers |= {value for value, times in ints.items() if times > 1}  # and not the number of a block
+    # Samples that are run, and numbers that several modules have: not the number of a block.
+    numbers |= {2, *(value for value, times in ints.items() if times > 1)}
 
     def is_apart(length: int) -> bool:
         return bool(length % (2 * degree)) and not any(size % length == 0 for size in numbers if size)
