@@ -36,6 +36,7 @@ __all__ = [
     "num_hooks",
     "on_inputs",
     "path_of",
+    "runs_again",
     "share_hooks",
     "unseen",
     "unseen_writes",
@@ -52,6 +53,20 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Calls ``call`` when the running backward ends. May only be called from inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def runs_again(tensor: Tensor) -> bool:
+    """Whether a part of what gave ``tensor`` is run again in its backward, by torch's reentrant checkpoint."""
+    waiting, seen = [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        waiting += [each for each, _ in node.next_functions]
+    return False
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

@@ -101,8 +101,8 @@ class Leaves(LayerCalls):
         return leaf.clone()  # which the model may change in place
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _DROPOUTS:
-            x, chance, is_training = bound(_DROPOUT, args, kwargs)
+        if func in DROPOUTS:
+            x, chance, is_training = bound(DROPOUT, args, kwargs)
             if chance != 0 and is_training is not False:
                 self._seen.dropped.append((self._last, x))
             return x
@@ -146,7 +146,7 @@ class Leaves(LayerCalls):
         return func(*args, **kwargs)
 
 
-_DROPOUTS = frozenset({
+DROPOUTS = frozenset({  # functions that drop numbers of their first argument
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 })  # fmt: skip
@@ -155,7 +155,7 @@ _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
     "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
 })  # fmt: skip
-_DROPOUT = ("input", "p", "training")
+DROPOUT = ("input", "p", "training")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 _SIZES = frozenset({"size", "numel", "stride", "__len__", "nelement"})
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardwise.errors import first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.layers import Layer, LayerCalls
-from shardwise.model.leaves import DEVICE
+from shardwise.model.layers import Layer, LayerCalls, bound
+from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
@@ -83,7 +82,10 @@ class _Rows(LayerCalls):
         self._calls[name] = frame.key[1] + 1
         self.frames.append(frame)
         if self._rows is None:
-            self._whole.inputs[frame.key] = (args, kwargs)
+            if self._whole.keeps(name):
+                self._whole.inputs[frame.key] = (args, kwargs)
+            return args, kwargs
+        if not self._whole.keeps(name):
             return args, kwargs
         full = self._whole.inputs.get(frame.key)
         if full is None:
@@ -104,7 +106,10 @@ class _Rows(LayerCalls):
         frame = self.frames.pop()
         self._inside -= name in self._plan.cut
         if self._rows is None:
-            self._whole.outputs[frame.key] = output
+            if self._whole.keeps(name):
+                self._whole.outputs[frame.key] = output
+            return output
+        if not self._whole.keeps(name):
             return output
         full = dict(keyed_leaves(self._whole.outputs[frame.key]))
         if name in self._plan.islands:
@@ -126,10 +131,13 @@ class _Rows(LayerCalls):
     def _cut(self, name: str, given: Any, full: Mapping[str, Any]) -> Any:
         """The arguments of a module, of which what has the length becomes rows. ``full``: those of the whole run."""
         assert self._rows is not None
-        dims, known = (
-            self.facts.cut.setdefault(name, {}),
-            None if self._known is None else self._known.cut.get(name, {}),
-        )
+        dims: Dims = {}
+        on_rows: Dims = {}
+        calls = self.facts.cut.setdefault(name, [])
+        known = None
+        if self._known is not None:
+            known = [*(of_call[0] for of_call in self._known.cut.get(name, [])), *[{}] * len(calls)][len(calls)]
+        calls.append([dims, on_rows])
 
         def cut(path: str, x: Any) -> Any:
             if not isinstance(x, Tensor) or path in self._plan.whole.get(name, ()):
@@ -138,12 +146,17 @@ class _Rows(LayerCalls):
             at = [
                 dim for dim, size in enumerate(whole.shape if isinstance(whole, Tensor) else ()) if size == self._length
             ]
+            dim = at[0] if len(at) == 1 else None
             if known is not None:
-                at = [known[path]] if path in known else []
-            if len(at) != 1 or x.shape[at[0]] != self._length:
+                dim = known.get(path, dim)
+            if dim is None or dim >= x.dim():
                 return x
-            dims[path] = at[0]
-            return x.index_select(at[0], self._rows)
+            if x.shape[dim] != self._length or (known is not None and path not in known):
+                if x.shape[dim] == self._num_rows:
+                    on_rows[path] = dim
+                return x
+            dims[path] = dim
+            return x.index_select(dim, self._rows)
 
         return map_keyed(cut, given)
 
@@ -241,14 +254,17 @@ class _Rows(LayerCalls):
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._rows is None and not self._is_busy:
             self._whole.functions.append(getattr(func, "__name__", str(func)))
-        if func is functional.dropout:
+        if func in DROPOUTS:
+            self.facts.draws |= bound(DROPOUT, args, kwargs)[1] != 0
             return args[0]
+        if func is SDPA and self._is_busy:  # of a kernel
+            args, kwargs = self._without_dropout(args, kwargs)
         if func == DEVICE and self._trial.name_of(args[0]) is not None:
             return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
         if self._is_busy:
             return func(*args, **kwargs)
         if func is SDPA:
-            return self.attend(of_sdpa(_without_dropout(args), {**kwargs, "dropout_p": 0.0}))
+            return self.attend(of_sdpa(*self._without_dropout(args, kwargs)))
         if (kind := kind_of(func)) is not None and (frame := self._maker()) is not None:
             number = frame.numbers.take(kind)
             if (argument := self._argument(frame.name, kind, number, args, kwargs)) is not None:
@@ -317,6 +333,15 @@ class _Rows(LayerCalls):
             self._compare(frame.name, "what its attention gives", result, whole)
             return call.finish(result)
 
+    def _without_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of torch's attention, without dropout."""
+        chance = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        self.facts.draws |= bool(chance)
+        return (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {
+            **kwargs,
+            **({"dropout_p": 0.0} if len(args) < 5 else {}),
+        }
+
     def _by_heads(self, name: str, call: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """This rank's rows of what parts of the heads give, each for all positions."""
         num = self._heads_over
@@ -327,10 +352,6 @@ class _Rows(LayerCalls):
         result = torch.cat([call.kernel(*part, None) for part in parts], 1)
         assert self._rows is not None
         return result.index_select(-2, self._rows)
-
-
-def _without_dropout(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
 
 
 def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
@@ -347,9 +368,10 @@ def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def whole_run(trial: Trial, length: int) -> Whole:
-    """Runs the model of a trial on all positions of its sequences, of ``length``."""
-    whole = Whole()
+def whole_run(trial: Trial, length: int, only: frozenset[str] | None = None) -> Whole:
+    """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
+    None: all."""
+    whole = Whole(only)
     _run(trial, _Rows(trial, whole, Plan(), length, None))
     return whole
 

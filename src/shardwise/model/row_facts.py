@@ -41,16 +41,18 @@ class Facts:
     """What a run on rows has done, by names of modules, paths of arguments, numbers of calls and dims: as JSON.
 
     Attributes:
-        cut, join: module -> what is cut at its entry, or joined in its output.
+        cut: module -> for each of its calls, what is cut at its entry, and what is on rows already.
+        join: module -> what is joined in its output.
         islands: module -> what is joined at its entry, and what is cut of its output.
         positions: module -> its calls that make positions.
         attention: module that calls attention -> the numbers of the calls whose keys are rows.
         output: ``rows``, ``whole``, or "" if it has no floating tensor.
         outputs: what of the model's output is on rows.
         masks_of_rows: as of the plan.
+        draws: something is dropped out, in training.
     """
 
-    cut: dict[str, Dims] = dataclasses.field(default_factory=dict)
+    cut: dict[str, list[list[Dims]]] = dataclasses.field(default_factory=dict)
     join: dict[str, Dims] = dataclasses.field(default_factory=dict)
     islands: dict[str, list[Dims]] = dataclasses.field(default_factory=dict)
     positions: dict[str, Made] = dataclasses.field(default_factory=dict)
@@ -58,6 +60,7 @@ class Facts:
     output: str = ""
     outputs: Dims = dataclasses.field(default_factory=dict)
     masks_of_rows: bool = True
+    draws: bool = dataclasses.field(default=False, compare=False)
 
 
 class Differs(Exception):  # noqa: N818 - it is not raised to users
@@ -76,7 +79,7 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
 
 
 class Whole:
-    """What the run on all positions had."""
+    """What the run on all positions had; of the modules ``only``, if there are many blocks."""
 
     def is_like(self, other: "Whole") -> bool:
         """Whether the same functions were called in both, with the same results."""
@@ -89,10 +92,15 @@ class Whole:
             )
         )
 
-    def __init__(self) -> None:
+    def __init__(self, only: frozenset[str] | None = None) -> None:
+        self._only = only
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
         self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self.functions: list[str] = []
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
+
+    def keeps(self, name: str) -> bool:
+        """Whether what a module has is kept."""
+        return self._only is None or name in self._only

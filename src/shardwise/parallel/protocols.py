@@ -1,7 +1,7 @@
 """What the run-time object of a model uses, and others make: the data-parallel engine, gradients that are not final, and the like."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -140,6 +140,11 @@ class CutSequence(Protocol):
 
     def cut(self, value: Any, dim: int) -> Any:
         """This rank's positions of a tensor along ``dim``, or of a micro-batch."""
+
+    def halves(
+        self, output: Any, batch: Mapping[str, Any], cut: Collection[str]
+    ) -> "list[tuple[Any, dict[str, Any]]] | None":
+        """Output and micro-batch of two halves of this rank's positions; ``cut``: the entries that are of these. None: it has less than two."""
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """All positions of what each rank has of its own, with gradients."""

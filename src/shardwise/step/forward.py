@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import RankError
+from shardwise.errors import ConfigError, RankError
 from shardwise.launch.failure import is_lost_peer
 from shardwise.model.module_state import FunctionState
 from shardwise.model.pytrees import map_leaves
@@ -44,9 +44,54 @@ def sums_on(
 ) -> tuple[Any, dict[str, Tensor]]:
     """:func:`output_on`, and the sums of the loss: those that the forward has returned where ``loss`` is None."""
     output = output_on(runtime, forward, batch, state)
-    sums = as_sums(output if loss is None else loss(output, runtime.for_loss(batch)))
+    mine = batch if loss is None else runtime.for_loss(batch)
+    sums = as_sums(output if loss is None else loss(output, mine))
+    if loss is not None and runtime.sequence is not None:
+        _check_positions(runtime, loss, output, batch, mine, sums)
     share = runtime.share_of_sums
     return output, sums if share == 1 else {name: value * share for name, value in sums.items()}
+
+
+def _check_positions(
+    runtime: Runtime, loss: Loss, output: Any, batch: Batch, mine: Batch, sums: Mapping[str, Tensor]
+) -> None:
+    """Raises ConfigError, once for each loss, if it is no sum over positions, of which this rank has some: if what it gives for a half of
+    them and for the other half does not add up."""
+    memory = runtime.memory(_CheckedLosses)
+    if any(each is loss for each in memory.losses):
+        return
+    sequence = runtime.sequence
+    assert sequence is not None
+    cut = {key for key, value in mine.items() if value is not batch.get(key)}
+    halves = sequence.halves(output, mine, cut)
+    if halves is None:
+        return
+    try:
+        with without_a_trace(runtime, loss):
+            parts, is_noisy = drawn(runtime, lambda: [as_sums(loss(*half)) for half in halves])
+    except Exception:  # it joins the positions itself, or asks for others
+        memory.losses.append(loss)
+        return
+    for name, value in sums.items():
+        one, other, both = (float(each.detach()) for each in (parts[0][name], parts[1][name], value))
+        allowed = {8: 1e-9, 4: 1e-4}.get(value.element_size(), 2e-2) * max(abs(one), abs(other), abs(both))
+        if not is_noisy and abs(one + other - both) > allowed:
+            raise ConfigError(
+                f"a loss that is no sum over positions, under {runtime.recipe.grid}",
+                why=f"of a half of this rank's positions its entry {name!r} is {one:.6g}, of the other half {other:.6g}, and of both {both:.6g}: what "
+                "compares positions with each other (a shift of labels, a mean over a sample, a pooled output) is another on parts of a sample",
+                fix="shift labels in the data (sw.shift_labels), and return sums over positions; or join the output first, and count it once: "
+                'output = sw.join_sequence(model, output), with the loss divided by world.axis("cp").size',
+                name=None,
+            )
+    memory.losses.append(loss)
+
+
+class _CheckedLosses:
+    """The losses of which it is known that they are sums over positions."""
+
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
 
 
 class TrialRuns:

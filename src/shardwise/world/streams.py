@@ -6,6 +6,8 @@ must differ (equal masks would be repeated along the features, or the positions)
 stands and the rank. Numbers of one process cannot be repeated: there one mask covers all parts.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,6 +46,15 @@ class PartStream:
             place = (int(torch.randint(2**62, (), generator=generator)),)
         self._before, self._seed = generator.get_state(), derive_seed(place[0], self._axis, *place[1:], self._index)
         generator.manual_seed(self._seed)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within: numbers are drawn from this rank's stream."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """From now on numbers are drawn as if this rank's stream had not been used."""

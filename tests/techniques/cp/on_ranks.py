@@ -1,10 +1,9 @@
 """What ranks run for the tests of context parallelism."""
 
-from unittest import mock
-
 import torch
 import torch.nn.functional as F
 from techniques.cp.sequences import VOCAB, WIDTH, Words, batch, build, count, loss_of, windows
+from torch import nn
 
 import shardwise as sw
 
@@ -94,34 +93,39 @@ def whole_answer(name, layout):
         return error, abs(found["loss"] - expected) / expected, found["num_tokens"], int(count(given))
 
 
+class Flagged(Words):
+    def forward(self, input_ids, position_ids=None, scale=1.0, labels=None):
+        return super().forward(input_ids, position_ids) * scale
+
+
 class Drops(Words):
-    """With dropout before its blocks, in them and behind them."""
+    """With dropout before its blocks, in them and behind them; and a block that is left out at random."""
 
     def __init__(self):
         super().__init__(extra="dropout")
+        self.before, self.behind, self.left_out = nn.Dropout(0.3), nn.Dropout(0.3), []
 
     def forward(self, input_ids):
-        x = F.dropout(self.tokens(input_ids), 0.3, self.training)
+        x = self.before(self.tokens(input_ids))
         for block in self.blocks:
-            x = block(x)
-        return self.head(F.dropout(self.norm(x), 0.3, self.training))
+            if not self.training or float(torch.rand(())) > 0.3:
+                x = block(x)
+        return self.head(self.behind(self.norm(x)))
 
 
 def dropped(layout, **options):
     """The shape of what was dropped in each call, and where; and the losses."""
-    found, plain = [], F.dropout
-
-    def noted(x, p=0.5, training=True, inplace=False):
-        mask = plain(torch.ones_like(x), p, training)
-        found.append((tuple(x.shape), (mask == 0).flatten().tolist()))
-        return x * mask
-
+    found = []
     with sw.init(layout, device="cpu") as world:
         torch.manual_seed(0)
         model = sw.parallelize(Drops, world, **options)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(
+                    lambda _, args, y: found.append((tuple(y.shape), ((y == 0) & (args[0] != 0)).flatten().tolist()))
+                )
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)
-        with mock.patch.object(F, "dropout", noted):
-            losses = [float(step([batch(i, 16), batch(i + 5, 16)]).loss) for i in range(2)]
+        losses = [float(step([batch(i, 16), batch(i + 5, 16)]).loss) for i in range(2)]
         return found, losses
 
 
@@ -155,6 +159,22 @@ def with_other_data(layout, how):
         return "nothing was raised"
 
 
+def _each(output, given):
+    return F.cross_entropy(output.transpose(1, 2), given["labels"].clamp_min(0), reduction="none")
+
+
+LOSSES = {
+    "a mean over each sample": lambda output, given: _each(output, given).mean(1).sum(),
+    "a shift in the loss": lambda output, given: loss_of(output[:, :-1], {"labels": given["labels"][:, 1:]}),
+    "a pooled output": lambda output, given: output.mean(1).square().sum(),
+    "a pair of answers": lambda output, given: -F.logsigmoid(_each(output, given).sum(1)).sum(),
+    "an entry of its own": lambda output, given: {
+        "loss": loss_of(output, given),
+        "spread": output.var(1).sum(),
+    },
+}
+
+
 def refused(case):
     """The error that a use ends in."""
     from shardwise.errors import ShardwiseError
@@ -168,11 +188,10 @@ def refused(case):
 
 
 def _use(case, world):
-    model = parallel(
-        "pooled" if case == "own loop of a whole output" else "plain",
-        world,
-        **({"compile": sw.Compile(targets=["blocks"])} if case == "compiled list" else {}),
-    )
+    if case in ("labels", "another flag"):
+        model = sw.parallelize(Flagged, world, example={"input_ids": batch(1, 24)["input_ids"]})
+    else:
+        model = parallel("pooled" if case == "own loop of a whole output" else "plain", world)
     given = batch(1, 12)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     if case == "more arguments":
@@ -181,6 +200,17 @@ def _use(case, world):
     if case == "forward in the loss":
         loss = lambda output, part: loss_of(model(part["input_ids"]), part)  # noqa: E731
         sw.TrainStep(model, optim, loss=loss, count=count)([given])
+    if case in LOSSES:
+        sw.TrainStep(model, optim, loss=LOSSES[case], count=count)([given])
+    if case == "evaluated":
+        sw.evaluate(model, [given], loss=LOSSES["a mean over each sample"], count=count)
+    if case == "labels":
+        sw.TrainStep(
+            model, optim, loss=loss_of, count=count, forward=lambda m, b: m(b["input_ids"], labels=b["labels"])
+        )([given])
+    if case == "another flag":
+        flagged = lambda m, b: m(b["input_ids"], scale=2.0)  # noqa: E731
+        sw.TrainStep(model, optim, loss=loss_of, count=count, forward=flagged)([given])
     if case == "own loop of a whole output":
         with sw.window(model, [given]) as window:
             next(iter(window))

@@ -65,6 +65,7 @@ class Block(nn.Module):
         self.norm2, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH) if extra == "convolution" else None
         self.batch_norm = nn.BatchNorm1d(WIDTH, track_running_stats=False) if extra == "batch norm" else None
+        self.drop = nn.Dropout(0.4) if extra == "dropout" else nn.Identity()
         self.route = nn.Linear(WIDTH, 1) if extra == "best half" else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -78,8 +79,7 @@ class Block(nn.Module):
             h = self.batch_norm(h.flatten(0, 1)).view_as(h)
         if self.extra == "running mean":
             h = h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]
-        if self.extra == "dropout":
-            h = F.dropout(h, 0.4, self.training)
+        h = self.drop(h)
         y = self.down(F.gelu(self.up(h)))
         if self.route is not None:
             score = self.route(h).squeeze(-1)

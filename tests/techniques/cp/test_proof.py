@@ -177,15 +177,17 @@ def test_a_number_that_is_learned_for_each_head_is_not_given_to_others():
 def broken(facts):
     """Facts with one fault each, and a name for it."""
     for key in ("cut", "join"):
-        for module, dims in getattr(facts, key).items():
+        for module, found in getattr(facts, key).items():
+            dims, again = (
+                (found[0][0], lambda dims, rows=found[0][1]: [[dims, rows]])
+                if key == "cut"
+                else (found, lambda dims: dims)
+            )
             for path, dim in dims.items():
-                yield f"{key} of {module}{path} dropped", key, module, {p: d for p, d in dims.items() if p != path}
-                yield (
-                    f"{key} of {module}{path} along another dim",
-                    key,
-                    module,
-                    {**dims, path: 1 - dim if dim < 2 else 0},
-                )
+                rest = {p: d for p, d in dims.items() if p != path}
+                yield f"{key} of {module}{path} dropped", key, module, again(rest)
+                other = again({**dims, path: 1 - dim if dim < 2 else 0})
+                yield f"{key} of {module}{path} along another dim", key, module, other
     for module, calls in facts.positions.items():
         for i, (kind, number, argument) in enumerate(calls):
             yield f"{kind} of {module} dropped", "positions", module, [*calls[:i], *calls[i + 1 :]]

@@ -5,23 +5,26 @@ is cut to this rank's rows; attention exchanges; what follows stays on rows, to 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import runs_again
 from shardwise._torch.collectives import group_name
-from shardwise.errors import UnsupportedError, UsageError
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.attend import Attention, catch_transformers, now
 from shardwise.model.attention import attentions, write_out
-from shardwise.model.calling import by_name
+from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.cp.rule import ContextParallelEntry
-from shardwise.techniques.cp.within import make_island, watch, with_positions
+from shardwise.techniques.cp.within import clear_after, make_island, watch, with_drops, with_positions
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
 from shardwise.world import World
@@ -46,6 +49,17 @@ class ContextParallelAct(Act):
                     name=edit.module or None,
                 )
 
+        own = next(
+            (name for name, child in canonical_modules(module) if getattr(child, "gradient_checkpointing", False)), None
+        )
+        if own is not None and cut:
+            raise UsageError(
+                "a model under cp that checkpoints its blocks itself",
+                why="what it runs again in backward would not know which positions this rank has",
+                fix='model.gradient_checkpointing_disable(), and parallelize(..., remat="full")',
+                name=own or None,
+            )
+
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         if recipe.edits_of("cp"):
             module.__dict__[_STATE] = _Cuts(module, recipe, world)
@@ -54,6 +68,26 @@ class ContextParallelAct(Act):
         cuts = runtime.module.__dict__.get(_STATE)
         if cuts is not None:
             cuts.begin(runtime)
+
+    def explain(self, error: BaseException) -> ShardwiseError | None:
+        if type(error).__name__ != "CheckpointError" or not _of_own_checkpoint(error):
+            return None
+        return _own_checkpoint()
+
+
+def _of_own_checkpoint(error: BaseException) -> bool:
+    """Whether a difference of two runs is of a checkpoint in the user's code, and not of ``remat``."""
+    return not any(
+        "shardwise/techniques/remat" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
+    )
+
+
+def _own_checkpoint() -> UnsupportedError:
+    return UnsupportedError(
+        "a model under cp that checkpoints a part of its forward itself",
+        why="what it runs again in backward does not know which positions this rank has",
+        fix='take torch.utils.checkpoint out of it (model.gradient_checkpointing_disable()), and use parallelize(..., remat="full")',
+    )
 
 
 class _Cuts:
@@ -71,11 +105,17 @@ class _Cuts:
         self.exchange: Callable[[Attention, At, Ranks], Tensor] = (
             attend_over_heads if entry.method == "ulysses" else attend_gathered
         )
+        self.draws, self.is_running = entry.draws, False
+        self._joins = any(edit.action == "join" for edit in recipe.edits_of("cp"))
+        self._num_calls: dict[str, int] = {}  # of blocks, in this forward
+        self._joined = False  # in this forward
+        self._knows_graph = False
+        self._checked: list[Any] = []  # losses
         self.at: At | None = None
         self.last: At | None = None
         self.stream = PartStream(world.device, axis.rank, "cp")
         self._runtime: Any = None
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # what was cut in this forward, and its rows
+        self._seen: dict[int, tuple[Tensor, int, Tensor]] = {}  # what was cut in this forward, and its rows
         self._lengths = dict[
             tuple[int, int], int
         ]()  # first two dims of the forwards of this micro-batch -> that of positions
@@ -104,7 +144,8 @@ class _Cuts:
             if any(name.startswith(f"{block}.") for block in blocks):
                 write_out(modules[name], is_cut=False)  # type: ignore[arg-type]
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._end_forward, always_call=True)
+        module.register_forward_hook(self._end_forward)
+        clear_after(module, self._clear)
         calls: dict[str, dict[str, Any]] = {}
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
@@ -116,15 +157,23 @@ class _Cuts:
                 target.register_forward_hook(functools.partial(self._join, edit.args["dims"]))
         for name, of_module in calls.items():
             watch(modules[name], self, of_module.get("attention", []), of_module.get("positions", []))
+        compiled = {edit.module for edit in recipe.edits if edit.action == "compile"}
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":
-                target = modules[edit.module]
-                with_positions(target, self)
-                hook = functools.partial(self._cut, edit.module, edit.args["dims"], {*edit.args["known"]})
+                target, is_compiled = modules[edit.module], edit.module in compiled
+                with_positions(target, self, is_compiled=is_compiled)
+                hook = functools.partial(self._cut, edit.module, edit.args["calls"], {*edit.args["known"]})
                 target.register_forward_pre_hook(hook, with_kwargs=True)
+                if is_compiled and self.draws:
+                    target.register_forward_pre_hook(lambda *_: self.stream.enter() if self.at is not None else None)
+                    target.register_forward_hook(lambda *_: self.stream.leave(), always_call=True)
+        if self.draws:
+            with_drops(module, self)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.at, self._seen = None, {}
+        self._clear()
+        self.is_running, self._joined = True, False
+        self._num_calls.clear()
         if not self._is_cut():
             return
         self._check_inputs(args, kwargs)
@@ -132,6 +181,14 @@ class _Cuts:
         more = sorted(path for path, x in given.items() if isinstance(x, Tensor) and path not in self._entry.given)
         source = given.get(self._entry.source)
         if more or not isinstance(source, Tensor):
+            if labels := [
+                path for path in more if path.rpartition("['")[2].removesuffix("']") in {*TARGETS, *FOR_LOSS}
+            ]:
+                raise UsageError(
+                    f"a forward with {', '.join(labels)}, under {self._layout}",
+                    why="the model would compare this rank's positions with labels of all, and shift them",
+                    fix="take the loss of the logits: loss=sw.next_token_loss, which is the same; with fused=True it holds none of them",
+                )
             raise UsageError(
                 f"a forward with {', '.join(more)}, which the example did not have"
                 if more
@@ -139,6 +196,7 @@ class _Cuts:
                 why="that its sequences may be cut was proved by running the model on the example, and its code may treat these in another way",
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
+        self._refuse_other_constants(module, by_name(module, args, kwargs))
         length = source.shape[self._entry.dim]
         if self._runtime.micro_batch is not self._batch or self._batch is None:
             self._batch = self._runtime.micro_batch
@@ -172,21 +230,57 @@ class _Cuts:
                 self._positions[key] = self.ranks.at(length, device)
         return self._positions[key]
 
-    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        at, self.at, self._seen, now.rows = self.at, None, {}, None
+    def _refuse_other_output(self, at: At, output: Any) -> None:
+        """Refuses an output that is of other positions than on the example, as where the block was left out at which they are joined."""
+        num, given = at.rows.shape[0], dict(keyed_leaves(output))
+        is_other = self._joins and not self._joined
+        for path, dim in self._entry.outputs.items():
+            x = given.get(path)
+            is_loss = isinstance(x, Tensor) and not x.dim()  # in the place of logits, by fused=
+            is_other |= not is_loss and (not isinstance(x, Tensor) or x.dim() <= dim or bool(x.shape[dim] % num))
+        if is_other:
+            raise UnsupportedError(
+                f"a forward under {self._layout} whose output is of other positions than on the example",
+                why="the code took another way: blocks that were left out, or an output that is not there",
+                fix="let the last block run in each forward; or leave cp out for this model",
+            )
+
+    def _clear(self) -> None:
+        """No forward runs."""
+        self.at, self._seen, now.rows, self.is_running = None, {}, None, False
         self.stream.leave()
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        at = self.at
+        self._clear()
+        if at is not None:
+            self._refuse_other_output(at, output)
+        if at is not None and torch.is_grad_enabled() and not self._knows_graph:
+            self._knows_graph = True
+            if any(runs_again(x) for _, x in keyed_leaves(output) if isinstance(x, Tensor)):
+                raise _own_checkpoint()
         if at is None or self.ranks.has_rows(at.length):
             return None
         dims = self._entry.outputs
-        return map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims else x, output)
+        return map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims and x.dim() else x, output)
 
     def _cut(
-        self, name: str, dims: Mapping[str, int], known: set[str], module: nn.Module, args: Any, kwargs: Any
+        self,
+        name: str,
+        calls: Sequence[Sequence[Mapping[str, int]]],
+        known: set[str],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """The arguments of a block: this rank's rows of what grows with the length; and its positions."""
         at = self.at
         if at is None:
+            self.refuse_again(module)
             return None
+        number = self._num_calls.get(name, 0)
+        self._num_calls[name] = number + 1
+        dims, on_rows = calls[min(number, len(calls) - 1)]
 
         def cut(path: str, x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -198,21 +292,22 @@ class _Cuts:
                     fix="pass example= with a micro-batch as training gives it",
                     name=name,
                 )
-            if path not in dims or x.shape[dims[path]] == at.rows.shape[0] != at.length:
-                return x
-            if x.shape[dims[path]] != at.length:
+            dim = dims.get(path, on_rows.get(path))
+            if dim is None or (path in on_rows and x.shape[dim] == at.rows.shape[0] != at.length):
+                return x  # a block that is on rows may be the first one, where others are left out
+            if x.shape[dim] != at.length:
                 raise UnsupportedError(
-                    f"a block with an argument {path} of {x.shape[dims[path]]} positions, for sequences of {at.length}",
+                    f"a block with an argument {path} of {x.shape[dim]} positions, for sequences of {at.length}",
                     why="on the example both were equal, and it would be cut at other positions",
                     fix="leave cp out for models with sequences of two lengths",
                     name=name,
                 )
-            if id(x) not in self._seen:
-                self._seen[id(x)] = x, x.index_select(dims[path], at.rows)
-            return self._seen[id(x)][1]
+            version = 0 if x.is_inference() else x._version
+            seen = self._seen.get(id(x))
+            if seen is None or seen[1] != version:
+                seen = self._seen[id(x)] = x, version, x.index_select(dim, at.rows)
+            return seen[2]
 
-        if not self.stream.is_entered:
-            self.stream.enter()
         args, kwargs = map_keyed(cut, (args, kwargs))
         return args, {**kwargs, "_at": at}
 
@@ -220,12 +315,40 @@ class _Cuts:
         at = self.at
         if at is None:
             return output
-        self.stream.leave()
+        self._joined = True
         return map_keyed(lambda path, x: gathered(x, at, self.ranks, dims[path]) if path in dims else x, output)
+
+    def refuse_again(self, module: nn.Module) -> None:
+        """Raises UnsupportedError for a module that runs while the model does not, with gradients that count: in backward."""
+        if (
+            not self.is_running
+            and torch.is_grad_enabled()
+            and self._runtime is not None
+            and self._runtime.accumulation is not None
+        ):
+            raise _own_checkpoint()
+
+    def _refuse_other_constants(self, module: nn.Module, given: Any) -> None:
+        """Refuses numbers, texts and flags that the example did not have: the code may take another way."""
+        parameters = inspect.signature(module.forward).parameters
+        for path, x in keyed_leaves(given):
+            name = path.removeprefix("[1]['").removesuffix("']")
+            if not isinstance(x, bool | int | float | str) or name in FOR_LOSS or name == "use_cache":
+                continue
+            default = parameters[name].default if name in parameters else None
+            if repr(x) != self._entry.constants.get(path, repr(default)):
+                raise UsageError(
+                    f"a forward with {path}={x!r}, which the example did not have",
+                    why="that its sequences may be cut was proved for the example, and the code may take another way with it",
+                    fix="set it where the example has it too: in the model's configuration, or in example=",
+                )
 
     def part_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the loss reads: this rank's rows of what has samples and positions as the model's sequences have."""
-        return {key: self._part(value) for key, value in batch.items()}
+        whole = {
+            path.partition("'")[2].partition("'")[0] for path in self._entry.given if path not in self._entry.lengths
+        }
+        return {key: value if key in whole else self._part(value) for key, value in batch.items()}
 
     def cut(self, value: Any, dim: int) -> Any:
         """This rank's positions of a tensor along ``dim``, or of a micro-batch as in :meth:`part_of`."""
@@ -238,6 +361,31 @@ class _Cuts:
                 fix='call the model first; or pass one tensor: sw.cut_sequence(model, batch["labels"])',
             )
         return self.part_of(value)
+
+    def halves(
+        self, output: Any, batch: Mapping[str, Any], cut: Collection[str]
+    ) -> list[tuple[Any, dict[str, Any]]] | None:
+        """Output and micro-batch of two halves of this rank's positions of the last forward; None: it has less than two."""
+        num = 0 if self.last is None else self.num_rows(self.last.length)
+        if num < 2:
+            return None
+        dim = next(iter(self._lengths.values()))
+
+        def part(x: Any, dim: int, rows: Tensor) -> Any:
+            times = x.shape[dim] // num  # samples beside positions in one dim
+            index = (torch.arange(times)[:, None] * num + rows).flatten()
+            return x.detach().index_select(dim, index.to(x.device))
+
+        found = []
+        for rows in torch.arange(num).tensor_split(2):
+            of_output = map_keyed(
+                lambda path, x, rows=rows: (
+                    part(x, self._entry.outputs[path], rows) if path in self._entry.outputs else x
+                ),
+                output,
+            )
+            found.append((of_output, {key: part(x, dim, rows) if key in cut else x for key, x in batch.items()}))
+        return found
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """All positions of what each rank has of its own of the last forward that was cut."""

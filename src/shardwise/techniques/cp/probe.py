@@ -72,7 +72,7 @@ def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextPar
 
 
 def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: ContextParallel) -> dict[str, Any]:
-    degree, wrong, notes, unfit = draft.layout.cp, list[Differs](), list[str](), None
+    degree, wrong, unfit = draft.layout.cp, list[tuple[str, Differs]](), None
     for sequences in sequences_in(arguments):
         for method in _methods(option):
             order = option.order if option.order != "auto" else "zigzag" if method == "gather" else "contiguous"
@@ -90,13 +90,16 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 if method == "ulysses" and option.method == "auto" and not search.sends_less_over_heads():
                     continue
             except Differs as each:
-                wrong.append(each)
+                wrong.append((method, each))
                 continue
             except UnsupportedError as each:  # it does not run at other lengths
                 unfit = unfit or each
                 continue
-            if not any(facts.cut.values()):
-                wrong.append(Differs("", "no argument of its blocks grows with the length of its sequences"))
+            is_first = sequences.dims[sequences.path][0] == 0  # where samples often are, which no module mixes
+            if not any(call[0] for calls in facts.cut.values() for call in calls) or (
+                is_first and not any(facts.attention.values())
+            ):
+                wrong.append((method, Differs("", "no argument of its blocks grows with the length of its sequences")))
                 continue
             return {
                 "facts": dataclasses.asdict(facts),
@@ -107,7 +110,8 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 "given": [path for path, x in keyed_leaves(arguments) if isinstance(x, Tensor)],
                 "known": search.known,
                 "sent": search.sent(),
-                "notes": notes,
+                "constants": constants_of(arguments),
+                "lengths": sorted(sequences.dims),
             }
     if not wrong:
         why = (
@@ -120,7 +124,7 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
             why=f"no dim of its arguments was found that is of positions: {why}",
             fix="leave cp out of the layout, for models whose inputs have one size; or pass example= with sequences as long as in training",
         )
-    raise wrong[-1] if option.method == "ulysses" else next((w for w in wrong if w.name), wrong[0])
+    raise next((each for method, each in wrong if method == "gather"), wrong[0][1])  # of the likeliest dim
 
 
 def _methods(option: ContextParallel) -> Sequence[str]:
@@ -142,6 +146,11 @@ def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
         fix=_FIX,
         name=wrong.name or None,
     )
+
+
+def constants_of(arguments: Any) -> dict[str, str]:
+    """Path -> number, text or flag, as text, of the arguments of a model that are no tensors."""
+    return {path: repr(x) for path, x in keyed_leaves(arguments) if isinstance(x, bool | int | float | str)}
 
 
 class _Called(BaseException):

@@ -25,9 +25,12 @@ class ContextParallelEntry(Record, frozen=True):
         order: ``zigzag`` or ``contiguous``.
         source, dim: path of the model's argument by which the length is known, and its dim of positions.
         given: paths of the model's arguments that were tensors when its code was run.
+        lengths: those of them that have positions.
         output: ``rows``: each rank has the outputs of its positions; ``whole``: every rank has all of it.
         outputs: path of each tensor of the output that is on rows -> its dim of positions.
         masks_of_rows: masks that transformers makes are those of this rank's rows.
+        draws: something is dropped out, in training.
+        constants: path of each of the model's arguments that is a number, a text or a flag -> it, as text.
         sent: numbers that a rank sends for each of its positions in all of the model's attention, forward and backward.
     """
 
@@ -36,9 +39,12 @@ class ContextParallelEntry(Record, frozen=True):
     source: str = ""
     dim: int = 1
     given: tuple[str, ...] = ()
+    lengths: tuple[str, ...] = ()
     output: str = "rows"
     outputs: dict[str, int] = {}  # noqa: RUF012 - msgspec copies it
     masks_of_rows: bool = True
+    draws: bool = False
+    constants: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
     sent: int = 0
 
 
@@ -66,13 +72,16 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         source=facts["source"],
         dim=facts["dim"],
         given=tuple(facts["given"]),
+        lengths=tuple(facts["lengths"]),
         output=found["output"],
         outputs=found["outputs"],
         masks_of_rows=found["masks_of_rows"],
+        draws=found["draws"],
+        constants=facts["constants"],
         sent=facts["sent"] // draft.layout.tp,
     )
     edits = [
-        (name, "cut", {"dims": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()
+        (name, "cut", {"calls": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()
     ]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
@@ -82,8 +91,6 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])
         for module, action, args in edits
     ]
-    for text in facts["notes"]:
-        draft.note("context_parallel", text, option="context_parallel")
     if found["islands"]:
         first, *others = found["islands"]
         more = f", and {len(others)} more like it" if others else ""

@@ -1,12 +1,13 @@
 """Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardwise.errors import UsageError
+from shardwise.errors import ShardwiseError, UsageError
 from shardwise.model.attend import catch_transformers, now, register_in_transformers
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
@@ -58,6 +59,17 @@ class Search:
             Differs: there is no plan: what differs.
         """
         kinds = [blocks for blocks in block_kinds(self.module) if len(blocks) > _MANY]
+        if not kinds:
+            return self._searched([])
+        try:
+            facts = self._searched(kinds)
+            self._hold_for_all(facts, kinds)
+            return facts
+        except Differs:  # its blocks are not alike after all
+            return self._searched([])
+
+    def _searched(self, kinds: Sequence[Sequence[str]]) -> Facts:
+        """What is to be done, found in the first blocks of each of ``kinds``, and in all others."""
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
         self.known.clear()
@@ -73,6 +85,50 @@ class Search:
             facts = _repeated(facts, blocks)
             self.known |= dict.fromkeys(blocks[_SEARCHED:], self.known[blocks[_SEARCHED - 1]])
         return facts
+
+    def _hold_for_all(self, facts: Facts, kinds: Sequence[Sequence[str]]) -> None:
+        """Raises Differs unless facts of some blocks are right in the whole model, whose code may treat its blocks in other ways. Of the
+        blocks that stand for others only the arguments, outputs and attention are compared; of a rank with the first positions, and one with the last."""
+        foreign = {
+            in_block(name, blocks[_SEARCHED - 1], other)
+            for blocks in kinds
+            for other in blocks[_SEARCHED - 1 :]
+            for name in self.trial.foreign
+        }
+        trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
+        only = frozenset({"", *facts.cut, *facts.join, *facts.islands})
+        parts = rows_of(self.length, self.degree, self.order)
+        for is_training in (True, False):
+            trial.set_training(is_training)
+            whole = whole_run(trial, self.length, only)
+            for rows in (parts[0], parts[-1]):
+                found = run_on_rows(trial, whole, self.plan_for_all(kinds), self.length, rows, facts, self.heads_over)
+                if found != facts:
+                    raise Differs("", "some blocks do other things than those like them")
+
+    def plan_for_all(self, kinds: Sequence[Sequence[str]]) -> Plan:
+        """The plan, for all blocks."""
+
+        def spread(names: Iterable[str]) -> tuple[str, ...]:
+            more = [
+                in_block(name, blocks[_SEARCHED - 1], other)
+                for blocks in kinds
+                for other in blocks[_SEARCHED:]
+                for name in names
+                if name == blocks[_SEARCHED - 1] or is_in_block(name, blocks[_SEARCHED - 1])
+            ]
+            return (*names, *more)
+
+        plan, last = self.plan, {blocks[_SEARCHED - 1]: blocks[-1] for blocks in kinds}
+        return dataclasses.replace(
+            plan,
+            cut=spread(plan.cut),
+            whole={name: plan.whole[like] for like in plan.whole for name in spread([like])},
+            join=tuple(last.get(name, name) for name in plan.join),
+            islands=spread(plan.islands),
+            positions=spread(plan.positions),
+            unjudged=spread(plan.unjudged),
+        )
 
     def sends_less_over_heads(self) -> bool:
         """Whether to change to heads sends fewer bytes than to gather keys, in each call of attention: with g heads of queries for one of
@@ -116,13 +172,16 @@ class Search:
         trial, error, runs = None, None, list[int]()
         for self.length in lengths:
             try:
-                if trial is None:
-                    trial = Trial(self.module, self._call, training=True, without=without)
-                    catch_transformers(trial.module)
+                trial = trial or self._new_trial(without)
                 self._whole[True, self.length] = whole_run(trial, self.length)
-                runs.append(self.length)
+            except ShardwiseError as each:
+                if not _is_of_a_run(each):  # it writes a file, cannot be copied, ...
+                    raise
+                error = error or each
             except Exception as each:
                 error = error or each
+            else:
+                runs.append(self.length)
             if len(runs) == 2:
                 break
         if trial is None or len(runs) < 2:
@@ -132,6 +191,12 @@ class Search:
                 fix=f"pass example= with some {8 * self.degree} positions",
             )
         self.length, self._other_length = runs
+        return trial
+
+    def _new_trial(self, without: frozenset[str] = frozenset(), foreign: frozenset[str] | None = None) -> Trial:
+        trial = Trial(self.module, self._call, training=True, without=without, foreign=foreign)
+        catch_transformers(trial.module)
+        _shift_values(trial)
         return trial
 
     def _call(self, copy: nn.Module) -> Any:
@@ -171,6 +236,7 @@ class Search:
             whole = self._run_whole(trial, is_training=is_training)
             for rows in rows_of(self.length, self.degree, self.order):
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over))
+        found[0].draws = any(facts.draws for facts in found)
         for facts in found[1:]:
             if facts != found[0]:
                 raise Differs(
@@ -200,7 +266,8 @@ class Search:
 
     def _note_tensors(self, facts: Facts) -> None:
         for name in facts.cut:
-            paths = [path for path, x in keyed_leaves(self.whole.inputs[name, 0]) if isinstance(x, Tensor)]
+            calls = [given for (of, _), given in self.whole.inputs.items() if of == name]
+            paths = [path for given in calls for path, x in keyed_leaves(given) if isinstance(x, Tensor)]
             self.known[name] = sorted({*self.known.get(name, ()), *paths})
 
     def _repaired(self, trial: Trial, plan: Plan, wrong: Differs, lists: Sequence[Sequence[str]]) -> Plan:
@@ -269,6 +336,21 @@ class Search:
                 )
 
 
+def _is_of_a_run(error: ShardwiseError) -> bool:
+    """Whether an error is that of the model's own code, which may run at another length."""
+    return error.__cause__ is not None and not isinstance(error.__cause__, ShardwiseError)
+
+
+def _shift_values(trial: Trial) -> None:
+    """Moves all values of parameters a little: a gate of 0, or a mixture of 1, would hide what it lets through after the first step."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for param in trial.module.parameters():
+            if param.is_floating_point() and not param.is_meta and param.numel():
+                noise = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+                param.add_(0.1 * float(param.abs().mean().clamp_min(0.5)) * noise)
+
+
 def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
     """The facts of all blocks of a kind, of which the first two were run; the last of these stands for the others."""
     like, last = blocks[_SEARCHED - 1], blocks[-1]
@@ -292,4 +374,5 @@ def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
         output=facts.output,
         outputs=facts.outputs,
         masks_of_rows=facts.masks_of_rows,
+        draws=facts.draws,
     )

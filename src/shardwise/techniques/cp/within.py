@@ -10,10 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
+from shardwise.model.leaves import DROPOUTS
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.pytrees import map_keyed
 from shardwise.techniques.cp.exchanges import At, Ranks, gathered
+from shardwise.world.streams import PartStream
 
 
 class Cuts(Protocol):
@@ -21,7 +23,13 @@ class Cuts(Protocol):
 
     at: At | None
     ranks: Ranks
+    stream: PartStream
+    draws: bool
+    is_running: bool
     exchange: Callable[[Attention, At, Ranks], Tensor]
+
+    def refuse_again(self, module: nn.Module) -> None:
+        """Raises UnsupportedError for a module that runs in backward, without its positions."""
 
 
 class _Current:
@@ -33,19 +41,71 @@ class _Current:
 _current = _Current()
 
 
-def with_positions(block: nn.Module, cuts: Cuts) -> None:
-    """Lets the forward of a block take its positions as one more argument, for what runs in it."""
+def with_positions(block: nn.Module, cuts: Cuts, *, is_compiled: bool) -> None:
+    """Lets the forward of a block take its positions as one more argument, for what runs in it. Where it is compiled, all its random numbers
+    are this rank's, as a graph cannot change between streams."""
     inner = block.forward
 
     @functools.wraps(inner)
     def forward(*args: Any, _at: At | None = None, **kwargs: Any) -> Any:
         before, _current.at = _current.at, _at
         try:
-            return inner(*args, **kwargs)
+            if _at is None or is_compiled or not cuts.draws:
+                return inner(*args, **kwargs)
+            with _Drops(cuts, _at):
+                return inner(*args, **kwargs)
         finally:
             _current.at = before
 
     block.forward = forward
+
+
+def with_drops(root: nn.Module, cuts: Cuts) -> None:
+    """Lets what the root's own code drops of this rank's positions be the rank's own."""
+    inner = root.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if cuts.at is None:
+            return inner(*args, **kwargs)
+        with _Drops(cuts, cuts.at):
+            return inner(*args, **kwargs)
+
+    root.forward = forward
+
+
+def clear_after(root: nn.Module, clear: Callable[[], None]) -> None:
+    """Calls ``clear`` where the root's forward ends by an exception of any kind, for which no hook is called."""
+    inner = root.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            clear()
+            raise
+
+    root.forward = forward
+
+
+class _Drops(TorchFunctionMode):
+    """Within: dropout of what has this rank's positions draws numbers of the rank; all other numbers are equal on the ranks, as which
+    blocks, or samples, are left out must be."""
+
+    def __init__(self, cuts: Cuts, at: At):
+        super().__init__()
+        self._stream, self._num_rows = cuts.stream, at.rows.shape[0]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in DROPOUTS or self._stream.is_entered:
+            return func(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        if self._num_rows not in x.shape:
+            return func(*args, **kwargs)
+        with self._stream.entered():
+            return func(*args, **kwargs)
 
 
 class _Calls(TorchFunctionMode):
@@ -80,7 +140,10 @@ class _Calls(TorchFunctionMode):
                 why="it gets the keys of all positions",
                 fix="make the mask where the model has all of its tokens",
             )
-        return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
+        if not self._cuts.draws or self._cuts.stream.is_entered:
+            return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
+        with self._cuts.stream.entered():  # it has some of the queries, or of the heads
+            return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
 
     def _busy(self, call: Callable[..., Any], *args: Any) -> Any:
         """The result of a call of ours, whose functions are not those of the model's code."""
@@ -100,6 +163,7 @@ def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made) -> None
     def forward(*args: Any, **kwargs: Any) -> Any:
         at = _current.at if _current.at is not None else cuts.at
         if at is None:
+            cuts.refuse_again(module)
             return inner(*args, **kwargs)
         calls = _Calls(cuts, at, of_rows, made)
         before, now.attends = now.attends, calls
