@@ -166,6 +166,10 @@ class Adapted:
     adapter_name: str
     adapter_is_off: bool = False
 
+    def alone(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the layer without its adapter."""
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
 
 def only(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
     """The one argument of a layer, however it is given."""
@@ -179,7 +183,7 @@ class AdaptedLinear(Adapted):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The outputs of the layer and of its adapter, for ``input``, or ``x`` as a Conv1D calls it."""
         if self.adapter_is_off:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self.alone(*args, **kwargs)
         return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,7 +197,7 @@ class AdaptedAround(Adapted):
     parallelism A and B are layers of their own then."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = super(Adapted, self).forward(x, *args, **kwargs)  # type: ignore[misc]
+        y = self.alone(x, *args, **kwargs)
         if self.adapter_is_off:
             return y
         low, high, _ = adapter_tensors(self)
@@ -206,7 +210,7 @@ class AdaptedEmbedding(Adapted):
     """Over the class of an embedding: adds the rows of the product ``(B A).T``, A being ``[rank, tokens]`` and B ``[width, rank]``."""
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        ids, y = only(args, kwargs), super().forward(*args, **kwargs)  # type: ignore[misc]
+        ids, y = only(args, kwargs), self.alone(*args, **kwargs)
         if self.adapter_is_off:
             return y
         low, high, _ = adapter_tensors(self)
@@ -220,7 +224,7 @@ def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Paramete
     if isinstance(layer, AdaptedEmbedding):
         return layer.lora_embedding_A[name], layer.lora_embedding_B[name], None  # type: ignore[attr-defined]
     vector = getattr(layer, "lora_magnitude_vector", None)
-    return layer.lora_A[name].weight, layer.lora_B[name].weight, None if vector is None else vector[name].weight
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, vector[name].weight if vector else None
 
 
 def out_dim_of(layer: nn.Module) -> int | None:
@@ -265,7 +269,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     model that needs no memory.
 
     Args:
-        model: with adapters (``parallelize(..., lora=...)``). Every rank must enter it.
+        model: with adapters (``parallelize(..., lora=...)``, or PEFT's). Every rank must enter it.
 
     Raises:
         UsageError: it has no adapters.
@@ -274,18 +278,20 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         >>> with adapter_off(model), torch.no_grad():  # doctest: +SKIP
         ...     reference = model(**batch)
     """
-    adapted = adapted_layers(model).values()
-    layers = [layer for layer in adapted if not layer.adapter_is_off]  # within another adapter_off there are none
+    adapted = [layer for layer in model.modules() if isinstance(layer, Adapted) or "_disable_adapters" in vars(layer)]
+    # PEFT's flag is set on what it wraps beside these too. Within another adapter_off there are none.
+    flags = [(layer, "adapter_is_off" if isinstance(layer, Adapted) else "_disable_adapters") for layer in adapted]
+    flags = [(layer, flag) for layer, flag in flags if not getattr(layer, flag)]
     if not adapted:
         raise UsageError(
             f"adapter_off of a {type(model).__name__}",
             why="none of its layers has an adapter",
             fix="give the model that parallelize(..., lora=sw.LoRA(...)) returned",
         )
-    for layer in layers:
-        layer.adapter_is_off = True
+    for layer, flag in flags:
+        setattr(layer, flag, True)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.adapter_is_off = False
+        for layer, flag in flags:
+            setattr(layer, flag, False)

@@ -23,6 +23,7 @@ from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, UsageError, errors_about
 from shardwise.model import dtype_name
+from shardwise.model.adopted import names_of_peft
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import extra_states
@@ -122,7 +123,8 @@ def save_weights(
     if packed:
         _refuse_packed(runtime, own, merge)
     form: Form = "packed" if packed else "plain"
-    file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=own, form=form)
+    without = {*own, *names_of_peft(runtime.module).copies(runtime.recipe.params)}
+    file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=without, form=form)
     collectively(
         world,
         "save_weights, before it begins",

@@ -23,7 +23,7 @@ _FACTOR = re.compile(r"(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight")
 _OF_TABLE = re.compile(r"(?P<layer>.+)\.(?P<part>lora_embedding_[AB])")
 _TABLE = re.compile(r"(?P<layer>.+)\.base_layer\.weight")  # which PEFT writes beside the adapter of an embedding
 _VECTOR = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(\.weight)?")
-_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Keys of a configuration that are read here, or change nothing of what an adapter computes once it has its values.
 _KNOWN = {
@@ -324,7 +324,7 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
         _refuse(folder, f"peft_type={config.get('peft_type')}", "adapters are LORA here, with use_rslora and use_dora")
     if config.get("bias", "none") != "none":
         _refuse(folder, f"bias={config['bias']!r}", "PEFT stores these biases in a form of their own")
-    if (init := config.get("init_lora_weights")) not in _INITS:
+    if (init := config.get("init_lora_weights")) not in INITS:
         _refuse(
             folder,
             f"init_lora_weights={init!r}",

@@ -19,6 +19,7 @@ from shardwise.model.adapted import (
     out_dim_of,
     row_norms,
 )
+from shardwise.model.adopted import adopt, is_of_peft
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
@@ -27,7 +28,8 @@ from shardwise.world.rng import derive_seed
 
 
 def prepare(module: nn.Module, world: World | None, device: torch.device | None, *, lora: LoRA | None) -> nn.Module:
-    """``module``, whose chosen layers have an adapter, and of which nothing else is trained than ``lora.train`` names.
+    """``module``, whose chosen layers have an adapter, and of which nothing else is trained than ``lora.train`` names. Without ``lora`` its
+    layers that PEFT has given adapters are adopted.
 
     The class of such a layer becomes a subclass of itself, of the same name; names of modules and tensors stay.
 
@@ -37,6 +39,8 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         UsageError: the module has adapters of PEFT.
     """
     if lora is None:
+        adopt(module)
+        _without_fast_paths(module)
         return module
     _refuse_adapted(module)
     layers = _chosen(module, lora)
@@ -47,10 +51,14 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         module.get_parameter(name).requires_grad_()
     for name, layer in layers.items():
         _attach(layer, name, lora, 0 if world is None else world.seed)
-    for child in module.modules():
+    _without_fast_paths(module)
+    return module
+
+
+def _without_fast_paths(module: nn.Module) -> None:
+    for child in module.modules() if adapted_layers(module) else ():
         if any(isinstance(part, Adapted) for part in child.modules()):
             without_fast_path(child)
-    return module
 
 
 def values_of_proof(module: nn.Module) -> None:
@@ -65,7 +73,7 @@ def values_of_proof(module: nn.Module) -> None:
 
 def _refuse_adapted(module: nn.Module) -> None:
     for name, child in canonical_modules(module):
-        if isinstance(child, Adapted) or hasattr(child, "lora_A"):
+        if isinstance(child, Adapted) or is_of_peft(child):
             raise UsageError(
                 "lora= with a module that has adapters",
                 why="another set of them beside the first would be trained",
