@@ -60,3 +60,61 @@ def sums(layout, name, options):
             return count[0], sum(any(cut.axis == "tp" for cut in p.cuts) for p in recipe.params.values())
     finally:
         exchanges.sum_over = inner
+
+
+def batch_of(name):
+    return models.get(name).windows(1, 1)[0][0]
+
+
+def logits(module, name):
+    with torch.no_grad():
+        return module.eval()(**{k: v for k, v in batch_of(name).items() if k != "labels"}).logits
+
+
+def _sharded(world, name, options, **more):
+    more.setdefault("sharding", adapters.UNITS if world.axis("fsdp").size > 1 else None)
+    return sw.parallelize(wrapped(name, options).double(), world, example=batch_of(name), **more)
+
+
+def files(layout, folder, name, options, **more):
+    """Writes the adapters, merged weights and the base; the answer, also of the base, and the errors."""
+    with sw.init(layout, device="cpu", seed=0) as world:
+        module = _sharded(world, name, options, **more)
+        found = {"answer": logits(module, name)}
+        with sw.adapter_off(module):
+            found["base"] = logits(module, name)
+        sw.save_adapter(module, Path(folder, "adapter"))
+        sw.save_weights(module, Path(folder, "merged"))
+        sw.save_weights(module, Path(folder, "base"), merge=False)
+        found["state"] = sw.full_state_dict(module)
+        return found
+
+
+def loaded(layout, folder, name, options, **more):
+    """The answer of a model with other values, after its base and its adapters were loaded."""
+    with sw.init(layout, device="cpu", seed=0) as world:
+        torch.manual_seed(9)
+        module = _sharded(world, name, options, **more)
+        for _, param in module.named_parameters():
+            with torch.no_grad():
+                sw_local = getattr(param, "to_local", lambda param=param: param)()
+                sw_local.add_(0.01 if param.is_floating_point() else 0)
+        report = str(sw.load_weights(module, Path(folder, "base")))
+        sw.load_adapter(module, Path(folder, "adapter"))
+        return logits(module, name), report
+
+
+def resumed(layout, folder, name, options, resumes, **more):
+    """Losses of three windows, a checkpoint after the first."""
+    with sw.init(layout, device="cpu", seed=0) as world:
+        module, model = _sharded(world, name, options, **more), models.get(name)
+        optim = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
+        step = sw.TrainStep(module, optim, loss=model.loss, count=model.count, forward=model.forward)
+        manager, dp, losses = sw.CheckpointManager(folder, step, async_save=False), world.axis("dp"), []
+        if resumes:
+            manager.load()
+        for window in model.windows(3, 2)[step.num_steps :]:
+            losses.append(step(window[dp.rank :: dp.size]).loss)
+            if step.num_steps == 1:
+                manager.save()
+        return losses
