@@ -27,7 +27,7 @@ from shardwise.model.adapted import (
     out_dim_of,
 )
 from shardwise.model.names import canonical_modules
-from shardwise.model.packed import PackedLinear, packed_tensors
+from shardwise.model.packed import PackedLinear, is_of_bitsandbytes, packed_tensors
 from shardwise.world.rng import forked_rng
 
 _GATE = 1e-12
@@ -67,7 +67,7 @@ class AdoptedLinear(Adopted, AdaptedLinear):
         how, tensors, base = self.adapter, adapter_tensors(self), self.base_layer
         if self.adapter_is_off:
             how, tensors = Adapter(out_dim=how.out_dim), (None, None, None)
-        if not isinstance(base, PackedLinear):
+        if not _is_packed(base):
             return adapted_linear(x, base.weight, bias, *tensors, None, None, None, how, self.training)  # type: ignore[attr-defined]
         codes, *rest = packed_tensors(base)
         how = dataclasses.replace(how, packing=base.packing)
@@ -87,7 +87,10 @@ def _refuse_changed(layer: Any, num_arguments: int = 1) -> None:
     """Raises UsageError where PEFT's functions have changed, since the layer was adopted, what it computes."""
     name = layer.adapter_name
     if layer.merged_adapters:
-        what, fix = "adapters that were merged", "sw.save_weights(model, dest) writes merged weights; unmerge_adapter() here"
+        what, fix = (
+            "adapters that were merged",
+            "sw.save_weights(model, dest) writes merged weights; unmerge_adapter() here",
+        )
     elif list(layer.active_adapters) != [name] or layer.scaling[name] != layer.adapter.scale:
         what, fix = "another adapter, or another scale", "choose it before parallelize"
     elif num_arguments != 1:
@@ -136,20 +139,27 @@ def option_of(layer: Any) -> dict[str, Any]:
 def why_not(layer: Any) -> str:
     """Why a layer of PEFT cannot be adopted; "" if it can."""
     base = layer.base_layer
-    if any(not hasattr(layer, attr) for attr in ("lora_A", "lora_B", "lora_embedding_A", "scaling", "lora_dropout", "merged_adapters")):
+    if any(
+        not hasattr(layer, attr)
+        for attr in ("lora_A", "lora_B", "lora_embedding_A", "scaling", "lora_dropout", "merged_adapters")
+    ):
         return "its adapter is not LoRA"
-    if len({*layer.lora_A, *layer.lora_embedding_A}) != 1 or list(layer.active_adapters) != [name := _adapter_of(layer)]:
+    if len({*layer.lora_A, *layer.lora_embedding_A}) != 1 or list(layer.active_adapters) != [
+        name := _adapter_of(layer)
+    ]:
         return "it has several adapters, or none that is active"
     if layer.merged_adapters or layer.disable_adapters:
         return "its adapter is merged or switched off"
     is_table = name in layer.lora_embedding_A
-    if has_own_forward(base) if not is_table else type(base).forward is not nn.Embedding.forward:
-        if not isinstance(base, PackedLinear):
-            return f"{type(base).__name__} has a forward of its own"
+    is_own = type(base).forward is not nn.Embedding.forward if is_table else has_own_forward(base)
+    if is_own and not _is_packed(base):
+        return f"{type(base).__name__} has a forward of its own"
     if is_table and (base.max_norm is not None or base.scale_grad_by_freq or base.sparse):
         return "its rows are looked up with a largest norm, or another option"
     within = [each for each in layer.modules() if each is not layer]
-    if "forward" in vars(layer) or any("forward" in vars(each) or any(vars(each)[key] for key in _HOOKS) for each in within):
+    if "forward" in vars(layer) or any(
+        "forward" in vars(each) or any(vars(each)[key] for key in _HOOKS) for each in within
+    ):
         return "a forward or a hook was set on it"
     if name in layer.lora_variant and not layer.lora_magnitude_vector:
         return f"its adapter is a {type(layer.lora_variant[name]).__name__}"
@@ -160,6 +170,10 @@ def why_not(layer: Any) -> str:
             return _differs(layer)
     except Exception as error:  # of code that is not known here
         return f"its own code does not run on small tensors ({type(error).__name__})"
+
+
+def _is_packed(base: nn.Module) -> bool:
+    return isinstance(base, PackedLinear) or is_of_bitsandbytes(base)  # these become packed ones
 
 
 def _adapter_of(layer: Any) -> str:
@@ -215,18 +229,23 @@ def _small(layer: Any) -> Any:
         return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu"))
 
     sizes = (_OUT, _IN) if out_dim_of(base) == 0 else (_IN, _OUT)
-    tensors = {"weight": draw(*sizes), "bias": None if getattr(base, "bias", None) is None else draw(_OUT)}
+    tensors: dict[str, Tensor | None] = {
+        "weight": draw(*sizes),
+        "bias": None if getattr(base, "bias", None) is None else draw(_OUT),
+    }
     for key, tensor in tensors.items():  # of a trained base the gradients are compared too
         is_trained = base._parameters.get(key) is not None and base._parameters[key].requires_grad
         tensors[key] = tensor if tensor is None else tensor.requires_grad_(is_trained)
-    kind = nn.Linear if isinstance(base, PackedLinear) else type(base)
+    kind = nn.Linear if _is_packed(base) else type(base)
     children: dict[str, Any] = {"base_layer": _copied(base, tensors, {}, kind), "lora_dropout": layer.lora_dropout}
     if name in layer.lora_embedding_A:
         for key, value in (("lora_embedding_A", draw(_RANK, _IN)), ("lora_embedding_B", draw(_OUT, _RANK))):
             children[key] = nn.ParameterDict({name: value})
     else:
         for key, value in (("lora_A", draw(_RANK, _IN)), ("lora_B", draw(_OUT, _RANK))):
-            children[key] = nn.ModuleDict({name: _copied(getattr(layer, key)[name], {"weight": value, "bias": None}, {})})
+            children[key] = nn.ModuleDict(
+                {name: _copied(getattr(layer, key)[name], {"weight": value, "bias": None}, {})}
+            )
     if layer.lora_magnitude_vector:
         vector = _copied(layer.lora_magnitude_vector[name], {"weight": draw(_OUT)}, {})
         children["lora_magnitude_vector"] = nn.ModuleDict({name: vector})
@@ -294,12 +313,13 @@ class NamesOfPeft:
 
 def names_of_peft(module: nn.Module) -> NamesOfPeft:
     """What PEFT has put into names; nothing if it has wrapped a layer that was not adopted: then all keep theirs."""
-    layers, trained = set(), {}
+    layers, trained = set[str](), dict[str, str]()
     for name, child in canonical_modules(module):
         if is_of_peft(child):
             return NamesOfPeft()
         if isinstance(child, Adopted):
             layers.add(name)
-        elif {"original_module", "modules_to_save"} <= child._modules.keys() and len(child._modules["modules_to_save"]) == 1:  # type: ignore[arg-type]
-            trained[name] = next(iter(child._modules["modules_to_save"]))  # type: ignore[arg-type]
+        own = child._modules.get("modules_to_save")
+        if "original_module" in child._modules and isinstance(own, nn.ModuleDict) and len(own) == 1:
+            (trained[name],) = own
     return NamesOfPeft(frozenset(layers), trained) if layers else NamesOfPeft()

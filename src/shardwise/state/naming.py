@@ -29,7 +29,7 @@ class Naming:
     module: nn.Module
     prefix: str
     views: Mapping[str, View]
-    peft: NamesOfPeft = NamesOfPeft()
+    peft: NamesOfPeft
 
     def in_files(self, name: str) -> str:
         """The name in ``module`` of a tensor with a canonical name."""

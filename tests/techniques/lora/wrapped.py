@@ -24,6 +24,11 @@ def wrapped(name="llama", options=()):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Conv1D, and of versions to come
         module = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    return drawn(module)
+
+
+def drawn(module):
+    """``module``, all tensors of whose adapters are drawn."""
     torch.manual_seed(3)
     for key, param in module.named_parameters():
         if "lora_" in key:
@@ -66,9 +71,9 @@ def batch_of(name):
     return models.get(name).windows(1, 1)[0][0]
 
 
-def logits(module, name):
-    with torch.no_grad():
-        return module.eval()(**{k: v for k, v in batch_of(name).items() if k != "labels"}).logits
+def logits(module, name, *, training=False):
+    with torch.set_grad_enabled(training):
+        return module.train(training)(**{k: v for k, v in batch_of(name).items() if k != "labels"}).logits
 
 
 def _sharded(world, name, options, **more):
@@ -118,3 +123,92 @@ def resumed(layout, folder, name, options, resumes, **more):
             if step.num_steps == 1:
                 manager.save()
         return losses
+
+
+def in_4_bits(name="llama", options=(), **bits):
+    """A model in 4 bits by bitsandbytes, with adapters of PEFT."""
+    import bitsandbytes
+    import peft
+    from torch import nn
+
+    model = models.get(name).build()
+    model.is_loaded_in_4bit = True  # as transformers says
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and path != "lm_head":
+            kind = {"quant_type": "nf4", "compress_statistics": True, **bits}
+            packed = bitsandbytes.nn.Linear4bit(
+                layer.in_features, layer.out_features, layer.bias is not None, compute_dtype=torch.float32, **kind
+            )
+            packed.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, **kind)
+            packed.bias = layer.bias
+            outer, _, attr = path.rpartition(".")
+            setattr(model.get_submodule(outer), attr, packed.to("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = peft.get_peft_model(
+            model, peft.LoraConfig(r=2, lora_alpha=5, target_modules="all-linear", **dict(options))
+        )
+    return drawn(module)
+
+
+def put_in(kind):
+    """A model into which PEFT has put adapters in other ways."""
+    import peft
+
+    model = models.get("llama").build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "injected":  # without a class of PEFT around it
+            module = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
+            for key, param in module.named_parameters():
+                param.requires_grad_("lora_" in key)
+            return drawn(module)
+        if kind == "ia3":
+            config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+            return peft.get_peft_model(model, config)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_bias=kind == "bias")
+        module = peft.get_peft_model(model, config)
+        if kind == "several":
+            module.add_adapter("other", config)
+            module.base_model.set_adapter(["default", "other"])
+        return drawn(module)
+
+
+def said(kind):
+    """``describe`` of such a model, and the errors of what would write it."""
+    with sw.init("dp_shard=2", device="cpu", seed=0) as world:
+        module = sw.parallelize(put_in(kind), world, example=batch_of("llama"))
+        texts = []
+        for call in (sw.save_adapter, sw.save_weights):
+            try:
+                call(module, "/nowhere")
+            except sw.UnsupportedError as error:
+                texts.append(str(error))
+        return sw.describe(module), texts
+
+
+def changed():
+    """The errors of forwards after PEFT's functions have changed the model, and of one that PEFT has wrapped later."""
+    import peft
+
+    found = []
+    with sw.init("dp_shard=1", device="cpu", seed=0) as world:
+        module = sw.parallelize(wrapped(), world, example=batch_of("llama"))
+        layer = module.base_model.model.model.layers[1].mlp.up_proj
+        for change in (lambda: layer.set_scale("default", 7.0), lambda: layer.merged_adapters.append("default")):
+            change()
+            try:
+                logits(module, "llama")
+            except sw.UsageError as error:
+                found.append(str(error))
+        module = sw.parallelize(models.get("llama").build(), world, example=batch_of("llama"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            later = peft.get_peft_model(module, peft.LoraConfig(target_modules=["q_proj"]))
+        for each in (later, module):
+            try:
+                with sw.window(each, [batch_of("llama")]):
+                    pass
+            except sw.UsageError as error:
+                found.append(str(error))
+    return found

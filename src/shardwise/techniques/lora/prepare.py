@@ -21,6 +21,7 @@ from shardwise.model.adapted import (
 )
 from shardwise.model.adopted import adopt, is_of_peft
 from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.model.packed import is_of_bitsandbytes
 from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.world import World
@@ -78,6 +79,14 @@ def _refuse_adapted(module: nn.Module) -> None:
                 "lora= with a module that has adapters",
                 why="another set of them beside the first would be trained",
                 fix="leave lora= out: what the module has is trained as it is; or give the module without adapters",
+                name=name,
+            )
+        if is_of_bitsandbytes(child):
+            raise UsageError(
+                "lora= with a module that holds weights of bitsandbytes in 4 bits",
+                why="an adapter is put beside a plain layer, which is then packed",
+                fix='build the model plain: sw.parallelize(build, world, lora=..., quantize="nf4", init="load"), then sw.load_weights(model, '
+                "DIRECTORY), which reads the 4 bits of a directory as they are; or let PEFT make the adapters, and leave lora= out",
                 name=name,
             )
 

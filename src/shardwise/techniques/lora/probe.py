@@ -57,7 +57,8 @@ def _adopted(module: nn.Module) -> dict[str, Any]:
     if differing := [key for key in (options[0] if options else {}) if len({option[key] for option in options}) > 1]:
         unsaved = f"layers have another {' and '.join(differing)} each"
     for _, child in canonical_modules(module):
-        for config in getattr(child, "peft_config", {}).values() if inner_of_peft(child) else ():
+        configs: Any = getattr(child, "peft_config", {}) if inner_of_peft(child) else {}
+        for config in configs.values():
             if (init := getattr(config, "init_lora_weights", True)) not in INITS:
                 unsaved = f"init_lora_weights={init!r} has changed the base, which is not in PEFT's files"
     scales = [layer.adapter.scale for layer in layers.values()]

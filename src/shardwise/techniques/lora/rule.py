@@ -45,7 +45,9 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     elif "adopted" in facts:
         draft.entries["lora"] = msgspec.convert({"layers": draft.anatomy.adapted, **facts["adopted"]}, LoRAEntry)
         for name, why in facts["adopted"]["as_they_are"].items():
-            draft.note(name, f"computed as PEFT does: {why}. Under tp each of its factors is a layer of its own", option="lora")
+            draft.note(
+                name, f"computed as PEFT does: {why}. Under tp each of its factors is a layer of its own", option="lora"
+            )
     if why := facts.get("unchecked"):
         draft.note(
             "lora",

@@ -288,7 +288,9 @@ def within_layers(
         (layer,) = layers.values()
 
         def forward(input: Tensor) -> Tensor:
-            if isinstance(module, PackedLinear | AdoptedLinear):  # they compute what they have, with an adapter or without
+            if isinstance(
+                module, PackedLinear | AdoptedLinear
+            ):  # they compute what they have, with an adapter or without
                 return layer(input, None, module.bias, module.compute)  # type: ignore[arg-type]
             given = (module.compute,) if computes and not module.adapter_is_off else ()
             return layer(input, module.weight, getattr(module, "bias", None), *given)  # type: ignore[arg-type]
