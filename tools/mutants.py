@@ -3057,7 +3057,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-not-off",
-        "            return super().forward(*args, **kwargs)  # type: ignore[misc]\n        return self.compute(only(args, kwargs), self.bias)",
+        "            return self.alone(*args, **kwargs)\n        return self.compute(only(args, kwargs), self.bias)",
         "            pass\n        return self.compute(only(args, kwargs), self.bias)",
         "tests/techniques/lora/test_adapters.py -k base_answers",
         "adapter_off leaves adapters on",

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
+from shardwise.state.left_base import FROZEN, base_of
 from shardwise.state.extra_state import EXTRA_STATE
 from shardwise.state.formats.dcp import METADATA, open_dcp
 from shardwise.state.formats.folder import open_folder
@@ -101,8 +102,10 @@ def _open_checkpoint(path: Path, home: Path) -> Source:
         rest = _left_out(verified) if path == home else {}
     with VerifiedFiles(verified) as files:
         files.check_heads(checked)
+        left = files.whole(home / FROZEN) if FROZEN in names and path.parent != home / _FURTHER else None
     source = open_safetensors(path) if path.is_file() else open_folder(path)
-    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, verified=verified)
+    base = None if left is None else base_of(left, home / FROZEN).place
+    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, verified=verified, left_base=base)
 
 
 def _left_out(verified: VerifiedCheckpoint) -> dict[str, str]:

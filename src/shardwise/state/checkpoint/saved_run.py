@@ -12,6 +12,7 @@ from shardwise.errors import CheckpointError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
 from shardwise.state.checkpoint.extra_objects import held_extra
 from shardwise.state.checkpoint.json_state import from_plain, parse
+from shardwise.state.left_base import FROZEN, LeftBase, base_of
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.integrity.manifest import Manifest, damaged
@@ -75,6 +76,16 @@ class SavedRun:
     def has_run(self) -> bool:
         """Whether a run can resume from it; otherwise it contains only weights, as a conversion writes them."""
         return STATE in self.manifest.files
+
+    def left_base(self) -> LeftBase | None:
+        """What it says of frozen weights that it does not hold; None: it holds all.
+
+        Raises:
+            CheckpointError: that fails its checksums.
+        """
+        if FROZEN not in self.manifest.files:
+            return None
+        return base_of(self.files.whole(self.folder / FROZEN), self.folder / FROZEN)
 
     def verify(self) -> int:
         """Compares all files with their checksums; returns the number of bytes."""
