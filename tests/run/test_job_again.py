@@ -119,3 +119,18 @@ def test_weights_of_an_older_run_outlive_a_run_that_is_stopped_and_resumed(ranks
     assert weights(tmp_path / "weights") == weights(tmp_path / "weights.previous") == first
     ranks.run(train, 2, tmp_path, 1, "--optim.lr=0.02")  # resumes, and cannot know whose weights these are
     assert weights(tmp_path / "weights") != first and weights(tmp_path / "weights.previous") == first
+
+
+def test_a_run_whose_checkpoints_are_without_the_frozen_base_resumes_beside_it(ranks, tmp_path):
+    ranks.run(train, 2, tmp_path / "base", 1)
+    words = (f"--model.weights={tmp_path / 'base/weights'}", "--parallel.lora.rank=2", "--checkpoint.frozen=leave")
+    found = []
+    for folder, given in (("run", words), ("whole", words[:2])):
+        for steps in (2, 4):  # whose schedules differ
+            last = ranks.run(train, 2, tmp_path / folder, steps, *given)[0]
+        found.append(last["loss"])
+        is_without = (tmp_path / folder / "checkpoints/step-00000002/training/frozen.json").is_file()
+        assert last["steps"] == 4 and is_without == (folder == "run")
+    assert found[0] == found[1]
+    without = ranks.run(train, 2, tmp_path / "run", 5, *words[1:])[0]
+    assert "a checkpoint beside another base" in without

@@ -35,7 +35,7 @@ def run(
         for i in range(step.num_steps, windows):
             rows = [{"input_ids": (IDS[j : j + 1] + i) % VOCAB} for j in range(2)]
             losses.append(step(rows[dp.rank :: dp.size]).loss)
-            if not resumes and step.num_steps == 1:
+            if step.num_steps == (2 if resumes else 1):
                 manager.save()
         return losses, ""
 

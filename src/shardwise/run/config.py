@@ -54,6 +54,12 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     keep: Annotated[Positive, doc("how many of the last checkpoints stay")] = 3
     keep_every: Annotated[Positive | None, doc("also keep those whose step is a multiple of it; null: none")] = None
     background: Annotated[bool, doc("checkpoints are written while training continues")] = True
+    frozen: Annotated[
+        Literal["save", "leave"],
+        doc(
+            "frozen weights in checkpoints: save; leave: not, a run that resumes loads them from where they were, and compares digests"
+        ),
+    ] = "save"
     resume: Annotated[
         bool,
         doc(
@@ -84,7 +90,7 @@ class Checkpoint(Options, frozen=True, kw_only=True):
             )
         if self.are_made:
             return
-        for key in ("keep", "keep_every", "background"):
+        for key in ("keep", "keep_every", "background", "frozen"):
             if getattr(self, key) != default_of(Checkpoint, key):
                 raise ConfigError(
                     f"Checkpoint({key}={getattr(self, key)!r}) without every",

@@ -33,6 +33,7 @@ from shardwise.run.older_weights import keep_older_weights
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, save_adapter, save_weights, weights_bytes
+from shardwise.state.left_base import frozen_names
 from shardwise.techniques.lora.rule import lines as adapter_lines
 from shardwise.world import World
 
@@ -102,7 +103,8 @@ class RunOutput:
         moments = (
             2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0, "muon": 2}[optim.name]
         )
-        return weights_bytes(self.model, as_stored=True) + moments * trained
+        left = frozen_names(runtime_of(self.model)) if self.config.checkpoint.frozen == "leave" else ()
+        return weights_bytes(self.model, as_stored=True, without=left) + moments * trained
 
     def open(self, done: int) -> None:
         """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are

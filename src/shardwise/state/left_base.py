@@ -71,7 +71,7 @@ def frozen_names(runtime: Runtime) -> list[str]:
         raise ConfigError(
             'CheckpointManager(frozen="leave")',
             why="no parameter of the model is frozen, so there is nothing to leave out",
-            fix='leave it out, or train adapters: parallelize(..., lora=sw.LoRA(rank=16))',
+            fix="leave it out, or train adapters: parallelize(..., lora=sw.LoRA(rank=16))",
         )
     return [*found, *(name for name in runtime.recipe.buffers if name in parts)]
 
@@ -139,10 +139,7 @@ def refuse_other_base(runtime: Runtime, saved: LeftBase, found: Mapping[str, str
 def _own_sum(runtime: Runtime, name: str, local: Tensor, number: int) -> int:
     """The part of a tensor's sum that this rank counts: of copies on several ranks one is counted."""
     rank, total = runtime.world.rank, 0
-    if name in runtime.recipe.params:
-        holders = runtime.view.owners(name)
-    else:
-        holders = ((0,),)
+    holders = runtime.view.owners(name) if name in runtime.recipe.params else ((0,),)
     for (piece, part), ranks in zip(runtime.parts(name, local), holders, strict=True):
         if ranks[number % len(ranks)] == rank:
             for block in piece.blocks(_BLOCK):

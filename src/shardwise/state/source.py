@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
 from shardwise.errors import CheckpointError, UsageError
-from shardwise.state.left_base import FROZEN, base_of
 from shardwise.state.extra_state import EXTRA_STATE
 from shardwise.state.formats.dcp import METADATA, open_dcp
 from shardwise.state.formats.folder import open_folder
@@ -23,6 +22,7 @@ from shardwise.state.formats.torch_file import looks_like_torch, open_torch_file
 from shardwise.state.formats.trees import MODELS, flatten, root_of, weights_in
 from shardwise.state.integrity.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
+from shardwise.state.left_base import FROZEN, base_of
 from shardwise.state.stored import InMemoryTensor, Source
 
 _RUN, _FURTHER = "training", "extra"  # folders of a checkpoint

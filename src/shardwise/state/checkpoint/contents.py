@@ -39,7 +39,6 @@ from shardwise.state.checkpoint.extra_objects import (
     refuse_numbered,
     saved_of,
 )
-from shardwise.state.left_base import FROZEN, frozen_names, text_of
 from shardwise.state.checkpoint.json_state import to_plain, to_text
 from shardwise.state.checkpoint.optimizers import optimizer_state
 from shardwise.state.checkpoint.sharded_files import CUT, ShardedFiles, Take, cut_files, weight_files
@@ -51,6 +50,7 @@ from shardwise.state.file_layout import (
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
+from shardwise.state.left_base import FROZEN, frozen_names, text_of
 from shardwise.techniques import fold
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams

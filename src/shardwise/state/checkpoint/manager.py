@@ -14,10 +14,10 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.contents import check_texts
 from shardwise.state.checkpoint.directory import Directory
 from shardwise.state.checkpoint.extra_objects import check_extra
-from shardwise.state.left_base import frozen_names
 from shardwise.state.checkpoint.resume import ResumePoint, Step, check_step
 from shardwise.state.checkpoint.retention import RetentionPolicy, checked_metrics, figures_of
 from shardwise.state.checkpoint.saves import Saves, warn
+from shardwise.state.left_base import frozen_names
 
 _SAVES = {
     **dict.fromkeys(
@@ -118,7 +118,12 @@ class CheckpointManager:
         self._resume_point = ResumePoint(self._directory, step, self.extra)
         warn(self._world, [self._directory.note] if self._directory.note is not None else [])
         self._saves = Saves(
-            self, self._directory, self._resume_point, self._retention, texts or {}, in_background=async_save,
+            self,
+            self._directory,
+            self._resume_point,
+            self._retention,
+            texts or {},
+            in_background=async_save,
             leaves_frozen=frozen == "leave",
         )
         weakref.finalize(self, self._saves.report_lost)

@@ -26,7 +26,6 @@ from shardwise.state.checkpoint.extra_objects import (
     wrapped,
 )
 from shardwise.state.checkpoint.json_state import CutTensor
-from shardwise.state.left_base import LeftBase, digests, refuse_other_base
 from shardwise.state.checkpoint.optimizers import SavedOptimizer, part_of
 from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.checkpoint.sharded_files import CUT, EXACT
@@ -34,6 +33,7 @@ from shardwise.state.extra_state import set_extra_states
 from shardwise.state.formats.folder import open_folder
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import DamagedError, damaged
+from shardwise.state.left_base import LeftBase, digests, refuse_other_base
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.optimizer import install_state

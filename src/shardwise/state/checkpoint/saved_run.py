@@ -12,11 +12,11 @@ from shardwise.errors import CheckpointError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
 from shardwise.state.checkpoint.extra_objects import held_extra
 from shardwise.state.checkpoint.json_state import from_plain, parse
-from shardwise.state.left_base import FROZEN, LeftBase, base_of
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.integrity.manifest import Manifest, damaged
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
+from shardwise.state.left_base import FROZEN, LeftBase, base_of
 from shardwise.state.stored import FileTensor
 
 
