@@ -3091,6 +3091,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a frozen base is stored in float32 under bf16",
     ),
     Mutant(
+        "adapter-on-in-second-run",
+        "            stack.enter_context(adapters_as(self.state.switches, self.adapters))\n",
+        "",
+        "tests/techniques/lora/test_adapters.py -k runs_again",
+        "a block whose adapters were off runs again, in backward, with them",
+    ),
+    Mutant(
         "adapter-not-off",
         "            return self.alone(*args, **kwargs)\n        return self.compute(only(args, kwargs), self.bias)",
         "            pass\n        return self.compute(only(args, kwargs), self.bias)",

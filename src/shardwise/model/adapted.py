@@ -7,7 +7,7 @@ its row of ``W + s B A``, through which no gradient goes. The numbers are those 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,6 +262,30 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in found if first.setdefault(id(layer), name) == name}
 
 
+def adapter_switches(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """``(layer, attribute that says whether it is off)`` of layers with adapters, and of what PEFT has wrapped beside them."""
+    return [
+        (layer, "adapter_is_off" if isinstance(layer, Adapted) else "_disable_adapters")
+        for layer in modules
+        if isinstance(layer, Adapted) or "_disable_adapters" in vars(layer)
+    ]
+
+
+@contextlib.contextmanager
+def adapters_as(switches: Iterable[tuple[Any, str]], values: Iterable[bool]) -> Iterator[None]:
+    """Context manager: adapters are off where ``values`` say so."""
+    changed = [
+        (layer, attr, to) for (layer, attr), to in zip(switches, values, strict=True) if getattr(layer, attr) != to
+    ]
+    for layer, attr, value in changed:
+        setattr(layer, attr, value)
+    try:
+        yield
+    finally:
+        for layer, attr, value in changed:
+            setattr(layer, attr, not value)
+
+
 @public_call()
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
@@ -278,20 +302,12 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         >>> with adapter_off(model), torch.no_grad():  # doctest: +SKIP
         ...     reference = model(**batch)
     """
-    adapted = [layer for layer in model.modules() if isinstance(layer, Adapted) or "_disable_adapters" in vars(layer)]
-    # PEFT's flag is set on what it wraps beside these too. Within another adapter_off there are none.
-    flags = [(layer, "adapter_is_off" if isinstance(layer, Adapted) else "_disable_adapters") for layer in adapted]
-    flags = [(layer, flag) for layer, flag in flags if not getattr(layer, flag)]
-    if not adapted:
+    switches = adapter_switches(model.modules())
+    if not switches:
         raise UsageError(
             f"adapter_off of a {type(model).__name__}",
             why="none of its layers has an adapter",
             fix="give the model that parallelize(..., lora=sw.LoRA(...)) returned",
         )
-    for layer, flag in flags:
-        setattr(layer, flag, True)
-    try:
+    with adapters_as(switches, [True] * len(switches)):
         yield
-    finally:
-        for layer, flag in flags:
-            setattr(layer, flag, False)

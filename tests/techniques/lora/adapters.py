@@ -103,6 +103,27 @@ def base_answer(layout, name, lora):
         return [x.logits if hasattr(x, "logits") else x for x in (base, answer)]
 
 
+def trained_beside(layout, remat):
+    """The gradients of what is trained beside adapters, of a loss of the base's answer."""
+    with sw.init(layout, device="cpu", seed=0) as world:
+        model = models.get("llama")
+        batch = model.windows(1, 1)[0][0]
+        lora = sw.LoRA(rank=2, train=("*norm*",))
+        torch.manual_seed(1)
+        module = sw.parallelize(model.build().double(), world, example=batch, lora=lora, remat=remat, sharding=UNITS)
+        sw.load_full_state_dict(module, whole("llama", lora).state_dict())
+        with sw.window(module, [batch]) as window:
+            for each in window:
+                with sw.adapter_off(module):
+                    output = model.forward(module, each)
+                (model.loss(output, each) / window.num_tokens).backward()
+        return {name: sw_full(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def sw_full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def stored(layout, parts):
     """Dtypes of base and adapters under mixed precision, and the loss of a step."""
     with sw.init(layout, device="cpu", seed=0) as world:

@@ -215,6 +215,15 @@ def test_the_base_answers_alone(ranks, layout):
     assert float((base - want).abs().max()) < 1e-12 < float((answer - want).abs().max())
 
 
+def test_a_block_that_runs_again_in_backward_is_without_adapters_where_it_was(ranks):
+    expected, *found = (
+        ranks.run(adapters.trained_beside, 1, "dp_shard=1", remat)[0] for remat in (None, "full", "selective")
+    )
+    assert len(expected) == 7
+    for each in found:
+        assert each.keys() == expected.keys() and all(torch.equal(each[name], expected[name]) for name in each)
+
+
 def test_adapter_off_of_a_model_without_adapters():
     with pytest.raises(sw.UsageError, match="none of its layers has an adapter"), sw.adapter_off(small()):
         pass
