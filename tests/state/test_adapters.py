@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from state.adapting import CASES, base, begun, loaded, logits, option, plain, refusals, rounded, saved, trained
+from state.adapting import CASES, base, begun, ending, loaded, logits, option, plain, refusals, rounded, saved, trained
 
 import shardwise as sw
 
@@ -311,3 +311,32 @@ def test_an_option_is_made_from_a_directory_of_peft(tmp_path):
     assert sw.LoRA.of(tmp_path) == sw.LoRA(
         rank=3, alpha=8.0, targets=("a.q",), dropout=0.1, rslora=True, train=("norm",)
     )
+
+
+class Ends(torch.nn.Module):
+    """Has a module whose name ends as PEFT's ``lora_dropout`` does."""
+
+    def __init__(self, inner=True):
+        super().__init__()
+        self.up, self.out = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.blocks = torch.nn.ModuleList([Ends(False), Ends(False)] if inner else [])
+
+    def forward(self, x):
+        x = self.out(self.up(x))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("train", "says"), [("blocks.0.out,blocks.1.out", None), ("out", "ends so too")])
+def test_a_module_whose_name_ends_as_one_of_pefts_is_named_in_full_or_refused(ranks, tmp_path, train, says):
+    import peft
+
+    text = ranks.run(ending, 1, train, str(tmp_path))[0]
+    if says is not None:
+        assert text.startswith("out: out, which is trained in full") and says in text and "lora_dropout" in text
+        return
+    answer, x = torch.load(tmp_path / "answer.pt")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert torch.equal(peft.PeftModel.from_pretrained(Ends(), tmp_path / "adapter").eval()(x), answer)

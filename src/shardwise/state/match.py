@@ -20,6 +20,7 @@ from shardwise.state.extra_state import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
+from shardwise.state.meaning import meaning_in, refuse_other_meaning
 from shardwise.state.misfit_names import refuse_misfit_names
 from shardwise.state.own_load import OwnLoad, match_own
 from shardwise.state.own_values import refuse_own_methods
@@ -164,6 +165,8 @@ def plan_of(
             why="it holds adapters, and not the base beside which they are",
             fix=f"load the base with sw.load_weights, then sw.load_adapter(model, {str(opened.folder)!r})",
         )
+    if any(name in matched.tensors for name in own_names):
+        refuse_other_meaning(recipe, meaning_in(opened, files), Path(opened.place))
     beside = _left_out_whole(matched, own_names, opened, rules)
     # The weights beside which adapters are trained are not trained, and so are stored in the dtype that they are computed in.
     rounded = {

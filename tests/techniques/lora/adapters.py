@@ -250,11 +250,12 @@ def late_reader():
 
 
 def resumed(folder, options):
-    """Saves a model with adapters of the first options; the errors of loading it into models with each of them."""
+    """Saves a model with adapters of the first options; the errors of resuming it with each of the others, and of loading its weights."""
     found = []
     with sw.init("dp_shard=2", device="cpu", seed=0) as world:
         for number, given in enumerate(options):
-            module = sw.parallelize(DropsHalf(), world, example={"x": torch.ones(4, 64)}, lora=sw.LoRA(rank=2, **given))
+            lora = sw.LoRA(rank=2, **given)
+            module = sw.parallelize(DropsHalf(), world, example={"x": torch.ones(4, 64)}, lora=lora)
             optim = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
             step = sw.TrainStep(module, optim, loss=lambda out, batch: out.sum(), count=lambda batch: 4)
             with sw.CheckpointManager(folder, step) as saved:
@@ -262,9 +263,14 @@ def resumed(folder, options):
                     if number == 0:
                         step([{"x": torch.ones(4, 64)}])
                         saved.save()
+                        saved.wait()
                     else:
                         saved.load()
                     found.append("")
+                except sw.CheckpointError as error:
+                    found.append(str(error))
+                try:
+                    found.append(str(sw.load_weights(module, folder) and ""))
                 except sw.CheckpointError as error:
                     found.append(str(error))
     return found

@@ -36,11 +36,11 @@ from shardwise.state.integrity.manifest import DamagedError, damaged
 from shardwise.state.left_base import LeftBase, digests, refuse_other_base
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
+from shardwise.state.meaning import refuse_other_meaning
 from shardwise.state.optimizer import install_state
 from shardwise.state.own_load import give_attributes
 from shardwise.state.sidecars import Origin
 from shardwise.state.stored import InMemoryTensor
-from shardwise.techniques import fold
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
 
@@ -172,7 +172,8 @@ class _Reading:
         for prefix, runtime in models.items():
             self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
             self._refuse_other_buffers(prefix, state.get("buffers"))
-            self._refuse_other_meaning(prefix, state.get("meaning"))
+            said = (state.get("meaning") or {}).get(prefix, {})
+            refuse_other_meaning(self._models[prefix][0].recipe, said, self.saved.folder)
         windows = state.get("windows", {})  # of other models; a checkpoint of an earlier version has none
         if not isinstance(windows, dict) or any(type(num) is not int or num < 0 for num in windows.values()):
             raise damaged(self.saved.folder, "its numbers of windows are none")
@@ -242,17 +243,6 @@ class _Reading:
             stored, (shape, dtype) = plan.tensors[name], saved[name]
             if (list(stored.shape), stored.dtype) != (list(shape), dtype):
                 raise damaged(self.saved.folder, f"{name} is not of the shape and dtype that its state says")
-
-    def _refuse_other_meaning(self, prefix: str, meaning: Mapping[str, Any] | None) -> None:
-        """Refuses values that meant something else where they were saved. ``meaning``: of the state; None: it is of an earlier version."""
-        mine = fold.meaning(self._models[prefix][0].recipe)
-        for key, value in ({} if meaning is None else meaning.get(prefix, {})).items():
-            if key in mine and mine[key] != value:
-                raise CheckpointError(
-                    f"the checkpoint {self.saved.folder}: {key} {value:g}",
-                    why=f"the model was made with {mine[key]:g}: the same numbers would give other answers",
-                    fix="make the model with the options that the checkpoint was saved with: parallelize(..., lora=sw.LoRA(...))",
-                )
 
     def _match_extra(self, state: Mapping[str, Any]) -> None:
         held = held_extra(state)
