@@ -17,7 +17,7 @@ from shardwise.config.loader import load_config as load
 from shardwise.config.record import Options, default_of, doc
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import looks_like_target
-from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
+from shardwise.config.tokenizer import BYTES_MEANT, is_in_4_bits, is_tokens
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.run.data_config import MICRO_BATCH, Data
@@ -235,6 +235,10 @@ class RunConfig(Options, frozen=True, kw_only=True):
                     fix="train some: parallel.lora.rank=16; or remove it",
                 )
             return
+        start = self.model.start
+        if self.parallel.quantize is None and start is not None and is_in_4_bits(start):
+            settled = msgspec.structs.replace(self.parallel, quantize="nf4")  # its bytes stay as they are
+            msgspec.structs.force_setattr(self, "parallel", settled)
         for key in ("freeze", "train_only"):
             if names := getattr(self.model, key):
                 raise ConfigError(

@@ -34,6 +34,7 @@ from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, save_adapter, save_weights, weights_bytes
 from shardwise.state.left_base import frozen_names
+from shardwise.techniques import fold
 from shardwise.techniques.lora.rule import lines as adapter_lines
 from shardwise.world import World
 
@@ -298,5 +299,8 @@ class RunOutput:
 
 
 def stored_dtype(model: nn.Module) -> str:
-    """The dtypes of a model's parameters, as words."""
-    return " and ".join(sorted({param.storage for param in recipe_of(model).params.values()})) or "no parameters"
+    """The dtypes of a model's parameters without adapters, as words; of packed ones that of their values."""
+    recipe = recipe_of(model)
+    own = {*fold.own_names(recipe)}
+    found = {p.storage if p.codec is None else p.codec.dtype for name, p in recipe.params.items() if name not in own}
+    return " and ".join(sorted(found)) or "no parameters"

@@ -1,6 +1,7 @@
 """Stored weights with adapters in PEFT's files merged into them, read in parts: for conversions, and where one process opens a model."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def with_adapter(source: Source, folder: Path) -> Source:
     """
     found = adapter_folder(folder)
     tensors, stored = dict(source.tensors), tensors_in(folder / "adapter_model.safetensors")
+    there = _names_in(source, [*(f"{layer}.weight" for layer in found.layers), *found.beside])
     for layer, parts in found.layers.items():
         if layer in found.tables:
             raise UnsupportedError(
@@ -40,7 +42,7 @@ def with_adapter(source: Source, folder: Path) -> Source:
                 why="it is an embedding, whose weight may be the head's too",
                 fix="merge it in a model: sw.parallelize(..., lora=sw.LoRA.of(folder)), sw.load_adapter, sw.save_weights",
             )
-        name = f"{layer}.weight"
+        name = there[f"{layer}.weight"]
         base, low, high = _base(source, name, folder), stored[parts["lora_A"]], stored[parts["lora_B"]]
         shape = (high.shape[0], low.shape[1])
         is_turned = found.fan_in_fan_out if shape[0] == shape[1] else base.shape == shape[::-1]
@@ -66,17 +68,50 @@ def with_adapter(source: Source, folder: Path) -> Source:
         how = Adapter(LoRA(**found.option).scale, out_dim=int(is_turned))
         vector = parts.get("lora_magnitude_vector")
         tensors[name] = _Merged(base.shape, base.dtype, base, low, high, stored[vector] if vector else None, how)
-    for name, key in found.beside.items():
+    tied = _tied(source, {there[name]: stored[key] for name, key in found.beside.items()})
+    for name, key in ((there[name], key) for name, key in found.beside.items()):
+        if name in tied:
+            continue
         base = _base(source, name, folder)
         tensors[name] = _Replaced(base.shape, base.dtype, stored[key])
     return replace(source, tensors=tensors, verified=None)
+
+
+def _names_in(source: Source, wanted: list[str]) -> dict[str, str]:
+    """Name of a tensor as the adapters have it -> as the source has it: a part before all of them may be there or not, such as ``model``."""
+    firsts = {name.partition(".")[0] for name in wanted}
+    edits = [lambda name: name]
+    edits += [lambda name, first=first: name.removeprefix(f"{first}.") for first in sorted(firsts)]
+    edits += [
+        lambda name, first=first: f"{first}.{name}" for first in sorted({n.partition(".")[0] for n in source.tensors})
+    ]
+    best = max(
+        edits, key=lambda edit: sum(edit(name) in source.tensors for name in wanted)
+    )  # the first of equals: as they are
+    return {name: best(name) for name in wanted}
+
+
+def _tied(source: Source, beside: Mapping[str, TensorSource]) -> set[str]:
+    """Names of tensors that were trained in full and that the source stores once, for several names: the others of such a tie."""
+    found = set()
+    with OpenFiles() as files:
+        for name in (name for name in beside if name not in source.tensors):
+            others = [
+                beside[other]
+                for other in beside
+                if other in source.tensors and beside[other].shape == beside[name].shape
+            ]
+            if any(torch.equal(beside[name].load(files), other.load(files)) for other in others):
+                found.add(name)
+    return found
 
 
 def _base(source: Source, name: str, folder: Path) -> TensorSource:
     if name not in source.tensors:
         raise CheckpointError(
             f"{folder}: an adapter beside {name}",
-            why=f"{source.place} has no such tensor; names there look like {next(iter(source.tensors), 'nothing')}",
+            why=f"{source.place} has no such tensor, nor one that is tied to it with these values; names there look like "
+            f"{next(iter(source.tensors), 'nothing')}",
             fix=_FIX,
             name=name,
         )
