@@ -213,15 +213,15 @@ def count(batch: dict[str, Tensor]) -> int:
     return batch["input_ids"][:, 1:].numel()
 
 
-def ending(train: str, folder: str) -> str:
+def ending(outer: bool, targets: str, folder: str) -> str:
     """Writes adapters and an answer; the error, if there is one."""
     from state.test_adapters import Ends
 
     with sw.init("dp_shard=1", device="cpu") as world:
         torch.manual_seed(0)
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
-        lora = sw.LoRA(rank=2, targets="up", train=train)
-        model = drawn_float(sw.parallelize(Ends(), world, example={"x": x}, lora=lora))
+        lora = sw.LoRA(rank=2, targets=targets, train="out" if outer else "blocks.*.out")
+        model = drawn_float(sw.parallelize(Ends(outer), world, example={"x": x}, lora=lora))
         try:
             sw.save_adapter(model, Path(folder, "adapter"))
         except sw.UnsupportedError as error:

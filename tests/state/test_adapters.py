@@ -314,29 +314,33 @@ def test_an_option_is_made_from_a_directory_of_peft(tmp_path):
 
 
 class Ends(torch.nn.Module):
-    """Has a module whose name ends as PEFT's ``lora_dropout`` does."""
+    """Has modules whose name ends as PEFT's ``lora_dropout`` does: ``out`` in each block, and its own with ``outer``."""
 
-    def __init__(self, inner=True):
+    def __init__(self, outer, inner=True):
         super().__init__()
-        self.up, self.out = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
-        self.blocks = torch.nn.ModuleList([Ends(False), Ends(False)] if inner else [])
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.out = torch.nn.Linear(8, 8) if outer else torch.nn.Identity()
+        self.blocks = torch.nn.ModuleList([Ends(True, False), Ends(True, False)] if inner else [])
 
     def forward(self, x):
-        x = self.out(self.up(x))
+        x = self.out(self.down(self.up(x)))
         for block in self.blocks:
             x = block(x)
         return x
 
 
-@pytest.mark.parametrize(("train", "says"), [("blocks.0.out,blocks.1.out", None), ("out", "ends so too")])
-def test_a_module_whose_name_ends_as_one_of_pefts_is_named_in_full_or_refused(ranks, tmp_path, train, says):
+@pytest.mark.parametrize(("outer", "targets"), [(False, "up"), (False, "down,blocks.0.up"), (True, "up")])
+def test_a_module_whose_name_ends_as_another_of_pefts_is_named_in_full_or_refused(ranks, tmp_path, outer, targets):
     import peft
 
-    text = ranks.run(ending, 1, train, str(tmp_path))[0]
-    if says is not None:
-        assert text.startswith("out: out, which is trained in full") and says in text and "lora_dropout" in text
+    text = ranks.run(ending, 1, outer, targets, str(tmp_path))[0]
+    if outer:
+        assert (
+            text.startswith("out: out, which is trained in full") and "lora_dropout" in text and "ends so too" in text
+        )
         return
+    assert text == ""
     answer, x = torch.load(tmp_path / "answer.pt")
     torch.manual_seed(0)
     with torch.no_grad():
-        assert torch.equal(peft.PeftModel.from_pretrained(Ends(), tmp_path / "adapter").eval()(x), answer)
+        assert torch.equal(peft.PeftModel.from_pretrained(Ends(outer), tmp_path / "adapter").eval()(x), answer)

@@ -63,6 +63,9 @@ def test_layers_of_bitsandbytes_keep_their_bytes(ranks):
     answers = [wrapped.logits(each, "llama", training=True) for each in (theirs, ours)]
     assert torch.equal(*answers)
     compared(ranks, "llama", "dp_shard=2,tp=2", None, build=wrapped.in_4_bits)
+    with pytest.raises(sw.UsageError, match=r"(?s)q_proj: lora= with a module that holds weights of bitsandbytes"):
+        prepared(theirs.unload(), Parallel.of(lora=sw.LoRA(rank=2)))
+    theirs = wrapped.in_4_bits()
     theirs.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(sw.UnsupportedError, match=r"(?s)layers.0.self_attn.q_proj.base_layer: .*reordered its bytes"):
         prepared(theirs, Parallel.of())

@@ -74,7 +74,7 @@ def values_of_proof(module: nn.Module) -> None:
 
 def _refuse_adapted(module: nn.Module) -> None:
     for name, child in canonical_modules(module):
-        if isinstance(child, Adapted) or is_of_peft(child):
+        if isinstance(child, Adapted) or is_of_peft(child) or hasattr(child, "lora_A"):
             raise UsageError(
                 "lora= with a module that has adapters",
                 why="another set of them beside the first would be trained",
