@@ -64,13 +64,13 @@ def unread(folder: str, checkpoint: str) -> tuple[str, Any, Any]:
         return text, sw.full_state_dict(model), option("lora").rank
 
 
-def refused(options: dict[str, Any]) -> str:
+def refused(folder: str, options: dict[str, Any]) -> str:
     """The error of a manager of a model that is trained in full."""
     with sw.init("dp_shard=1", device="cpu") as world:
         model = sw.parallelize(base("lora"), world)
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, forward=forward, count=count)
         try:
-            sw.CheckpointManager("/nowhere", step, **options)
+            sw.CheckpointManager(folder, step, **options)
         except sw.ConfigError as error:
             return str(error)
         return ""

@@ -75,6 +75,6 @@ def test_what_reads_weights_says_what_is_missing(ranks, tmp_path, folder):
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_frozen_and_a_choice_that_does_not_exist_are_refused(ranks):
-    assert "no parameter of the model is frozen" in ranks.run(refused, 1, {"frozen": "leave"})[0]
-    assert "frozen='drop'" in ranks.run(refused, 1, {"frozen": "drop"})[0]
+def test_nothing_frozen_and_a_choice_that_does_not_exist_are_refused(ranks, tmp_path):
+    assert "no parameter of the model is frozen" in ranks.run(refused, 1, str(tmp_path), {"frozen": "leave"})[0]
+    assert "frozen='drop'" in ranks.run(refused, 1, str(tmp_path), {"frozen": "drop"})[0]

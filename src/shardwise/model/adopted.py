@@ -8,7 +8,7 @@ its own code, run on small tensors, gives the same outputs and gradients. All ot
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from shardwise.model.adapted import (
     has_own_forward,
     out_dim_of,
 )
-from shardwise.model.names import canonical_modules
+from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.packed import PackedLinear, is_of_bitsandbytes, packed_tensors
 from shardwise.world.rng import forked_rng
 
@@ -67,7 +67,7 @@ class AdoptedLinear(Adopted, AdaptedLinear):
         how, tensors, base = self.adapter, adapter_tensors(self), self.base_layer
         if self.adapter_is_off:
             how, tensors = Adapter(out_dim=how.out_dim), (None, None, None)
-        if not _is_packed(base):
+        if not isinstance(base, PackedLinear):
             return adapted_linear(x, base.weight, bias, *tensors, None, None, None, how, self.training)  # type: ignore[attr-defined]
         codes, *rest = packed_tensors(base)
         how = dataclasses.replace(how, packing=base.packing)
@@ -106,8 +106,9 @@ def _refuse_changed(layer: Any, num_arguments: int = 1) -> None:
 
 def adopt(module: nn.Module) -> None:
     """Makes layers of PEFT adapted ones, in place: their class becomes a subclass of itself, of the same name."""
+    shared = _shared(module)
     for _, layer in canonical_modules(module):
-        if is_of_peft(layer) and not why_not(layer):
+        if is_of_peft(layer) and not why_not(layer, shared):
             layer.adapter_name = _adapter_of(layer)  # type: ignore[assignment]
             layer.adapter = _how(layer)  # type: ignore[assignment]
             layer.__class__ = _adopted_class(type(layer), bool(layer.lora_embedding_A))
@@ -120,7 +121,16 @@ def is_of_peft(layer: nn.Module) -> bool:
 
 def not_adopted(module: nn.Module) -> dict[str, str]:
     """Layer of PEFT that is computed as PEFT does -> why."""
-    return {name: why_not(layer) for name, layer in canonical_modules(module) if is_of_peft(layer)}
+    shared = _shared(module)
+    return {name: why_not(layer, shared) for name, layer in canonical_modules(module) if is_of_peft(layer)}
+
+
+def _shared(module: nn.Module) -> set[int]:
+    """Identities of the parameters that several modules hold."""
+    owners: dict[int, set[int]] = {}
+    for _, owner, attr in canonical_tensors(module, "_parameters"):
+        owners.setdefault(id(owner._parameters[attr]), set()).add(id(owner))
+    return {param for param, of in owners.items() if len(of) > 1}
 
 
 def option_of(layer: Any) -> dict[str, Any]:
@@ -136,8 +146,8 @@ def option_of(layer: Any) -> dict[str, Any]:
     }
 
 
-def why_not(layer: Any) -> str:
-    """Why a layer of PEFT cannot be adopted; "" if it can."""
+def why_not(layer: Any, shared: Collection[int] = ()) -> str:
+    """Why a layer of PEFT cannot be adopted; "" if it can. ``shared``: parameters that several modules hold."""
     base = layer.base_layer
     if any(
         not hasattr(layer, attr)
@@ -150,6 +160,12 @@ def why_not(layer: Any) -> str:
         return "it has several adapters, or none that is active"
     if layer.merged_adapters or layer.disable_adapters:
         return "its adapter is merged or switched off"
+    how = _how(layer)
+    if not (how.scale > 0 and how.dropout < 1):
+        return "it has no effect: its scale is 0, or its dropout 1"
+    factors = (param for key, param in layer.named_parameters() if not key.startswith("base_layer."))
+    if any(id(param) in shared for param in factors):
+        return "its factors are those of another layer too"
     is_table = name in layer.lora_embedding_A
     is_own = type(base).forward is not nn.Embedding.forward if is_table else has_own_forward(base)
     if is_own and not _is_packed(base):
@@ -264,62 +280,3 @@ def _copied(module: Any, tensors: Mapping[str, Any], children: Mapping[str, Any]
 def weight_name(name: str, layer: Any) -> str:
     """The name of the weight that an adapter is beside, of the adapted layer ``name``."""
     return f"{name}.base_layer.weight" if isinstance(layer, Adopted) else f"{name}.weight"
-
-
-# ---- names -------------------------------------------------------------------------------------------------------------
-
-
-def inner_of_peft(module: nn.Module) -> str | None:
-    """The name of the child that holds the model which a class of PEFT is around; None: the module is of no such class. By name: PEFT
-    need not be installed."""
-    found = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("peft.")}
-    return "base_model" if "PeftModel" in found else "model" if "BaseTuner" in found else None
-
-
-@dataclasses.dataclass(frozen=True)
-class NamesOfPeft:
-    """What PEFT has put into the names of a module's tensors.
-
-    Attributes:
-        layers: adopted layers, below each of which is a ``base_layer``.
-        trained: what is trained in full -> its adapter: a copy of the module, beside the ``original_module``.
-    """
-
-    layers: frozenset[str] = frozenset()
-    trained: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.layers or self.trained)
-
-    def bare(self, name: str) -> str:
-        """The name of a tensor or a module without it."""
-        head, at, rest = f"{name}.".partition(".base_layer.")
-        if at and head in self.layers:
-            return f"{head}.{rest}".rstrip(".")
-        head, at, rest = f"{name}.".partition(".modules_to_save.")
-        if at and rest.partition(".")[0] == self.trained.get(head):
-            return f"{head}.{rest.partition('.')[2]}".rstrip(".")
-        return name
-
-    def copies(self, names: Any) -> dict[str, str]:
-        """Tensor of an original module -> the one that is trained in its place, of these names."""
-        found = {}
-        for name in names:
-            head, at, rest = name.partition(".original_module.")
-            if at and head in self.trained:
-                found[name] = f"{head}.modules_to_save.{self.trained[head]}.{rest}"
-        return found
-
-
-def names_of_peft(module: nn.Module) -> NamesOfPeft:
-    """What PEFT has put into names; nothing if it has wrapped a layer that was not adopted: then all keep theirs."""
-    layers, trained = set[str](), dict[str, str]()
-    for name, child in canonical_modules(module):
-        if is_of_peft(child):
-            return NamesOfPeft()
-        if isinstance(child, Adopted):
-            layers.add(name)
-        own = child._modules.get("modules_to_save")
-        if "original_module" in child._modules and isinstance(own, nn.ModuleDict) and len(own) == 1:
-            (trained[name],) = own
-    return NamesOfPeft(frozenset(layers), trained) if layers else NamesOfPeft()

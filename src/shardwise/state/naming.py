@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shardwise.model.adopted import NamesOfPeft, inner_of_peft, names_of_peft
 from shardwise.model.names import unwrap_module
+from shardwise.model.peft_names import NamesOfPeft, inner_of_peft, names_of_peft
 from shardwise.parallel import Runtime
 from shardwise.state.hugging_face import stored_views
 from shardwise.state.stored_parts import View, view_of_all

@@ -23,7 +23,7 @@ from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, UsageError, errors_about
 from shardwise.model import dtype_name
-from shardwise.model.adopted import names_of_peft
+from shardwise.model.peft_names import names_of_peft
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import extra_states

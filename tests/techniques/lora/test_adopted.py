@@ -102,14 +102,22 @@ def test_other_models(ranks, case, layout):
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("ia3", "is not LoRA"), ("bias", "has a bias"), ("several", "it has several adapters"), ("injected", "")],
+    [
+        ("ia3", "is not LoRA"),
+        ("bias", "has a bias"),
+        ("several", "several adapters"),
+        ("shared", "those of another layer"),
+    ],
 )
-def test_what_is_not_adopted_is_said_and_not_written_as_what_it_is_not(ranks, kind, why):
-    text, errors = ranks.run(wrapped.said, 2, kind)[0]
-    assert ("computed as PEFT does" in text) == bool(why) and ("LoRA of PEFT: rank 2" in text) == (not why)
-    assert why in text
-    if why:
-        assert len(errors) == 2 and all(f"{why}" in error and "_proj: adapters of PEFT" in error for error in errors)
+def test_what_is_not_adopted_is_said_and_not_written_as_what_it_is_not(ranks, tmp_path, kind, why):
+    text, errors = ranks.run(wrapped.said, 2, kind, str(tmp_path))[0]
+    assert "computed as PEFT does" in text and why in text
+    assert len(errors) == 2 and all(why in error and "_proj: adapters of PEFT" in error for error in errors)
+
+
+def test_what_pefts_files_cannot_say_is_not_written_to_them(ranks, tmp_path):
+    text, errors = ranks.run(wrapped.said, 2, "scaled", str(tmp_path))[0]
+    assert "LoRA of PEFT: rank 2" in text and len(errors) == 1 and "their scale is 28" in errors[0]
 
 
 def test_adapters_beside_adapters_and_changes_after_parallelize_are_refused(ranks):

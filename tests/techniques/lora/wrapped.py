@@ -168,20 +168,25 @@ def put_in(kind):
             return peft.get_peft_model(model, config)
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_bias=kind == "bias")
         module = peft.get_peft_model(model, config)
+        first, second = (layer.self_attn.q_proj for layer in module.base_model.model.model.layers[:2])
+        if kind == "shared":
+            first.lora_A["default"].weight = second.lora_A["default"].weight
+        if kind == "scaled":
+            first.set_scale("default", 7.0)
         if kind == "several":
             module.add_adapter("other", config)
             module.base_model.set_adapter(["default", "other"])
         return drawn(module)
 
 
-def said(kind):
+def said(kind, folder):
     """``describe`` of such a model, and the errors of what would write it."""
     with sw.init("dp_shard=2", device="cpu", seed=0) as world:
         module = sw.parallelize(put_in(kind), world, example=batch_of("llama"))
         texts = []
         for call in (sw.save_adapter, sw.save_weights):
             try:
-                call(module, "/nowhere")
+                call(module, Path(folder, call.__name__))
             except sw.UnsupportedError as error:
                 texts.append(str(error))
         return sw.describe(module), texts

@@ -24,7 +24,8 @@ from shardwise.model.adapted import (
     merge_,
     row_norms,
 )
-from shardwise.model.adopted import names_of_peft, weight_name
+from shardwise.model.adopted import weight_name
+from shardwise.model.peft_names import names_of_peft
 from shardwise.recipe import Recipe
 from shardwise.techniques.lora.peft_files import files_of
 from shardwise.techniques.lora.rule import LoRAEntry, own_names, trained_beside

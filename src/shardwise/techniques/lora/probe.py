@@ -9,8 +9,9 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model.adapted import AdaptedLinear, adapted_layers
-from shardwise.model.adopted import inner_of_peft, not_adopted, option_of, weight_name
+from shardwise.model.adopted import not_adopted, option_of, weight_name
 from shardwise.model.names import canonical_modules
+from shardwise.model.peft_names import inner_of_peft
 from shardwise.model.trial import Trial
 from shardwise.recipe import Draft
 from shardwise.techniques.lora.options import LoRA
@@ -56,6 +57,9 @@ def _adopted(module: nn.Module) -> dict[str, Any]:
     unsaved = ""
     if differing := [key for key in (options[0] if options else {}) if len({option[key] for option in options}) > 1]:
         unsaved = f"layers have another {' and '.join(differing)} each"
+    for option, layer in zip(options, layers.values(), strict=True):
+        if abs(LoRA(**option).scale - layer.adapter.scale) > 1e-9 * layer.adapter.scale:
+            unsaved = f"their scale is {layer.adapter.scale:g}, which lora_alpha={option['alpha']:g} does not give"
     for _, child in canonical_modules(module):
         configs: Any = getattr(child, "peft_config", {}) if inner_of_peft(child) else {}
         for config in configs.values():

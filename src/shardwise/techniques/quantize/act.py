@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from shardwise.model import dtype_of
 from shardwise.model.adapted import out_dim_of
-from shardwise.model.adopted import names_of_peft
 from shardwise.model.nf4 import Packing
 from shardwise.model.packed import packed_layers
+from shardwise.model.peft_names import names_of_peft
 from shardwise.recipe import Recipe, extents
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.techniques.quantize import bitsandbytes
