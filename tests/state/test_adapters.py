@@ -319,11 +319,13 @@ class Ends(torch.nn.Module):
     def __init__(self, outer, inner=True):
         super().__init__()
         self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
-        self.out = torch.nn.Linear(8, 8) if outer else torch.nn.Identity()
+        if outer:
+            self.out = torch.nn.Linear(8, 8)
         self.blocks = torch.nn.ModuleList([Ends(True, False), Ends(True, False)] if inner else [])
 
     def forward(self, x):
-        x = self.out(self.down(self.up(x)))
+        x = self.down(self.up(x))
+        x = self.out(x) if hasattr(self, "out") else x
         for block in self.blocks:
             x = block(x)
         return x

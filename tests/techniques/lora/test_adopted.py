@@ -22,7 +22,9 @@ peft = pytest.importorskip("peft")
 
 @pytest.mark.combinations("values")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2", "tp=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize(
+    "layout", ["dp_replicate=2", "dp_shard=2", "tp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_parity(ranks, name, layout, kind):
     kind = "lora" if kind == "dropout" and "tp" in layout else kind
@@ -62,7 +64,7 @@ def test_layers_of_bitsandbytes_keep_their_bytes(ranks):
     assert not not_adopted(ours)
     answers = [wrapped.logits(each, "llama", training=True) for each in (theirs, ours)]
     assert torch.equal(*answers)
-    compared(ranks, "llama", "dp_shard=2,tp=2", None, build=wrapped.in_4_bits)
+    compared(ranks, "llama", "tp=2", None, build=wrapped.in_4_bits)
     with pytest.raises(sw.UsageError, match=r"(?s)q_proj: lora= with a module that holds weights of bitsandbytes"):
         prepared(theirs.unload(), Parallel.of(lora=sw.LoRA(rank=2)))
     theirs = wrapped.in_4_bits()
@@ -88,7 +90,14 @@ def test_a_class_with_other_code_is_not_adopted():
 
 @pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
-@pytest.mark.parametrize("case", ["nf4", "table", "saved", "ranks", "injected", "ia3", "bias"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "nf4",
+        "table",
+        *(pytest.param(case, marks=pytest.mark.soak) for case in ("saved", "ranks", "injected", "ia3", "bias")),
+    ],
+)
 def test_other_models(ranks, case, layout):
     options = {
         "table": {"target_modules": ["embed_tokens", "q_proj"]},
