@@ -10,6 +10,7 @@ from state.adapting import base
 from state.leaving import digests_of, refused, run, unread
 
 import shardwise as sw
+from shardwise.cli.main import main
 from shardwise.config.conversion import Conversion
 from shardwise.state.convert import convert
 
@@ -63,7 +64,7 @@ def test_digests_do_not_depend_on_the_layout(ranks, folder):
         assert other == first and len({*first.values()}) > 14
 
 
-def test_what_reads_weights_says_what_is_missing(ranks, tmp_path, folder):
+def test_what_reads_weights_says_what_is_missing(ranks, tmp_path, folder, capsys):
     ranks.run(run, 2, "dp_shard=2", folder, str(tmp_path / "run"), 1, False)
     (checkpoint,) = (tmp_path / "run").glob("step-*")
     text, state, _ = ranks.run(unread, 1, folder, str(checkpoint))[0]
@@ -73,6 +74,9 @@ def test_what_reads_weights_says_what_is_missing(ranks, tmp_path, folder):
     with pytest.raises(sw.CheckpointError, match="a checkpoint without the frozen weights"):
         convert(Conversion(source=checkpoint, dest=Path(tmp_path / "out"), to="hf"))
     assert not (tmp_path / "out").exists()
+    assert not (checkpoint / "config.json").exists()  # by which transformers would open it, and draw the rest
+    assert main(["checkpoint", "show", str(checkpoint)]) == 0
+    assert f"frozen weights are not in it: {folder}" in capsys.readouterr().out
 
 
 def test_nothing_frozen_and_a_choice_that_does_not_exist_are_refused(ranks, tmp_path):

@@ -96,6 +96,8 @@ def weight_files(
     align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
     file_layout = file_layout_of(runtime, max_shard_bytes=SHARD_BYTES, align=align, without=without)
     sidecars, told = sidecar_files(runtime)
+    if without:  # else transformers would open it, and draw what is not there
+        sidecars.pop("config.json", None)
     index = file_layout.index()
     texts |= {prefix + name: content for name, content in sidecars.items()}
     texts |= {prefix + INDEX: index} if index is not None else {}
