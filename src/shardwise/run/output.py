@@ -82,7 +82,7 @@ class RunOutput:
         Raises:
             UnsupportedError: the format has no place for it, or adapters cannot be merged.
         """
-        kept, has_adapters = self.config.checkpoint, self.config.parallel.lora is not None
+        kept, has_adapters = self.config.checkpoint, self._has_adapters
         for key, path, check in (
             ("export", kept.export, check_dtypes),
             ("adapter", kept.adapter if has_adapters else None, check_adapter),
@@ -91,10 +91,17 @@ class RunOutput:
                 if path is not None:
                     check(self.model)
             except UnsupportedError as error:
-                if has_adapters:
+                if has_adapters and self.config.parallel.lora is None:
+                    error.fix = f"in this run: --checkpoint.{key}=null; or {error.fix}"
+                elif has_adapters:
                     other = "the adapters alone are" if key == "export" else "the merged weights alone are"
                     error.fix = f"in this run: --checkpoint.{key}=null, and {other} written"
                 raise
+
+    @property
+    def _has_adapters(self) -> bool:
+        """Also those that the model's own code has put there by PEFT."""
+        return "lora" in recipe_of(self.model).techniques
 
     def _checkpoint_bytes(self) -> int:
         """Estimates the size of a checkpoint in bytes."""
@@ -254,7 +261,7 @@ class RunOutput:
     def _export_adapter(self) -> CheckpointError | None:
         """Writes the adapters of a model that has some; all ranks must call it. A failure is returned: the merged weights follow."""
         name = self.config.checkpoint.adapter
-        if self.config.parallel.lora is None or name is None:
+        if not self._has_adapters or name is None:
             return None
         self.emit("phase", text="writing the adapters")
         try:

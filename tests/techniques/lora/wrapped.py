@@ -217,3 +217,15 @@ def changed():
             except sw.UsageError as error:
                 found.append(str(error))
     return found
+
+
+def for_a_run(**_):
+    """A model for bytes, which its own code has wrapped."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=257, num_key_value_heads=2, **sizes))
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
