@@ -28,6 +28,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-dora": ("gpt2", {"dora": True}),
 }
 DOUBLED = {"doubled": ("doubled", {"targets": ("q_proj",)})}
+STACKS = ("gate_up_proj", "down_proj")
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"experts": STACKS}),
+    "qwen3-moe": ("qwen3-moe", {"experts": STACKS, "rslora": True, "targets": ("q_proj",), "train": ("*norm",)}),
+    "alone": ("mixtral", {"experts": ("down_proj", "gate.weight"), "targets": ()}),
+}
+OTHERS = DOUBLED | EXPERTS
 
 
 class Turned(nn.Linear):
@@ -46,8 +53,10 @@ def base(case: str, seed: int = 1) -> nn.Module:
     """The model without adapters."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    kind = (CASES | DOUBLED)[case][0]
+    kind = (CASES | OTHERS)[case][0]
     torch.manual_seed(seed)
+    if kind in ("mixtral", "qwen3-moe"):
+        return with_experts(kind)
     if kind == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(
@@ -72,11 +81,24 @@ def base(case: str, seed: int = 1) -> nn.Module:
     return model
 
 
+def with_experts(kind: str) -> nn.Module:
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_experts_per_tok": 2, "experts_implementation": "eager",
+    }  # fmt: skip
+    if kind == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=4)).double()
+    own = {"moe_intermediate_size": 10, "num_experts": 4, "head_dim": 6}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **own)).double()
+
+
 OWN = {"own": Turned, "doubled": Doubled}
 
 
 def option(case: str) -> sw.LoRA:
-    return sw.LoRA(**RANK, **(CASES | DOUBLED)[case][1])
+    return sw.LoRA(**RANK, **(CASES | OTHERS)[case][1])
 
 
 def drawn(model: nn.Module) -> nn.Module:

@@ -271,7 +271,6 @@ def test_what_a_merge_or_pefts_files_cannot_hold_is_refused_by_name(ranks, tmp_p
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha 2, 8 of different layers"),
         ({"lora_bias": True}, "lora_bias=True"),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"of_tomorrow": {"x": 1}}, "of_tomorrow"),
     ],

@@ -22,7 +22,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 TOYS = Path(__file__).parent / "toys"
 COMMANDS = Path(__file__).resolve().parents[1] / "cli" / "commands.py"
 ROWS = dict.fromkeys(
-    ("adapter", "positions", "rows", "spread"), '        "precision",'
+    ("adapter", "pair", "positions", "rows", "spread"), '        "precision",'
 )  # a toy's row stands before this one
 
 
@@ -131,6 +131,16 @@ def test_the_adapter_is_told_by_describe_the_recipe_and_the_agreement(warm):
     assert out["trained"] == ["embed.weight", "a.low", "a.high", "norm.weight", "norm.bias", "b.low", "b.high"]
     assert out["again"] and "adapter" in out["signature"]
     assert out["differs"].startswith("RankError") and "ranks' modules" in out["differs"]
+
+
+# ---- weights that are stored as other tensors ----------------------------------------------------------------------------
+
+
+def test_weights_that_are_pairs_are_plain_in_files_and_bits_in_checkpoints(warm):
+    out = json.loads(warm("script", "use_pair.py"))
+    assert out["names"] and out["dtypes"]["a.weight_high"] == out["dtypes"]["a.weight_low"] == "torch.float16"
+    assert 0 < out["full"] < 1e-6 and out["saved"] == 0.0 and 0 < out["answers"] < 1e-5
+    assert out["losses"][0] == out["losses"][1]
 
 
 # ---- a new axis, and gradients of which each rank has a part ------------------------------------------------------------

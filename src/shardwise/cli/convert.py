@@ -2,6 +2,7 @@
 before torch is imported."""
 
 import argparse
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +79,21 @@ def run(args: argparse.Namespace) -> int:
     )
     engine = import_frozen("shardwise.state.convert")
     with _Bar() as bar:
-        done = engine.convert(job, bar.show)
+        done = engine.convert(job, bar.show, functools.partial(_model_in, job.source))
     print(_report(done, args))
     return 0
+
+
+def _model_in(folder: Path) -> Any:
+    """The model, without values, of a directory of transformers; None: it is none."""
+    if not (folder / "config.json").is_file():
+        return None
+    import torch
+
+    from shardwise.run.pretrained import build_pretrained
+
+    with torch.device("meta"):
+        return build_pretrained(str(folder), {})
 
 
 def _report(done: "Converted", args: argparse.Namespace) -> str:

@@ -243,6 +243,7 @@ _TRAINER = {
     "lora_alpha": _ALPHA,
     "lora_dropout": to("parallel.lora.dropout", "0.05"),
     **dict.fromkeys(("lora_target_modules", "lora_target"), _TARGETS),
+    **dict.fromkeys(("lora_target_parameters", "target_parameters"), to("parallel.lora.experts", "[gate_up_proj, down_proj]")),
     "lora_target_linear": switch("parallel.lora.targets=all-linear", "the default"),
     **dict.fromkeys(("lora_modules_to_save", "additional_target"), _BESIDE),
     **dict.fromkeys(("use_rslora", "peft_use_rslora"), _RSLORA),

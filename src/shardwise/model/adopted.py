@@ -168,6 +168,8 @@ def why_not(layer: Any, shared: Collection[int] = ()) -> str:
         return "its factors are those of another layer too"
     is_table = name in layer.lora_embedding_A
     is_own = type(base).forward is not nn.Embedding.forward if is_table else has_own_forward(base)
+    if is_own and hasattr(layer, "parameter_name"):
+        return "its adapter is of a parameter (target_parameters), which sw.LoRA(experts=...) trains under every layout"
     if is_own and not _is_packed(base):
         return f"{type(base).__name__} has a forward of its own"
     if is_table and (base.max_norm is not None or base.scale_grad_by_freq or base.sparse):

@@ -114,7 +114,8 @@ class Leaves(LayerCalls):
             args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
         if func is functional.batch_norm:
             given = bound(_BATCH_NORM, args, kwargs)
-            self._trial.read |= {name for x in given[3:5] if (name := self._trial.name_of(x)) is not None}
+            names = [name for x in given[3:5] if (name := self._trial.name_of(x)) is not None]
+            self._trial.read |= {name: {"batch_norm": None} for name in names}
             if given[5]:
                 self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
             return _normalised(*given)
@@ -138,7 +139,7 @@ class Leaves(LayerCalls):
         if what not in LOOKS:
             for value in flat((*args, *kwargs.values())):
                 if (name := self._trial.name_of(value)) is not None:
-                    self._trial.read.add(name)
+                    self._trial.read.setdefault(name, {})[what] = None
                     self._trial.on_read(name)
                     if value.is_meta:
                         self._trial.foreign.setdefault(name, what)

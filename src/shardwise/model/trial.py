@@ -87,8 +87,8 @@ class Trial:
         self.foreign: dict[str, str] = {}
         """Name of a parameter with two dims or more -> the function that used it in another way than as a layer."""
         self._constant: set[str] = set()  # buffers that a forward writes in place, with gradients: none come to these
-        self.read: set[str] = set()
-        """Parameters that functions other than layers have used."""
+        self.read: dict[str, dict[str, None]] = {}
+        """Parameter -> the functions other than layers that have used it."""
         self.measured: set[str] = set()
         """Parameters of which the model's code has read the shape: it would be that of a rank's part."""
         self.uses: dict[str, dict[Layer, None]] = {}
@@ -294,7 +294,7 @@ class Trial:
         """Parameters that no run has used."""
         layers = {name for layer in self.layers.values() for name in layer.names}
         norms = tuple(f"{name}." for name in self.norms)
-        names = {self.name_of(param) for param in self.module.parameters()} - layers - self.read - {None}
+        names = {self.name_of(param) for param in self.module.parameters()} - layers - self.read.keys() - {None}
         return sorted(name for name in names if name is not None and not name.startswith(norms))
 
     def _copy(self, module: nn.Module, with_values: frozenset[str]) -> nn.Module:
@@ -365,7 +365,10 @@ class Trial:
     def shape_of(self, weight: str) -> torch.Size:
         """The shape of a weight of the whole model."""
         if weight not in self._shapes:
-            self._shapes[weight] = self.module.get_parameter(weight).shape
+            owner, _, attr = weight.rpartition(".")
+            param = self.module.get_submodule(owner)._parameters[attr]  # over which an adapted weight may lie
+            assert param is not None
+            self._shapes[weight] = param.shape
         return self._shapes[weight]
 
     def name_of(self, tensor: Any) -> str | None:

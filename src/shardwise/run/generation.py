@@ -169,7 +169,7 @@ def _merge(model: nn.Module, adapter: Path) -> None:
     """Merges the adapters of a directory into a model's weights."""
     params = dict(model.named_parameters())
     base = {name: InMemoryTensor.of(param) for name, param in params.items()}
-    merged = with_adapter(Source(place="the model", kind="a model", tensors=base), adapter)
+    merged = with_adapter(Source(place="the model", kind="a model", tensors=base), adapter, lambda: model)
     with OpenFiles() as files:
         for name, tensor in merged.tensors.items():
             if tensor is not base[name]:

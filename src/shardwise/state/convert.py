@@ -8,12 +8,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.config.conversion import Conversion
 from shardwise.errors import CheckpointError, ConfigError, VerifyError
@@ -51,8 +52,13 @@ class Converted:
     notes: tuple[str, ...]
 
 
-def convert(job: Conversion, progress: Progress = lambda what, done, total: None) -> Converted:
-    """Converts the weights in ``job.source`` to ``job.dest``; see :class:`Conversion`.
+def convert(
+    job: Conversion,
+    progress: Progress = lambda what, done, total: None,
+    model_of: Callable[[], nn.Module | None] = lambda: None,
+) -> Converted:
+    """Converts the weights in ``job.source`` to ``job.dest``; see :class:`Conversion`. ``model_of`` makes the model that they are of, where that
+    is known: it is asked for adapters of parameters alone.
 
     Raises:
         CheckpointError: the source cannot be read completely, or the destination cannot be written or exists already.
@@ -77,7 +83,7 @@ def convert(job: Conversion, progress: Progress = lambda what, done, total: None
     with VerifiedFiles(source.verified) as files:
         source = with_packed(source, None, files)
     if job.adapter is not None:
-        source = with_adapter(source, job.adapter)
+        source = with_adapter(source, job.adapter, model_of)
     todo = _planned(job, source)
     try:
         _put_together(job, todo, progress)

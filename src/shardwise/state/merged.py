@@ -1,32 +1,35 @@
 """Stored weights with adapters in PEFT's files merged into them, read in parts: for conversions, and where one process opens a model."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.model.adapted import Adapter, change_of, merge_, row_norms
 from shardwise.recipe.boxes import Box, index_of
 from shardwise.state.files import OpenFiles
 from shardwise.state.formats.safetensors import tensors_in
+from shardwise.state.merged_parameters import merged_parameters
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_files import adapter_folder
+from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
 
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
 
-def with_adapter(source: Source, folder: Path) -> Source:
+def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module | None] = lambda: None) -> Source:
     """Weights with the adapters of a directory merged into them, and with what was trained in full beside these.
 
     Args:
         source: the base.
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        model_of: makes the model that the base is of, if it is known: for adapters of parameters.
 
     Raises:
         CheckpointError: the directory cannot be read, or its adapters are of other layers.
@@ -34,7 +37,7 @@ def with_adapter(source: Source, folder: Path) -> Source:
     """
     found = adapter_folder(folder)
     tensors, stored = dict(source.tensors), tensors_in(folder / "adapter_model.safetensors")
-    there = _names_in(source, [*(f"{layer}.weight" for layer in found.layers), *found.beside])
+    there = _names_in(source, [*(_weight_of(layer, found.layers) for layer in found.layers), *found.beside])
     for layer, parts in found.layers.items():
         if layer in found.tables:
             raise UnsupportedError(
@@ -42,7 +45,7 @@ def with_adapter(source: Source, folder: Path) -> Source:
                 why="it is an embedding, whose weight may be the head's too",
                 fix="merge it in a model: sw.parallelize(..., lora=sw.LoRA.of(folder)), sw.load_adapter, sw.save_weights",
             )
-        name = there[f"{layer}.weight"]
+        name = there[_weight_of(layer, found.layers)]
         base, low, high = _base(source, name, folder), stored[parts["lora_A"]], stored[parts["lora_B"]]
         shape = (high.shape[0], low.shape[1])
         is_turned = found.fan_in_fan_out if shape[0] == shape[1] else base.shape == shape[::-1]
@@ -53,14 +56,14 @@ def with_adapter(source: Source, folder: Path) -> Source:
                 fix=_FIX,
                 name=name,
             )
-        tied = [
+        others = [
             other
             for other, tensor in source.tensors.items()
             if other != name and base.origins and tensor.origins == base.origins
         ]
-        if tied:
+        if others:
             raise UnsupportedError(
-                f"{folder}: an adapter merged into a weight that is also {tied[0]}",
+                f"{folder}: an adapter merged into a weight that is also {others[0]}",
                 why="the names are tied to one tensor, and the adapter is beside one of them",
                 fix="use the base with the adapters beside it, as PEFT does",
                 name=name,
@@ -68,13 +71,23 @@ def with_adapter(source: Source, folder: Path) -> Source:
         how = Adapter(LoRA(**found.option).scale, out_dim=int(is_turned))
         vector = parts.get("lora_magnitude_vector")
         tensors[name] = _Merged(base.shape, base.dtype, base, low, high, stored[vector] if vector else None, how)
-    tied = _tied(source, {there[name]: stored[key] for name, key in found.beside.items()})
-    for name, key in ((there[name], key) for name, key in found.beside.items()):
+    if found.stacks:
+        tensors |= merged_parameters(source, found, stored, folder, model_of())
+    beside = {there[name]: stored[key] for name, key in found.beside.items()}
+    tied = _tied(source, beside)
+    for name, values in beside.items():
         if name in tied:
             continue
         base = _base(source, name, folder)
-        tensors[name] = _Replaced(base.shape, base.dtype, stored[key])
+        tensors[name] = _Replaced(base.shape, base.dtype, values)
     return replace(source, tensors=tensors, verified=None)
+
+
+def _weight_of(layer: str, layers: Collection[str]) -> str:
+    """The name of the weight that an adapter is of, by what is before ``lora_A`` in its keys."""
+    if f"{layer}{OF_ATTENTION}" in layers:  # nn.MultiheadAttention, both of whose projections have one
+        return f"{layer}.in_proj_weight"
+    return f"{layer}.weight".replace(OF_ATTENTION, ".out_proj")
 
 
 def _names_in(source: Source, wanted: list[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from torch import nn
 from shardwise.errors import PlanError
 from shardwise.model import user_class
 from shardwise.model.adapted import out_dim_of
+from shardwise.model.names import canonical_tensors
 
 
 def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -54,7 +55,14 @@ def _is_of(module: Any, cls: str) -> bool:
 
 
 def matches_nothing(
-    record: str, key: str, pattern: str, names: Iterable[str], others: list[str], usable: Mapping[str, object]
+    record: str,
+    key: str,
+    pattern: str,
+    names: Iterable[str],
+    others: list[str],
+    usable: Mapping[str, object],
+    parameters: Iterable[str] = (),
+    instead: str = "",
 ) -> PlanError:
     """The error for a pattern in an option that means no layer.
 
@@ -64,7 +72,18 @@ def matches_nothing(
         names: that it was compared with.
         others: names that it matches, of what the option cannot mean.
         usable: names that it can.
+        parameters: names of those in no layer.
+        instead: what to do for them, with ``{names}``.
     """
+    parameters = [*parameters]
+    inside = [name for name in parameters if name.rpartition(".")[0] in others]
+    if found := names_matching(parameters, pattern) or inside:
+        return PlanError(
+            f"{record}({key}=({pattern!r},))",
+            why=f"it means {found[0]}, a parameter that the code of its module multiplies by, and no layer",
+            fix=instead.format(names=tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))),
+            name=found[0],
+        )
     last = sorted({name.rpartition(".")[2] for name in usable})
     close = difflib.get_close_matches(pattern.rpartition(".")[2], last, n=2, cutoff=0.5)
     return PlanError(
@@ -76,6 +95,18 @@ def matches_nothing(
         + f"linear layers are called {', '.join(last[:12])}",
         name=others[0] if others else None,
     )
+
+
+def in_no_layer(module: nn.Module) -> list[str]:
+    """The parameters of two and three dims that are not of a linear layer or an embedding."""
+    owners = {name: owner for name, owner, _ in canonical_tensors(module, "_parameters")}
+    return [
+        name
+        for name, owner in owners.items()
+        if module.get_parameter(name).dim() in (2, 3)
+        and out_dim_of(owner) is None
+        and not isinstance(owner, nn.Embedding)
+    ]
 
 
 def without_fast_path(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise._torch import collectives
 from shardwise.techniques.lora.prepare import prepare, values_of_proof
+from shardwise.techniques.lora.rule import LoRAEntry
 
 RANK = 4
 UNITS = sw.Sharding(min_unit_bytes=0)
@@ -274,3 +275,17 @@ def resumed(folder, options):
                 except sw.CheckpointError as error:
                     found.append(str(error))
     return found
+
+
+def cuts_of_head(layout, name, lora):
+    """Part of the head with an adapter -> whether it is cut over tp."""
+    with sw.init(layout, device="cpu", seed=0) as world:
+        model = models.get(name)
+        module = sw.parallelize(model.build(), world, example=model.windows(1, 1)[0][0], lora=lora)
+        recipe = sw.recipe_of(module)
+        (head,) = recipe.entry("lora", LoRAEntry).layers
+        return {
+            key.removeprefix(f"{head}.").split(".")[0]: any(cut.axis == "tp" for cut in param.cuts)
+            for key, param in recipe.params.items()
+            if key.startswith(f"{head}.") and not key.endswith(".bias")
+        }

@@ -109,6 +109,12 @@ def test_other_models(ranks, case, layout):
     compared(ranks, "llama", layout, None, build=build, quantize="nf4" if case == "nf4" else None)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["dp_replicate=2", "tp=2"])
+def test_parameters_with_adapters_of_peft_are_computed_by_its_code(ranks, layout):
+    compared(ranks, "mixtral", layout, None, build=functools.partial(wrapped.put_in, "parameters"))
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -116,12 +122,13 @@ def test_other_models(ranks, case, layout):
         ("bias", "has a bias"),
         ("several", "several adapters"),
         ("shared", "those of another layer"),
+        ("parameters", "is of a parameter (target_parameters)"),
     ],
 )
 def test_what_is_not_adopted_is_said_and_not_written_as_what_it_is_not(ranks, tmp_path, kind, why):
     text, errors = ranks.run(wrapped.said, 2, kind, str(tmp_path))[0]
     assert "computed as PEFT does" in text and why in text
-    assert len(errors) == 2 and all(why in error and "_proj: adapters of PEFT" in error for error in errors)
+    assert len(errors) == 2 and all(why in error and ": adapters of PEFT" in error for error in errors)
 
 
 def test_what_pefts_files_cannot_say_is_not_written_to_them(ranks, tmp_path):

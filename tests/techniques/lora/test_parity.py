@@ -100,6 +100,23 @@ def test_embeddings_heads_and_what_is_trained_beside(ranks, name, lora, layout):
     compared(ranks, name, layout, sw.LoRA(rank=2, **lora))
 
 
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", "tp=2"),
+        pytest.param("qwen3", "dp_shard=2,tp=2", marks=pytest.mark.soak),
+        pytest.param("vocabularies: tied", "tp=4", marks=pytest.mark.soak),
+    ],
+)
+def test_a_head_with_an_adapter_is_cut_by_tokens(ranks, name, layout, kind):
+    lora = sw.LoRA(rank=2, targets="head" if "tied" in name else "lm_head", **KINDS[kind])
+    compared(ranks, name, layout, lora, max_grad_norm=0.05)
+    of_head = ranks.run(adapters.cuts_of_head, RANKS[layout], layout, name, lora)[0]
+    parts = {"weight": True, "lora_A": False, "lora_B": True, "lora_magnitude_vector": True}
+    assert of_head == {part: parts[part] for part in of_head} and {"lora_A", "lora_B"} <= of_head.keys()
+
+
 def test_dropout_of_whole_inputs_is_that_of_one_process(ranks):
     for layout in ("dp_shard=2", "dp_replicate=2"):
         compared(ranks, "llama", layout, sw.LoRA(rank=2, dropout=0.3))

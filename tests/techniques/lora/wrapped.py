@@ -6,7 +6,7 @@ from pathlib import Path
 
 import models
 import torch
-from techniques.lora import adapters
+from techniques.lora import adapters, experts
 
 import shardwise as sw
 from shardwise._torch import collectives
@@ -155,9 +155,14 @@ def put_in(kind):
     """A model into which PEFT has put adapters in other ways."""
     import peft
 
-    model = models.get("llama").build()
+    model = experts.mixtral() if kind == "parameters" else models.get("llama").build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if kind == "parameters":
+            targets = ["experts.gate_up_proj", "experts.down_proj"]
+            return drawn(
+                peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets))
+            )
         if kind == "injected":  # without a class of PEFT around it
             module = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
             for key, param in module.named_parameters():
@@ -182,7 +187,7 @@ def put_in(kind):
 def said(kind, folder):
     """``describe`` of such a model, and the errors of what would write it."""
     with sw.init("dp_shard=2", device="cpu", seed=0) as world:
-        module = sw.parallelize(put_in(kind), world, example=batch_of("llama"))
+        module = sw.parallelize(put_in(kind), world, example=batch_of("mixtral" if kind == "parameters" else "llama"))
         texts = []
         for call in (sw.save_adapter, sw.save_weights):
             try:

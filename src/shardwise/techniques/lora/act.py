@@ -24,11 +24,12 @@ from shardwise.model.adapted import (
     merge_,
     row_norms,
 )
+from shardwise.model.adapted_parameters import AdaptedParameters, OfParameter, merge_parameter_
 from shardwise.model.adopted import weight_name
 from shardwise.model.peft_names import names_of_peft
 from shardwise.recipe import Recipe
 from shardwise.techniques.lora.peft_files import files_of
-from shardwise.techniques.lora.rule import LoRAEntry, own_names, trained_beside
+from shardwise.techniques.lora.rule import LoRAEntry, own_names, parameters_of, trained_beside, weight_named
 from shardwise.techniques.technique import Act, AdapterFiles, Merge, Whole
 from shardwise.world import World
 
@@ -86,7 +87,7 @@ class LoRAAct(Act):
             factor = whole([weight, low, high, *vector], functools.partial(_factor, how=how)) if vector else None
             of_adapter = whole([low], _as_it_is), whole([high], _as_it_is), factor
             found[weight] = functools.partial(_merge, *of_adapter, how)
-        return found
+        return found | _merged_parameters(runtime, whole)
 
     def adapter_files(self, runtime: Any, prefix: str) -> AdapterFiles | None:
         recipe = runtime.recipe
@@ -110,6 +111,7 @@ class LoRAAct(Act):
             entry,
             prefix=prefix,
             own=own_names(recipe),
+            stacks=parameters_of(recipe),
             trained=[*map(names.bare, trained_beside(recipe))],
             stored={bare: [*map(names.bare, stored[name])] for bare, name in real.items()},
             tables=[name for name, layer in layers.items() if isinstance(layer, AdaptedEmbedding)],
@@ -134,6 +136,8 @@ def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
     layers = adapted_layers(runtime.module)
     for name in entry.layers:
         layer = layers[name]
+        if isinstance(layer, AdaptedParameters):
+            continue
         weight = weight_name(name, layer)  # of a packed one no parameter has the name
         yield homes.get(weight, weight), parts[name], Adapter(layer.adapter.scale, out_dim=_out_dim(layer))
 
@@ -149,6 +153,22 @@ def _refuse_others(recipe: Recipe, what: str) -> None:
             "save_weights(model, dest, merge=False) writes all tensors under their names",
             name=name,
         )
+
+
+def _merged_parameters(runtime: Any, whole: Whole) -> dict[str, Merge]:
+    """Parameter with an adapter -> merges it."""
+    found: dict[str, Merge] = {}
+    if "lora" not in runtime.recipe.techniques:
+        return found
+    lora, modules = runtime.recipe.entry("lora", LoRAEntry).lora, dict(runtime.modules)
+    for host, names in parameters_of(runtime.recipe).items():
+        for name in names:
+            weight = weight_named(runtime.recipe, host, name)
+            shape = runtime.recipe.params[weight].shape
+            low, high = (whole([f"{host}.lora_{part}.{lora.name}.{name}.weight"], _as_it_is) for part in "AB")
+            how = OfParameter.read(modules[host], shape, lora.scale)
+            found[weight] = functools.partial(merge_parameter_, low, high, how)
+    return found
 
 
 def _out_dim(layer: Any) -> int:

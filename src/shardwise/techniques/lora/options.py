@@ -25,13 +25,19 @@ class LoRA(Options, frozen=True, kw_only=True):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685): beside each chosen linear layer ``W`` the factors ``A [rank, in]`` and ``B [out,
     rank]`` are trained, ``y = W x + alpha / rank * B A x``, and ``W`` is frozen. Names and numbers are those of PEFT."""
 
-    patterns: ClassVar[frozenset[str]] = frozenset({"targets", "exclude", "train"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"targets", "exclude", "train", "experts"})
     foreign: ClassVar[Mapping[str, str | Replacement]] = {
         "r": Replacement("it is called rank here: {}", "rank=16", "parallel.lora.rank", "16"),
         "lora_alpha": Replacement("it is called alpha here: {}", "alpha=32", "parallel.lora.alpha", "32"),
         "lora_dropout": Replacement("it is called dropout here: {}", "dropout=0.05", "parallel.lora.dropout", "0.05"),
         "target_modules": Replacement(
             "it is called targets here: {}", 'targets=("q_proj", "v_proj")', "parallel.lora.targets", "[q_proj, v_proj]"
+        ),
+        "target_parameters": Replacement(
+            "it is called experts here: {}",
+            'experts=("gate_up_proj", "down_proj")',
+            "parallel.lora.experts",
+            "[gate_up_proj, down_proj]",
         ),
         "exclude_modules": Replacement(
             "it is called exclude here: {}", 'exclude=("lm_head",)', "parallel.lora.exclude", "[lm_head]"
@@ -79,6 +85,13 @@ class LoRA(Options, frozen=True, kw_only=True):
             "what is trained in full beside the adapters: names of modules or parameters as in targets, such as *norm* or *.bias"
         ),
     ] = ()
+    experts: Annotated[
+        str | tuple[str, ...],
+        doc(
+            "parameters with an adapter that the code of their module multiplies by: experts stacked in one tensor, such as "
+            "gate_up_proj,down_proj of Mixtral, or a matrix in no layer; names as in targets"
+        ),
+    ] = ()
     init: Annotated[
         Literal["default", "gaussian"],
         doc("of A: default: uniform, as nn.Linear; gaussian: normal with a deviation of 1 / rank. B begins at 0"),
@@ -86,12 +99,12 @@ class LoRA(Options, frozen=True, kw_only=True):
     name: Annotated[str, doc("the adapter's name in the names of its tensors: LAYER.lora_A.NAME.weight")] = "default"
 
     def check(self) -> None:
-        for key in ("targets", "exclude", "train"):
+        for key in ("targets", "exclude", "train", "experts"):
             value = getattr(self, key)
             if isinstance(value, str) and (key, value) != ("targets", ALL_LINEAR):
                 value = tuple(part.strip() for part in value.split(","))
                 msgspec.structs.force_setattr(self, key, value)
-            if isinstance(value, tuple) and not (all(value) and (value or key != "targets")):
+            if isinstance(value, tuple) and not (all(value) and (value or key != "targets" or self.experts)):
                 raise ConfigError(
                     f"LoRA({key}={list(value)})",
                     why="no name, or an empty one, means no layer",
@@ -102,6 +115,14 @@ class LoRA(Options, frozen=True, kw_only=True):
                 f"LoRA(alpha={self.alpha})",
                 why="the adapters' product is scaled by it: with 0 nothing is trained",
                 fix="use a positive number: 2 x rank is common",
+            )
+        if self.experts and (self.dora or self.dropout):
+            raise ConfigError(
+                f"LoRA(experts={list(self.experts)}, {'dora=True' if self.dora else f'dropout={self.dropout}'})",
+                why="W + s B A is made before the inputs are known, of which dropout would take some away"
+                if self.dropout
+                else "the norms of DoRA are those of the outputs of a layer; PEFT has none for parameters either",
+                fix="leave it out, or leave experts= out",
             )
         if not self.name or "." in self.name:
             raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.techniques.lora import peft_parameters
 from shardwise.techniques.technique import AdapterFiles
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _KNOWN = {
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
     "lora_dropout", "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
-    "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora", "use_rslora",
 }  # fmt: skip
 
 
@@ -51,6 +52,7 @@ def files_of(
     *,
     prefix: str,
     own: Sequence[str],
+    stacks: Mapping[str, Sequence[str]],
     trained: Sequence[str],
     stored: Mapping[str, Sequence[str]],
     tables: Sequence[str],
@@ -64,6 +66,7 @@ def files_of(
         entry: of the recipe.
         prefix: of the names of the model within the module.
         own: canonical names of the adapters' parameters.
+        stacks: module -> those of its parameters that have an adapter, in its order.
         trained: those of parameters that are trained in full.
         stored: canonical name of each parameter and persistent buffer -> its aliases.
         tables: names of the embeddings with an adapter.
@@ -76,7 +79,8 @@ def files_of(
     """
     lora = entry.lora
     inside = [name.removeprefix(prefix) for name in modules if name.startswith(prefix)]
-    layers = [name.removeprefix(prefix) for name in entry.layers]
+    attention = [name for name, params in stacks.items() if peft_parameters.is_attention(params)]
+    layers = [name.removeprefix(prefix) for name in entry.layers if name not in stacks or name in attention]
     homes = {alias: name for name, aliases in stored.items() for alias in (name, *aliases)}
     owners: dict[str, None] = {}
     for name in trained:
@@ -84,9 +88,15 @@ def files_of(
             owner = each.rpartition(".")[0]
             _refuse_owner(owner, each, prefix, entry.layers)
             owners[owner.removeprefix(prefix)] = None
-    of_peft = [f"{layer}.{part}{end}" for layer in layers for part in _OF_PEFT for end in ("", f".{lora.name}")]
+    of_layers = [name for name in own if name[: name.rfind(".lora_")] not in stacks]
+    keys = {PREFIX + _stored(name.removeprefix(prefix), lora.name): name for name in of_layers}
+    stacks = {host.removeprefix(prefix): names for host, names in stacks.items()}
+    wrapped = dict.fromkeys([*layers, *stacks])
+    of_peft = [f"{layer}.{part}{end}" for layer in wrapped for part in _OF_PEFT for end in ("", f".{lora.name}")]
     _refuse_others(owners, inside, of_peft, prefix)
-    keys = {PREFIX + _stored(name.removeprefix(prefix), lora.name): name for name in own}
+    names = [name.removeprefix(prefix) for name in stored if name not in {*own}]
+    keys |= {PREFIX + key: prefix + name for key, name in peft_parameters.keys_of(stacks, lora.name).items()}
+    stacks = {host: params for host, params in stacks.items() if prefix + host not in attention}
     keys |= {
         PREFIX + alias.removeprefix(prefix): home
         for alias, home in homes.items()
@@ -105,13 +115,15 @@ def files_of(
         "peft_type": "LORA",
         "r": lora.rank,
         "target_modules": _targets(layers, inside),
+        "target_parameters": peft_parameters.targets_of(stacks, names) or None,
         "task_type": task,
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
     }
     beside = {f"{PREFIX}{name.removeprefix(prefix)}.base_layer.weight": homes[f"{name}.weight"] for name in tables}
-    check = functools.partial(_refuse_other, lora=lora, keys=keys, beside=beside)
-    return AdapterFiles(keys, config, check, beside, _note(layers, stored))
+    check = functools.partial(_refuse_other, lora=lora, keys=keys, beside=beside, stacks=stacks, names=names)
+    notes = (peft_parameters.note_of_attention(attention), _note(layers, stored))
+    return AdapterFiles(keys, config, check, beside, "; ".join(filter(None, notes)))
 
 
 def _note(layers: Iterable[str], stored: Iterable[str]) -> str:
@@ -208,15 +220,23 @@ def option_in(folder: Path) -> dict[str, Any]:
     """
     config = _config_in(folder)
     _refuse_unknown(folder, config)
-    layers, beside = _layers_in(folder, _shapes_in(folder))
+    found, beside = _layers_in(folder, _shapes_in(folder))
+    layers, stacks = peft_parameters.split(config, found)
+    attention = tuple(f"{name}{peft_parameters.OF_ATTENTION}" for name in layers)
+    if "auto_mapping" in config and not found.keys().isdisjoint(
+        attention
+    ):  # which every file of PEFT has, and ours have not
+        _refuse(folder, "adapters of nn.MultiheadAttention, by PEFT", peft_parameters.TWICE)
     alphas = {config.get("lora_alpha", 8), *(config.get("alpha_pattern") or {}).values()}
     ranks = {shapes["lora_A"][0] for shapes in layers.values()}
-    for what, found in (("rank", ranks), ("alpha", alphas)):
-        if len(found) > 1:
+    if stacks:  # whose factors do not say it: they are those of all experts
+        ranks |= {config.get("r", 8), *(config.get("rank_pattern") or {}).values()}
+    for what, several in (("rank", ranks), ("alpha", alphas)):
+        if len(several) > 1:
             _refuse(
-                folder, f"{what} {', '.join(map(str, sorted(found)))} of different layers", "all layers have one here"
+                folder, f"{what} {', '.join(map(str, sorted(several)))} of different layers", "all layers have one here"
             )
-    has_vectors = {"lora_magnitude_vector" in shapes for shapes in layers.values()}
+    has_vectors = {"lora_magnitude_vector" in shapes for shapes in found.values()}
     if has_vectors != {bool(config.get("use_dora"))}:
         raise CheckpointError(
             f"{folder}: use_dora={bool(config.get('use_dora'))}",
@@ -226,7 +246,8 @@ def option_in(folder: Path) -> dict[str, Any]:
     return {
         "rank": ranks.pop(),
         "alpha": float(alphas.pop()),
-        "targets": tuple(layers),
+        "targets": tuple(name for name in layers if name not in attention),
+        "experts": tuple(config["target_parameters"]) if stacks else (),
         "dropout": float(config.get("lora_dropout") or 0.0),
         "rslora": bool(config.get("use_rslora")),
         "dora": bool(config.get("use_dora")),
@@ -242,6 +263,8 @@ class AdapterFolder:
         option: values of a :class:`LoRA`.
         layers: layer -> part (``lora_A``, ``lora_B``, ``lora_magnitude_vector``) -> its key in the file.
         tables: those of the layers that are embeddings.
+        stacks: module -> as of a layer, of each of its parameters with an adapter, in the module's order.
+        parameters: PEFT's names of these.
         beside: name of a tensor that was trained in full -> its key.
         fan_in_fan_out: weights are ``[in, out]``.
     """
@@ -249,6 +272,8 @@ class AdapterFolder:
     option: Mapping[str, Any]
     layers: Mapping[str, Mapping[str, str]]
     tables: Collection[str]
+    stacks: Mapping[str, Sequence[Mapping[str, str]]]
+    parameters: Sequence[str]
     beside: Mapping[str, str]
     fan_in_fan_out: bool
 
@@ -260,7 +285,8 @@ def adapter_folder(folder: Path) -> AdapterFolder:
         CheckpointError, UnsupportedError: as :func:`option_in`.
     """
     option, shapes = option_in(folder), _shapes_in(folder)
-    layers, beside = _layers_in(folder, shapes)
+    found, beside = _layers_in(folder, shapes)
+    layers, stacks = peft_parameters.split(_config_in(folder), found)
     tables = {name for name in layers if f"{PREFIX}{name}.lora_embedding_A" in shapes}
 
     def key_of(layer: str, part: str) -> str:
@@ -269,7 +295,17 @@ def adapter_folder(folder: Path) -> AdapterFolder:
 
     keys = {layer: {part: key_of(layer, part) for part in parts} for layer, parts in layers.items()}
     fan = bool(_config_in(folder).get("fan_in_fan_out"))
-    return AdapterFolder(option, keys, tables, {name: PREFIX + name for name in beside}, fan)
+    of_stacks = {
+        host: [
+            {part: f"{PREFIX}{host}{peft_parameters.INNER * depth}.{part}.weight" for part in each}
+            for depth, each in ranked
+        ]
+        for host, each in stacks.items()
+        for ranked in [list(zip(range(len(each) - 1, -1, -1), each, strict=True))]
+    }
+    return AdapterFolder(
+        option, keys, tables, of_stacks, option["experts"], {name: PREFIX + name for name in beside}, fan
+    )
 
 
 def weights_in(folder: Path) -> Path:
@@ -295,7 +331,14 @@ def weights_in(folder: Path) -> Path:
     )
 
 
-def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str], beside: Collection[str]) -> None:
+def _refuse_other(
+    folder: Path,
+    lora: "LoRA",
+    keys: Mapping[str, str],
+    beside: Collection[str],
+    stacks: Mapping[str, Sequence[str]],
+    names: Collection[str],
+) -> None:
     """Refuses adapters of another kind or of other layers than a model's."""
     there = option_in(folder)
     for what, own in (("rank", lora.rank), ("alpha", lora.alpha_used), ("rslora", lora.rslora), ("dora", lora.dora)):
@@ -305,9 +348,10 @@ def _refuse_other(folder: Path, lora: "LoRA", keys: Mapping[str, str], beside: C
                 why=f"the model was made with {what}={own}",
                 fix=f"make it with theirs: parallelize(..., lora=sw.LoRA.of({str(folder)!r}))",
             )
-    names = {_current(key) for key in _shapes_in(folder) if key not in beside}
-    lacks, strange = [key for key in keys if key not in names], sorted(names - keys.keys())
-    there_as = {keys[name]: name for name in names & keys.keys()}
+    found = {_current(key) for key in _shapes_in(folder) if key not in beside}
+    peft_parameters.refuse_others(folder, there["experts"], stacks, names)
+    lacks, strange = [key for key in keys if key not in found], sorted(found - keys.keys())
+    there_as = {keys[name]: name for name in found & keys.keys()}
     if lacks and not strange and all(keys[key] in there_as for key in lacks):
         raise CheckpointError(
             f"{folder}: {there_as[keys[lacks[0]]]} without {lacks[0]}",

@@ -19,11 +19,13 @@ from shardwise.model.adapted import (
     out_dim_of,
     row_norms,
 )
+from shardwise.model.adapted_parameters import AdaptedParameters, attach_parameters, factors_of
 from shardwise.model.adopted import adopt, is_of_peft
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.packed import is_of_bitsandbytes
-from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
+from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
+from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
 from shardwise.world import World
 from shardwise.world.rng import derive_seed
 
@@ -44,14 +46,29 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         _without_fast_paths(module)
         return module
     _refuse_adapted(module)
-    layers = _chosen(module, lora)
+    layers, parameters = _chosen(module, lora), chosen_parameters(module, lora)
+    attention = {name: layers.pop(name) for name in [*layers] if isinstance(layers[name], nn.MultiheadAttention)}
+    if both := attention.keys() & parameters.keys():
+        raise UnsupportedError(
+            "an adapter of a parameter of nn.MultiheadAttention, which is a target itself",
+            why="targets= gives all of its parameters one",
+            fix="leave it out of targets=, or out of experts=",
+            name=min(both),
+        )
+    parameters |= {name: ["in_proj_weight", "out_proj"] for name in attention}
     trained = _trained(module, lora)
     for param in module.parameters():
         param.requires_grad_(False)
     for name in trained:
         module.get_parameter(name).requires_grad_()
+    seed = 0 if world is None else world.seed
     for name, layer in layers.items():
-        _attach(layer, name, lora, 0 if world is None else world.seed)
+        _attach(layer, name, lora, seed)
+    for name, names in parameters.items():
+        host = module.get_submodule(name)
+        attach_parameters(host, names, lora.rank, lora.scale, lora.name)
+        for each, low, high in factors_of(host):
+            _begin(low, high, lora, _generator(low, seed, f"{name}.{each}"))
     _without_fast_paths(module)
     return module
 
@@ -66,6 +83,10 @@ def values_of_proof(module: nn.Module) -> None:
     """Draws B, which begins at 0, so that the gradient of A is not 0; and magnitudes, which begin at the norms that they are divided by."""
     with torch.no_grad():
         for layer in adapted_layers(module).values():
+            if isinstance(layer, AdaptedParameters):
+                for _, _, high in factors_of(layer):
+                    high.normal_(std=0.1)
+                continue
             low, high, magnitude = adapter_tensors(layer)
             (low if isinstance(layer, AdaptedEmbedding) else high).normal_(std=0.1)
             if magnitude is not None:
@@ -104,9 +125,9 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         found = {
             name: layer
             for name, layer in linear.items()
-            if name not in left and not _why_not(layer, modules, name, lora.dora)
+            if name not in left and not _why_not(layer, modules, name, lora)
         }
-        if not found:
+        if not found and not lora.experts:
             raise PlanError(
                 'LoRA(targets="all-linear")',
                 why=f"{type(module).__name__} has no linear layer, other than heads, that can have one"
@@ -117,21 +138,24 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
         found = {}
         for pattern in lora.targets:
             matching = names_matching(modules, pattern)
-            hits = {n: modules[n] for n in matching if n in linear or isinstance(modules[n], nn.Embedding)}
+            hits = {n: modules[n] for n in matching if n in linear or isinstance(modules[n], _NAMED)}
             if not hits:
-                raise matches_nothing("LoRA", "targets", pattern, modules, matching, linear)
+                instead = "name it as a parameter: LoRA(experts={names!r})"
+                raise matches_nothing(
+                    "LoRA", "targets", pattern, modules, matching, linear, in_no_layer(module), instead
+                )
             found |= hits
     for pattern in lora.exclude:
         if not (hits := names_matching(found, pattern)):
             raise matches_nothing("LoRA", "exclude", pattern, found, [], found)
         found = {name: layer for name, layer in found.items() if name not in hits}
-    if not found:
+    if not found and not lora.experts:
         raise PlanError(
             f"LoRA(exclude={list(lora.exclude)})", why="it excludes all targets", fix="leave some layers in"
         )
     found = {name: layer for name, layer in modules.items() if name in found}  # in the order of the module
     for name, layer in found.items():
-        if why := _why_not(layer, modules, name, lora.dora):
+        if why := _why_not(layer, modules, name, lora):
             raise UnsupportedError(
                 f"LoRA of a {type(layer).__name__}",
                 why=f"{why}, and an adapter beside it would not be part of that",
@@ -141,20 +165,25 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     return found
 
 
-def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, dora: bool) -> str:
+_NAMED = nn.Embedding, nn.MultiheadAttention  # which all-linear does not mean
+
+
+def _why_not(layer: nn.Module, modules: Mapping[str, nn.Module], name: str, lora: LoRA) -> str:
     """Why an adapter would have no effect, or another one than beside a linear layer; "" if there is no reason."""
     outer = modules.get(name.rpartition(".")[0])
     if isinstance(outer, nn.MultiheadAttention):
-        return "nn.MultiheadAttention reads its weight and does not call it"
+        return "nn.MultiheadAttention, which can have one itself, reads its weight and does not call it"
     if "forward" in vars(layer):
         return "a forward was set on it"
+    if isinstance(layer, nn.MultiheadAttention):
+        return why_not_attention(layer, lora)
     if isinstance(layer, nn.Embedding):
         if type(layer).forward is not nn.Embedding.forward:
             return f"{type(layer).__name__} has a forward of its own"
         if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
             return "its rows are looked up with a largest norm, or another option"
-        return "DoRA is not defined for embeddings here" if dora else ""
-    if dora and has_own_forward(layer):
+        return "DoRA is not defined for embeddings here" if lora.dora else ""
+    if lora.dora and has_own_forward(layer):
         return f"{type(layer).__name__} has a forward of its own, of which DoRA would need the norms"
     if "weight" not in layer._parameters:
         return "its weight is computed from other tensors"
@@ -183,8 +212,7 @@ def _trained(module: nn.Module, lora: LoRA) -> list[str]:
 def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
     """Makes a layer an adapted one, with values as PEFT begins with: B is 0, of embeddings A, so that nothing changes at first."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    # On meta a tape records what is drawn; a module with values draws the same under every layout, and leaves the user's generator alone.
-    generator = None if weight.is_meta else torch.Generator(weight.device).manual_seed(derive_seed(seed, "lora", name))
+    generator = _generator(weight, seed, name)
     layer.adapter_name = lora.name  # type: ignore[assignment]
     if isinstance(layer, nn.Embedding):
         low, high = (
@@ -201,11 +229,7 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
     out_dim = out_dim_of(layer) or 0
     num_outputs, num_inputs = weight.shape[out_dim], weight.shape[1 - out_dim]
     low, high = AdapterTensor(lora.rank, num_inputs, like=weight), AdapterTensor(num_outputs, lora.rank, like=weight)
-    if lora.init == "gaussian":
-        nn.init.normal_(low.weight, std=1 / lora.rank, generator=generator)
-    else:
-        nn.init.kaiming_uniform_(low.weight, a=math.sqrt(5), generator=generator)
-    nn.init.zeros_(high.weight)
+    _begin(low.weight, high.weight, lora, generator)
     how = Adapter(lora.scale, lora.dropout, out_dim)
     layer.lora_A, layer.lora_B = nn.ModuleDict({lora.name: low}), nn.ModuleDict({lora.name: high})
     if lora.dora:
@@ -215,3 +239,16 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
         layer.lora_magnitude_vector = nn.ModuleDict({lora.name: magnitude})
     layer.adapter = how  # type: ignore[assignment]
     layer.__class__ = adapted_class(type(layer))
+
+
+def _generator(like: torch.Tensor, seed: int, name: str) -> torch.Generator | None:
+    """On meta a tape records what is drawn; a module with values draws the same under every layout, and leaves the user's generator alone."""
+    return None if like.is_meta else torch.Generator(like.device).manual_seed(derive_seed(seed, "lora", name))
+
+
+def _begin(low: torch.Tensor, high: torch.Tensor, lora: LoRA, generator: torch.Generator | None) -> None:
+    if lora.init == "gaussian":
+        nn.init.normal_(low, std=1 / lora.rank, generator=generator)
+    else:
+        nn.init.kaiming_uniform_(low, a=math.sqrt(5), generator=generator)
+    nn.init.zeros_(high)

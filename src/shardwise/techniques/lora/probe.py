@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model.adapted import AdaptedLinear, adapted_layers
+from shardwise.model.adapted_parameters import AdaptedParameters, adapted_weight, factors_of
 from shardwise.model.adopted import not_adopted, option_of, weight_name
 from shardwise.model.names import canonical_modules
 from shardwise.model.peft_names import inner_of_peft
@@ -36,13 +37,18 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
     find = functools.partial(_found, module, example, draft)
     readers, unchecked = found_by_one_rank(world, example, "the search for what passes over adapters", find)
     if readers:
+        parameters = readers.keys() & draft.anatomy.params.keys()
         names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in readers))
         name, function = next(iter(readers.items()))
         raise UnsupportedError(
-            f"an adapter beside a weight that {function} reads past its layer",
+            f"an adapter of a weight that {function} reads outside of its module's forward"
+            if name in parameters
+            else f"an adapter beside a weight that {function} reads past its layer",
             why="what reads the weight there does not call the layer, so that its adapter would have no part in it, without an error"
             + (f"; so it is with {len(readers) - 1} more" if len(readers) > 1 else ""),
-            fix=f"leave these layers out: {'LoRAConfig(exclude_modules' if adopted else 'LoRA(exclude'}={names!r})",
+            fix=f"leave {', '.join(names)} out of LoRA(experts=...)"
+            if name in parameters
+            else f"leave these layers out: {'LoRAConfig(exclude_modules' if adopted else 'LoRA(exclude'}={names!r})",
             name=name,
         )
     return {**adopted, "unchecked": unchecked} if unchecked else adopted
@@ -90,6 +96,9 @@ def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -
     trial, foreign = _run(module, run)
     found: dict[str, str] = {}
     for name, layer in adapted_layers(module).items():
+        if isinstance(layer, AdaptedParameters):
+            found |= _readers_of_parameters(trial, name, layer)
+            continue
         weight = weight_name(name, layer)
         weight = weight if weight in draft.anatomy.params else f"{weight}_nf4"
         fact = draft.anatomy.params.get(weight)
@@ -99,6 +108,17 @@ def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -
             found[name] = foreign[weight].strip("_")
         elif any(use.function is None for use in trial.uses.get(weight, ())):
             found[name] = "other code"
+    return found
+
+
+def _readers_of_parameters(trial: Trial, host: str, module: AdaptedParameters) -> dict[str, str]:
+    """Parameter with an adapter -> a function that is given it, and not what is made of it for the forward of its module."""
+    found = {}
+    for each, _, _ in factors_of(module):
+        name = f"{host}.{each}" if each in module._parameters else f"{host}.{each}.weight"  # type: ignore[attr-defined]
+        functions = [*trial.read.get(name, ()), *(["linear"] if name in trial.uses else [])]
+        if others := [function for function in functions if function != adapted_weight.__name__]:
+            found[name] = others[0].strip("_")
     return found
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from shardwise.recipe import Draft, Recipe
 from shardwise.recipe.records import Record
-from shardwise.techniques.lora.options import LoRA
+from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 
 
 class LoRAEntry(Record, frozen=True):
@@ -42,6 +42,14 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
         draft.entries["lora"] = LoRAEntry(
             layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora), scale=lora.scale
         )
+        if left := _stacks_left(draft, lora):
+            names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in left))
+            text = f"{left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
+            draft.note(
+                "lora",
+                f"{text}, weights in no layer, are frozen and have no adapter: LoRA(experts={names!r}) gives them one",
+                option="lora",
+            )
     elif "adopted" in facts:
         draft.entries["lora"] = msgspec.convert({"layers": draft.anatomy.adapted, **facts["adopted"]}, LoRAEntry)
         for name, why in facts["adopted"]["as_they_are"].items():
@@ -57,6 +65,27 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
         )
 
 
+def _stacks_left(draft: Draft, lora: LoRA) -> list[str]:
+    """Parameters without an adapter that are matrices of experts, by their shape and module, or of torch's attention, where all linear layers
+    were asked for."""
+    if lora.targets != ALL_LINEAR or lora.experts:
+        return []
+    owner = draft.anatomy.class_paths.get
+    return [
+        name
+        for name, fact in draft.anatomy.params.items()
+        if not fact.trainable
+        and (
+            (
+                len(fact.shape) == 3
+                and min(fact.shape) > 1
+                and not owner(name.rpartition(".")[0], "").startswith("torch.nn.")
+            )
+            or name.endswith(".in_proj_weight")
+        )
+    ]
+
+
 def lines(recipe: Recipe) -> list[str]:
     """The lines about adapters at the head of ``describe``."""
     if "lora" not in recipe.techniques:
@@ -68,9 +97,10 @@ def lines(recipe: Recipe) -> list[str]:
     sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
     trained = sum(sizes[name] for name, param in recipe.params.items() if param.trainable)
     kind = "DoRA" if lora.dora else "rsLoRA" if lora.rslora else "LoRA"
-    beside = sum(1 for name in trained_beside(recipe))
+    beside, stacks = sum(1 for name in trained_beside(recipe)), parameters_of(recipe)
+    places = [(len(entry.layers) - len(stacks), "layers"), (sum(map(len, stacks.values())), "parameters")]
     return [
-        f"{kind}{' of PEFT' if entry.adopted else ''}: rank {lora.rank}, scale {entry.scale:g}, beside {len(entry.layers)} layers"
+        f"{kind}{' of PEFT' if entry.adopted else ''}: rank {lora.rank}, scale {entry.scale:g}, beside {' and '.join(f'{num} {what}' for num, what in places if num)}"
         + (f", and {beside} parameters in full" if beside else "")
         + f": {trained:,} of {sum(sizes.values()):,} numbers ({trained / max(sum(sizes.values()), 1):.2%}) are trained"
     ]
@@ -82,6 +112,23 @@ def own_names(recipe: Recipe) -> list[str]:
         return []
     layers = set(recipe.entry("lora", LoRAEntry).layers)
     return [name for name in recipe.params if (place := name.rfind(".lora_")) > 0 and name[:place] in layers]
+
+
+def parameters_of(recipe: Recipe) -> dict[str, list[str]]:
+    """Module -> those of its parameters that have an adapter, in PEFT's order."""
+    found: dict[str, list[str]] = {}
+    for name in own_names(recipe):
+        host, _, rest = name.rpartition(".lora_A.")
+        _, *param, _ = rest.split(".")  # NAME.weight, or NAME.PARAMETER.weight
+        if host and param:
+            found.setdefault(host, []).extend(param)
+    return found
+
+
+def weight_named(recipe: Recipe, host: str, name: str) -> str:
+    """The parameter that an adapter's name means in a module: one of its own, or the weight of a child."""
+    own = f"{host}.{name}"
+    return own if own in recipe.params else f"{own}.weight"
 
 
 def trained_beside(recipe: Recipe) -> list[str]:

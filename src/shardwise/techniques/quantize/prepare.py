@@ -16,7 +16,13 @@ from shardwise.model.adapted import (
 )
 from shardwise.model.names import canonical_modules
 from shardwise.model.packed import PackedLinear, adopt_packed, pack_layer, packed_layers
-from shardwise.techniques.linears import left_out, matches_nothing, names_matching, without_fast_path
+from shardwise.techniques.linears import (
+    in_no_layer,
+    left_out,
+    matches_nothing,
+    names_matching,
+    without_fast_path,
+)
 from shardwise.techniques.quantize.options import ALL_LINEAR, Quantize
 from shardwise.world import World
 
@@ -78,7 +84,12 @@ def _chosen(module: nn.Module, quantize: Quantize) -> dict[str, nn.Module]:
         for pattern in quantize.targets:
             matching = names_matching(modules, pattern)
             if not (hits := [name for name in matching if name in linear]):
-                raise matches_nothing("Quantize", "targets", pattern, modules, matching, linear)
+                instead = (
+                    "leave it out: it stays plain, as in transformers, whose weights in 4 bits are those of layers"
+                )
+                raise matches_nothing(
+                    "Quantize", "targets", pattern, modules, matching, linear, in_no_layer(module), instead
+                )
             found += hits
         if unfit := next((name for name in found if why[name]), None):
             raise UnsupportedError(

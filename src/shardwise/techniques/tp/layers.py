@@ -220,11 +220,16 @@ class CutHead:
         self._shared, self._out_dim, self._num_outputs = shared, out_dim, num_outputs
         self._num_ranks, self._rank = num_ranks, rank
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """All outputs, on every rank."""
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None = None) -> Tensor:
+        """All outputs, on every rank. ``compute``: of a layer with further parameters."""
         with self._shared.calling():
             x = self._shared.sum_gradient(x)
-            y = functional.linear(x, weight if self._out_dim == 0 else weight.t(), bias)
+            if compute is not None:
+                if self._shared.stream is not None:
+                    self._shared.stream.leave()  # its input is whole: all ranks drop the same
+                y = compute(x, bias)
+            else:
+                y = functional.linear(x, weight if self._out_dim == 0 else weight.t(), bias)
             # The last ranks may have fewer.
             y = functional.pad(y, (0, -(-self._num_outputs // self._num_ranks) - y.shape[-1]))
             y = self._shared.gather(y, self._num_ranks, self._rank, has_part=False)

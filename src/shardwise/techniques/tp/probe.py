@@ -194,6 +194,11 @@ def _add_tables(facts: Facts, found: Found) -> None:
         facts["cuts"][table.weight] = [table.dim, []]
         if table.bias is not None:
             facts["cuts"][table.bias] = [0, []]
+        for each in table.further:
+            if (dim := each.dim("out")) is not None:
+                facts["cuts"][each.name] = [dim, []]
+            else:  # a rank has its gradient from the tokens that it makes numbers for
+                facts["partial"].append(each.name)
         of_table = {"weight": table.weight, "bias": table.bias, "dim": table.dim}
         for module, padding_idx in table.embeddings.items():
             facts["edits"].append([module, "embedding", {**of_table, "bias": None, "padding_idx": padding_idx}])

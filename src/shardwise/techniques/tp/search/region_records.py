@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardwise.model.layers import Layer
+from shardwise.model.layers import Further, Layer
 from shardwise.model.run import Place
 from shardwise.recipe.records import Part
 
@@ -86,6 +86,7 @@ class Table:
         bias: of the layers in ``heads``, cut likewise; None: they have none.
         embeddings: module that looks rows up -> the token whose row gets no gradient there; None: there is none.
         heads: modules that make a number for each token: logits.
+        further: parameters of these: those with a dim of outputs are cut likewise, the others are whole.
     """
 
     weight: str
@@ -93,6 +94,7 @@ class Table:
     bias: str | None
     embeddings: dict[str, int | None]
     heads: tuple[str, ...]
+    further: tuple[Further, ...] = ()
 
 
 @dataclass

@@ -6,9 +6,10 @@ from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
 
-from shardwise.model.layers import Layer
+from shardwise.model.layers import Further, Layer
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.trial import Trial, Uses
+from shardwise.techniques.tp.search.layer_functions import parts_differ
 from shardwise.techniques.tp.search.region_records import Found, Table
 
 
@@ -74,7 +75,7 @@ def _table(
     """How a weight is cut by tokens, or why it is not."""
     embeddings: dict[str, int | None] = {}
     heads: list[str] = []
-    dims, biases = set[int](), set[str | None]()
+    dims, biases, further = set[int](), set[str | None](), dict[Further, None]()
     owners = {name: set(map(id, owner._parameters.values())) for name, owner in canonical_modules(module)}
     tensor = next(
         owner._parameters[attr] for name, owner, attr in canonical_tensors(module, "_parameters") if name == weight
@@ -83,8 +84,10 @@ def _table(
         if len(layers) > 1 or id(tensor) not in owners.get(caller, ()):
             return f"{caller or 'the model'} uses it beside what it is of its own module"
         (layer,) = layers
-        if layer.further:
-            return "it has an adapter, or other further parameters"
+        if layer.function is not None and layer.function[1].packing is not None:
+            return "it is in 4 bits"
+        if differ := parts_differ(layer, degree):
+            return differ
         if layer.has_options:
             return "rows are looked up with a largest norm, or another option"
         dims.add(0 if layer.is_embedding else layer.out_dim)
@@ -93,6 +96,7 @@ def _table(
         else:
             heads.append(caller)
             biases.add(layer.bias)
+            further |= dict.fromkeys(layer.further)
     if len(dims) > 1 or len(biases) > 1:
         return "it is the weight of layers of two kinds"
     (dim,), bias = dims, next(iter(biases), None)
@@ -105,4 +109,4 @@ def _table(
         return f"{bias} is used outside of its layer too"
     if (degree - 1) * -(-size[dim] // degree) >= size[dim]:
         return f"it has {size[dim]} rows, too few for {degree} ranks"
-    return Table(weight, dim, bias, embeddings, tuple(heads))
+    return Table(weight, dim, bias, embeddings, tuple(heads), tuple(further))
