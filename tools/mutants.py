@@ -3168,6 +3168,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "convert --adapter of a tied table that was trained is refused",
     ),
     Mutant(
+        "adapter-merged-attention",
+        '        return f"{layer}.in_proj_weight"\n',
+        '        return f"{layer}.weight"\n',
+        "tests/state/test_merged.py -k attention",
+        "convert --adapter of nn.MultiheadAttention looks for a weight that it has not",
+    ),
+    Mutant(
         "adapter-file-targets-others",
         '    return found if is_meant else "|".join(map(re.escape, found))\n',
         "    return found\n",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from state.adapting import CASES, base, saved
+from techniques.lora import experts
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -55,6 +56,19 @@ def test_a_base_whose_names_begin_otherwise(ranks, tmp_path):
     with OpenFiles() as files:
         for name, stored in source.tensors.items():
             assert torch.equal(stored.load(files), wanted[f"model.{name}"]), name
+
+
+@pytest.mark.parametrize("first", ["", "model."])
+def test_adapters_of_attention_of_torch(ranks, tmp_path, first):
+    ranks.run(experts.of_attention, 1, "dp_shard=1", str(tmp_path))
+    state = experts.whole(experts.Encoder, sw.LoRA(rank=2, targets=("self_attn", "linear1"))).state_dict()
+    save_file({first + n: v for n, v in state.items() if "lora_" not in n}, tmp_path / "from.safetensors")
+    source = with_adapter(open_source(tmp_path / "from.safetensors"), tmp_path / "adapter")
+    wanted = load_file(tmp_path / "merged/model.safetensors")
+    assert source.tensors.keys() == {first + name for name in wanted}
+    with OpenFiles() as files:
+        for name, stored in source.tensors.items():
+            assert torch.equal(stored.load(files), wanted[name.removeprefix(first)]), name
 
 
 def test_a_tied_tensor_that_was_trained_as_two_is_refused(ranks, tmp_path):
