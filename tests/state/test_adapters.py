@@ -15,9 +15,10 @@ LAYOUTS = {"dp_shard=1": 1, "dp_shard=2": 2, "dp_shard=3": 3, "dp_replicate=2": 
 FEW = {
     name: LAYOUTS[name] for name in ("dp_shard=1", "dp_shard=3", "tp=2")
 }  # shards of unequal size, and both kinds of cuts of tp
-over_layouts = pytest.mark.parametrize(
-    "layouts", [pytest.param(FEW, id="few"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)]
-)
+TWO = {name: LAYOUTS[name] for name in ("dp_shard=3", "tp=2")}
+ALL = pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)
+over_layouts = pytest.mark.parametrize("layouts", [pytest.param(TWO, id="few"), ALL])
+and_one_process = pytest.mark.parametrize("layouts", [pytest.param(FEW, id="few"), ALL])
 
 
 def of_peft(case, folder):
@@ -90,7 +91,7 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
 
 
 @over_layouts
-@pytest.mark.parametrize("case", ["rslora", "gpt2-dora", "trained", "table"])
+@pytest.mark.parametrize("case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table"])
 def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
     theirs = of_peft(case, None)
     for name, param in theirs.named_parameters():
@@ -121,8 +122,8 @@ def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases
             assert torch.equal(states[0][name], value), (layout, name)
 
 
-@over_layouts
-@pytest.mark.parametrize("case", ["gpt2-dora", "trained"])
+@and_one_process
+@pytest.mark.parametrize("case", ["gpt2-dora", pytest.param("trained", marks=pytest.mark.soak)])
 def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case, layouts):
     folders = {}
     for i, (layout, num_ranks) in enumerate(layouts.items()):
@@ -140,7 +141,7 @@ def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case
 
 
 @over_layouts
-@pytest.mark.parametrize("case", ["dora", "gpt2-dora"])
+@pytest.mark.parametrize("case", [pytest.param("dora", marks=pytest.mark.soak), "gpt2-dora"])
 def test_a_base_is_loaded_strictly_and_magnitudes_follow_it(ranks, tmp_path, bases, case, layouts):
     stored = base(case).state_dict()
     of_theirs = {name: p for name, p in of_peft(case, None).named_parameters() if "magnitude" in name}
@@ -166,7 +167,7 @@ def test_a_run_with_adapters_does_not_resume_from_one_without(ranks, tmp_path):
         ranks.run(trained, 1, "lora", "dp_shard=1", str(tmp_path), 2, True)
 
 
-@pytest.mark.parametrize("case", ["dora", "trained"])
+@pytest.mark.parametrize("case", ["dora", pytest.param("trained", marks=pytest.mark.soak)])
 def test_a_checkpoint_of_adapters_resumes_under_another_layout(ranks, tmp_path, case):
     expected = ranks.run(trained, 2, case, "dp_shard=2", str(tmp_path), 3, False)[0]
     shutil.rmtree(tmp_path)
