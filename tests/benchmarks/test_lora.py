@@ -22,7 +22,7 @@ def test_its_tables(ranks):
     benchmark = script("lora")
     found = ranks.run(sums, 2, "Llama", timeout_s=100)[0]
     without, lora, dora, peft = (found[name] for name in benchmark.SUMS)
-    assert lora < without < peft and lora < dora < peft
+    assert lora == peft < without and lora < dora
     held = {"dp_shard=1": ranks.run(sizes, 1, "dp_shard=1")[0], "dp_shard=2": ranks.run(sizes, 2, "dp_shard=2")[0]}
     for name in benchmark.BYTES:
         assert held["dp_shard=2"][name] == pytest.approx(held["dp_shard=1"][name] / 2, rel=0.02), name

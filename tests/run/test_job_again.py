@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import shardwise as sw
 from shardwise.run import job, output
@@ -119,3 +120,27 @@ def test_weights_of_an_older_run_outlive_a_run_that_is_stopped_and_resumed(ranks
     assert weights(tmp_path / "weights") == weights(tmp_path / "weights.previous") == first
     ranks.run(train, 2, tmp_path, 1, "--optim.lr=0.02")  # resumes, and cannot know whose weights these are
     assert weights(tmp_path / "weights") != first and weights(tmp_path / "weights.previous") == first
+
+
+def test_a_run_whose_checkpoints_are_without_the_frozen_base_resumes_beside_it(ranks, tmp_path):
+    ranks.run(train, 2, tmp_path / "base", 1)
+    words = (f"--model.weights={tmp_path / 'base/weights'}", "--parallel.lora.rank=2", "--checkpoint.frozen=leave")
+    found = []
+    for folder, given in (("run", words), ("whole", words[:2])):
+        for steps in (2, 4):  # whose schedules differ
+            last = ranks.run(train, 2, tmp_path / folder, steps, *given)[0]
+        found.append(last["loss"])
+        is_without = (tmp_path / folder / "checkpoints/step-00000002/training/frozen.json").is_file()
+        assert last["steps"] == 4 and is_without == (folder == "run")
+    assert found[0] == found[1]
+    without = ranks.run(train, 2, tmp_path / "run", 5, *words[1:])[0]
+    assert "a checkpoint beside another base" in without
+
+
+def test_a_run_of_a_model_that_its_code_has_wrapped_by_peft_writes_adapters_and_merged_weights(ranks, tmp_path):
+    pytest.importorskip("peft")
+    build = f"--model.build={Path(__file__).parents[1] / 'techniques/lora/wrapped.py'}:for_a_run"
+    assert ranks.run(train, 2, tmp_path, 1, build, "--checkpoint.frozen=leave")[0]["steps"] == 1
+    assert (tmp_path / "adapter/adapter_config.json").is_file()
+    names = load_file(tmp_path / "weights/model.safetensors")
+    assert "model.layers.0.mlp.up_proj.weight" in names and not any("lora" in name for name in names)

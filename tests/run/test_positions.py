@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise as sw
+from shardwise.run.config import load_config
 from shardwise.run.positions_trial import most_positions
 
 HERE = "tests/run/test_positions.py"
@@ -106,6 +107,17 @@ def test_a_directory_shows_its_positions_before_a_rank_starts(tmp_path, records)
     assert told.returncode == 2 and "starting the ranks" not in told.stderr
     if not records:  # records need a tokenizer, which is asked for first
         assert "which has 32 positions" in told.stderr and "use --data.seq_len=32 or less" in told.stderr
+
+
+def test_a_directory_in_4_bits_stays_so_beside_adapters_and_else_asks_what_is_meant(tmp_path):
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    folder = folder_of(tmp_path / "model", quantization_config=settings)
+    words = [f"--model.hf={folder}", "--data.path=README.md", "--data.tokenizer=bytes", "--data.seq_len=16"]
+    told = train(*words)
+    assert told.returncode == 2 and "its weights are in 4 bits" in told.stderr
+    assert "--parallel.lora.rank=16" in told.stderr and "--parallel.quantize=none" in told.stderr
+    for more, quantize in (([], "nf4"), (["--parallel.quantize=none"], "none")):
+        assert load_config(None, [*words, "--parallel.lora.rank=2", *more]).config.parallel.quantize == quantize
 
 
 def test_a_quantised_directory_is_refused_by_its_configuration(tmp_path):

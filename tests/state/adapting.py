@@ -233,3 +233,29 @@ def loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def count(batch: dict[str, Tensor]) -> int:
     return batch["input_ids"][:, 1:].numel()
+
+
+def ending(outer: bool, targets: str, folder: str) -> str:
+    """Writes adapters and an answer; the error, if there is one."""
+    from state.test_adapters import Ends
+
+    with sw.init("dp_shard=1", device="cpu") as world:
+        torch.manual_seed(0)
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(3))
+        lora = sw.LoRA(rank=2, targets=targets, train="out" if outer else "blocks.*.out")
+        model = drawn_float(sw.parallelize(Ends(outer), world, example={"x": x}, lora=lora))
+        try:
+            sw.save_adapter(model, Path(folder, "adapter"))
+        except sw.UnsupportedError as error:
+            return str(error)
+        with torch.no_grad():
+            torch.save((model(x), x), Path(folder, "answer.pt"))
+        return ""
+
+
+def drawn_float(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param += 0.1 * torch.randn(param.shape)
+    return model

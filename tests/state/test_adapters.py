@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from state.adapting import CASES, base, begun, loaded, logits, option, plain, refusals, rounded, saved, trained
+from state.adapting import CASES, base, begun, ending, loaded, logits, option, plain, refusals, rounded, saved, trained
 
 import shardwise as sw
 
@@ -15,9 +15,10 @@ LAYOUTS = {"dp_shard=1": 1, "dp_shard=2": 2, "dp_shard=3": 3, "dp_replicate=2": 
 FEW = {
     name: LAYOUTS[name] for name in ("dp_shard=1", "dp_shard=3", "tp=2")
 }  # shards of unequal size, and both kinds of cuts of tp
-over_layouts = pytest.mark.parametrize(
-    "layouts", [pytest.param(FEW, id="few"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)]
-)
+TWO = {name: LAYOUTS[name] for name in ("dp_shard=3", "tp=2")}
+ALL = pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)
+over_layouts = pytest.mark.parametrize("layouts", [pytest.param(TWO, id="few"), ALL])
+and_one_process = pytest.mark.parametrize("layouts", [pytest.param(FEW, id="few"), ALL])
 
 
 def of_peft(case, folder):
@@ -90,7 +91,7 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
 
 
 @over_layouts
-@pytest.mark.parametrize("case", ["rslora", "gpt2-dora", "trained", "table"])
+@pytest.mark.parametrize("case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table"])
 def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
     theirs = of_peft(case, None)
     for name, param in theirs.named_parameters():
@@ -121,8 +122,8 @@ def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases
             assert torch.equal(states[0][name], value), (layout, name)
 
 
-@over_layouts
-@pytest.mark.parametrize("case", ["gpt2-dora", "trained"])
+@and_one_process
+@pytest.mark.parametrize("case", ["gpt2-dora", pytest.param("trained", marks=pytest.mark.soak)])
 def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case, layouts):
     folders = {}
     for i, (layout, num_ranks) in enumerate(layouts.items()):
@@ -140,7 +141,7 @@ def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, case
 
 
 @over_layouts
-@pytest.mark.parametrize("case", ["dora", "gpt2-dora"])
+@pytest.mark.parametrize("case", [pytest.param("dora", marks=pytest.mark.soak), "gpt2-dora"])
 def test_a_base_is_loaded_strictly_and_magnitudes_follow_it(ranks, tmp_path, bases, case, layouts):
     stored = base(case).state_dict()
     of_theirs = {name: p for name, p in of_peft(case, None).named_parameters() if "magnitude" in name}
@@ -166,7 +167,7 @@ def test_a_run_with_adapters_does_not_resume_from_one_without(ranks, tmp_path):
         ranks.run(trained, 1, "lora", "dp_shard=1", str(tmp_path), 2, True)
 
 
-@pytest.mark.parametrize("case", ["dora", "trained"])
+@pytest.mark.parametrize("case", ["dora", pytest.param("trained", marks=pytest.mark.soak)])
 def test_a_checkpoint_of_adapters_resumes_under_another_layout(ranks, tmp_path, case):
     expected = ranks.run(trained, 2, case, "dp_shard=2", str(tmp_path), 3, False)[0]
     shutil.rmtree(tmp_path)
@@ -310,3 +311,38 @@ def test_an_option_is_made_from_a_directory_of_peft(tmp_path):
     assert sw.LoRA.of(tmp_path) == sw.LoRA(
         rank=3, alpha=8.0, targets=("a.q",), dropout=0.1, rslora=True, train=("norm",)
     )
+
+
+class Ends(torch.nn.Module):
+    """Has modules whose name ends as PEFT's ``lora_dropout`` does: ``out`` in each block, and its own with ``outer``."""
+
+    def __init__(self, outer, inner=True):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        if outer:
+            self.out = torch.nn.Linear(8, 8)
+        self.blocks = torch.nn.ModuleList([Ends(True, False), Ends(True, False)] if inner else [])
+
+    def forward(self, x):
+        x = self.down(self.up(x))
+        x = self.out(x) if hasattr(self, "out") else x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("outer", "targets"), [(False, "up"), (False, "down,blocks.0.up"), (True, "up")])
+def test_a_module_whose_name_ends_as_another_of_pefts_is_named_in_full_or_refused(ranks, tmp_path, outer, targets):
+    import peft
+
+    text = ranks.run(ending, 1, outer, targets, str(tmp_path))[0]
+    if outer:
+        assert (
+            text.startswith("out: out, which is trained in full") and "lora_dropout" in text and "ends so too" in text
+        )
+        return
+    assert text == ""
+    answer, x = torch.load(tmp_path / "answer.pt")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert torch.equal(peft.PeftModel.from_pretrained(Ends(outer), tmp_path / "adapter").eval()(x), answer)

@@ -81,8 +81,15 @@ def test_what_peft_has_saved_is_loaded_under_every_layout_and_saved_with_its_bit
         assert (found[0] - logits(theirs)).abs().max() <= 1e-12, layout
 
 
-def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path):
-    for layout, num_ranks in (("dp_shard=1", 1), ("dp_shard=3", 3), ("tp=2", 2)):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param({"dp_shard=1": 1, "tp=2": 2}, id="few"),
+        pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak),
+    ],
+)
+def test_files_do_not_depend_on_the_layout_to_the_last_bit(ranks, tmp_path, layouts):
+    for layout, num_ranks in layouts.items():
         (tmp_path / layout).mkdir()
         assert not ranks.run(saved, num_ranks, "mixtral", layout, str(tmp_path / layout))[0]
         for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):

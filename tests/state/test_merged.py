@@ -6,14 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from state.adapting import CASES, base, saved
+from techniques.lora import experts
 
 import shardwise as sw
 from shardwise.cli.main import main
+from shardwise.state.files import OpenFiles
 from shardwise.state.merged import with_adapter
 from shardwise.state.source import open_source
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("tied", "table")])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "table"])
 def test_convert_merges_to_the_bits_of_save_weights(ranks, tmp_path, case, capsys):
     base(case).save_pretrained(tmp_path / "from")
     ranks.run(saved, 2, case, "dp_shard=2", str(tmp_path), str(tmp_path / "from"))
@@ -38,12 +40,46 @@ def test_convert_merges_to_the_bits_of_save_weights(ranks, tmp_path, case, capsy
     assert (tmp_path / "result/config.json").exists()
 
 
-@pytest.mark.parametrize(("case", "words"), [("table", "it is an embedding"), ("tied", "has no such tensor")])
-def test_what_cannot_be_merged_into_stored_weights(ranks, tmp_path, case, words):
-    base(case).save_pretrained(tmp_path / "from")
-    ranks.run(saved, 1, case, "dp_shard=1", str(tmp_path), str(tmp_path / "from"))
-    with pytest.raises(sw.ShardwiseError, match=words):
+def test_what_cannot_be_merged_into_stored_weights(ranks, tmp_path):
+    base("table").save_pretrained(tmp_path / "from")
+    ranks.run(saved, 1, "table", "dp_shard=1", str(tmp_path), str(tmp_path / "from"))
+    with pytest.raises(sw.UnsupportedError, match="it is an embedding"):
         with_adapter(open_source(tmp_path / "from"), tmp_path / "adapter")
+
+
+def test_a_base_whose_names_begin_otherwise(ranks, tmp_path):
+    """As of the model without its head: ``layers.0...`` for ``model.layers.0...``."""
+    base("lora").model.save_pretrained(tmp_path / "from")
+    ranks.run(saved, 1, "lora", "dp_shard=1", str(tmp_path))
+    source = with_adapter(open_source(tmp_path / "from"), tmp_path / "adapter")
+    wanted = load_file(tmp_path / "merged/model.safetensors")
+    with OpenFiles() as files:
+        for name, stored in source.tensors.items():
+            assert torch.equal(stored.load(files), wanted[f"model.{name}"]), name
+
+
+@pytest.mark.parametrize("first", ["", "model."])
+def test_adapters_of_attention_of_torch(ranks, tmp_path, first):
+    ranks.run(experts.of_attention, 1, "dp_shard=1", str(tmp_path))
+    state = experts.whole(experts.Encoder, sw.LoRA(rank=2, targets=("self_attn", "linear1"))).state_dict()
+    save_file({first + n: v for n, v in state.items() if "lora_" not in n}, tmp_path / "from.safetensors")
+    source = with_adapter(open_source(tmp_path / "from.safetensors"), tmp_path / "adapter")
+    wanted = load_file(tmp_path / "merged/model.safetensors")
+    assert source.tensors.keys() == {first + name for name in wanted}
+    with OpenFiles() as files:
+        for name, stored in source.tensors.items():
+            assert torch.equal(stored.load(files), wanted[name.removeprefix(first)]), name
+
+
+def test_a_tied_tensor_that_was_trained_as_two_is_refused(ranks, tmp_path):
+    base("tied").save_pretrained(tmp_path / "from")
+    ranks.run(saved, 1, "tied", "dp_shard=1", str(tmp_path), str(tmp_path / "from"))
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({n: v + 1 if n.endswith("lm_head.weight") else v for n, v in tensors.items()}, file)
+    with pytest.raises(sw.CheckpointError, match=r"(?s)lm_head\.weight: .*has no such tensor") as caught:
+        with_adapter(open_source(tmp_path / "from"), tmp_path / "adapter")
+    assert "tie" in caught.value.why
 
 
 def test_another_base_is_refused(tmp_path):
@@ -59,8 +95,6 @@ def test_another_base_is_refused(tmp_path):
     for turned in (False, True):
         weight = torch.ones(6, 4, dtype=torch.bfloat16)
         source = with_adapter(open_source({"layer.weight": weight.t().contiguous() if turned else weight}), adapter)
-        from shardwise.state.files import OpenFiles
-
         with OpenFiles() as files:
             assert torch.equal(
                 source.tensors["layer.weight"].load(files), torch.full((4, 6) if turned else (6, 4), 5.0).bfloat16()

@@ -105,7 +105,7 @@ def _folders(path: Path) -> list[Path]:
 
 def _facts(saved: "SavedRun") -> dict[str, Any]:
     """The properties of a checkpoint that are shown: step, size, layout, versions and so on."""
-    manifest, state = saved.manifest, saved.brief()
+    manifest, state, left = saved.manifest, saved.brief(), saved.left_base()
     return {
         "step": manifest.step,
         "saved": state.get("time"),
@@ -119,6 +119,7 @@ def _facts(saved: "SavedRun") -> dict[str, Any]:
         "extra": state.get("extra", []),
         "figure": state.get("figure"),
         "best": state.get("best"),
+        "base": None if left is None else left.folder or "without a directory",
         "files": {name: fact.size for name, fact in sorted(manifest.files.items())},
     }
 
@@ -170,6 +171,7 @@ def _show(path: Path, args: argparse.Namespace) -> int:
         "optimizer": row["optimizer"] or "none",
         "data": _position(row["data"]),
         "extra": ", ".join(row["extra"]) or "none",
+        **({} if row["base"] is None else {"base": f"frozen weights are not in it: {row['base']}"}),
         "versions": ", ".join(f"{name} {version}" for name, version in row["versions"].items()),
     }
     for name, value in facts.items():

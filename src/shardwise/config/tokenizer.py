@@ -61,6 +61,16 @@ def template_in(folder: Path) -> Any:
     return next(filter(None, named), None)
 
 
+def is_in_4_bits(folder: str) -> bool:
+    """Whether bitsandbytes has put the weights of a directory into 4 bits, by its ``config.json``."""
+    settings = read_json(Path(folder) / "config.json").get("quantization_config")
+    return (
+        isinstance(settings, dict)
+        and settings.get("quant_method") == "bitsandbytes"
+        and bool(settings.get("load_in_4bit"))
+    )
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none."""
     try:

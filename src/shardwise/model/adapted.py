@@ -7,7 +7,7 @@ its row of ``W + s B A``, through which no gradient goes. The numbers are those 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,6 +166,10 @@ class Adapted:
     adapter_name: str
     adapter_is_off: bool = False
 
+    def alone(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the layer without its adapter."""
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
 
 def only(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
     """The one argument of a layer, however it is given."""
@@ -179,7 +183,7 @@ class AdaptedLinear(Adapted):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """The outputs of the layer and of its adapter, for ``input``, or ``x`` as a Conv1D calls it."""
         if self.adapter_is_off:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+            return self.alone(*args, **kwargs)
         return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,7 +197,7 @@ class AdaptedAround(Adapted):
     parallelism A and B are layers of their own then."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = super(Adapted, self).forward(x, *args, **kwargs)  # type: ignore[misc]
+        y = self.alone(x, *args, **kwargs)
         if self.adapter_is_off:
             return y
         low, high, _ = adapter_tensors(self)
@@ -206,7 +210,7 @@ class AdaptedEmbedding(Adapted):
     """Over the class of an embedding: adds the rows of the product ``(B A).T``, A being ``[rank, tokens]`` and B ``[width, rank]``."""
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        ids, y = only(args, kwargs), super().forward(*args, **kwargs)  # type: ignore[misc]
+        ids, y = only(args, kwargs), self.alone(*args, **kwargs)
         if self.adapter_is_off:
             return y
         low, high, _ = adapter_tensors(self)
@@ -220,7 +224,7 @@ def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Paramete
     if isinstance(layer, AdaptedEmbedding):
         return layer.lora_embedding_A[name], layer.lora_embedding_B[name], None  # type: ignore[attr-defined]
     vector = getattr(layer, "lora_magnitude_vector", None)
-    return layer.lora_A[name].weight, layer.lora_B[name].weight, None if vector is None else vector[name].weight
+    return layer.lora_A[name].weight, layer.lora_B[name].weight, vector[name].weight if vector else None
 
 
 def out_dim_of(layer: nn.Module) -> int | None:
@@ -258,6 +262,30 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in found if first.setdefault(id(layer), name) == name}
 
 
+def adapter_switches(modules: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """``(layer, attribute that says whether it is off)`` of layers with adapters, and of what PEFT has wrapped beside them."""
+    return [
+        (layer, "adapter_is_off" if isinstance(layer, Adapted) else "_disable_adapters")
+        for layer in modules
+        if isinstance(layer, Adapted) or "_disable_adapters" in vars(layer)
+    ]
+
+
+@contextlib.contextmanager
+def adapters_as(switches: Iterable[tuple[Any, str]], values: Iterable[bool]) -> Iterator[None]:
+    """Context manager: adapters are off where ``values`` say so."""
+    changed = [
+        (layer, attr, to) for (layer, attr), to in zip(switches, values, strict=True) if getattr(layer, attr) != to
+    ]
+    for layer, attr, value in changed:
+        setattr(layer, attr, value)
+    try:
+        yield
+    finally:
+        for layer, attr, value in changed:
+            setattr(layer, attr, not value)
+
+
 @public_call()
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
@@ -265,7 +293,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     model that needs no memory.
 
     Args:
-        model: with adapters (``parallelize(..., lora=...)``). Every rank must enter it.
+        model: with adapters (``parallelize(..., lora=...)``, or PEFT's). Every rank must enter it.
 
     Raises:
         UsageError: it has no adapters.
@@ -274,18 +302,12 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         >>> with adapter_off(model), torch.no_grad():  # doctest: +SKIP
         ...     reference = model(**batch)
     """
-    adapted = adapted_layers(model).values()
-    layers = [layer for layer in adapted if not layer.adapter_is_off]  # within another adapter_off there are none
-    if not adapted:
+    switches = adapter_switches(model.modules())
+    if not switches:
         raise UsageError(
             f"adapter_off of a {type(model).__name__}",
             why="none of its layers has an adapter",
             fix="give the model that parallelize(..., lora=sw.LoRA(...)) returned",
         )
-    for layer in layers:
-        layer.adapter_is_off = True
-    try:
+    with adapters_as(switches, [True] * len(switches)):
         yield
-    finally:
-        for layer in layers:
-            layer.adapter_is_off = False

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import UsageError
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.adapted import Adapted, Adapter, adapted_linear, adapter_tensors, only
 from shardwise.model.names import canonical_modules
-from shardwise.model.nf4 import Packing, pack, unpack
+from shardwise.model.nf4 import GROUP, TABLE, Packing, dynamic_map, pack, unpack
 
 
 class PackedLinear:
@@ -84,12 +84,67 @@ def pack_layer(layer: nn.Module) -> None:
     del layer._parameters["weight"]
     with torch.no_grad():
         codes, scales, outer, mean = pack(weight)
+    _put(layer, codes, scales, outer, mean)
+    layer.packing, layer.weight_dtype = Packing.of((weight.shape[0], weight.shape[1])), weight.dtype  # type: ignore[assignment]
+    layer.__class__ = _packed_class(type(layer))
+
+
+def _put(layer: nn.Module, codes: Tensor, scales: Tensor, outer: Tensor, mean: Tensor) -> None:
     layer.weight_nf4 = nn.Parameter(codes, requires_grad=False)
     layer.weight_nf4_scales = nn.Parameter(scales, requires_grad=False)
     layer.register_buffer("weight_nf4_outer", outer)
     layer.register_buffer("weight_nf4_mean", mean)
-    layer.packing, layer.weight_dtype = Packing.of((weight.shape[0], weight.shape[1])), weight.dtype  # type: ignore[assignment]
-    layer.__class__ = _packed_class(type(layer))
+
+
+def is_of_bitsandbytes(layer: nn.Module) -> bool:
+    """Whether bitsandbytes keeps the weight of a linear layer in 4 bits. By name: it need not be installed."""
+    return any(
+        cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes.") for cls in type(layer).__mro__
+    )
+
+
+def adopt_packed(module: nn.Module) -> None:
+    """Makes the layers that bitsandbytes has put into 4 bits packed ones, in place: the same bytes, in the same order.
+
+    Raises:
+        UnsupportedError: one in another form, by name.
+    """
+    for name, layer in canonical_modules(module):
+        if not is_of_bitsandbytes(layer):
+            continue
+        weight: Any = layer.weight
+        state: Any = getattr(weight, "quant_state", None)
+        if why := _other_form(state):
+            raise UnsupportedError(
+                "a layer of bitsandbytes in 4 bits",
+                why=f"{why}: weights are NF4 here, in blocks of 64 whose scales are in 8 bits, in groups of 256",
+                fix='build the model plain and let it be packed here: sw.parallelize(build, world, quantize="nf4", init="load"), then '
+                "sw.load_weights(model, DIRECTORY); or load it with BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
+                "bnb_4bit_use_double_quant=True)",
+                name=name,
+            )
+        packing = Packing.of((int(state.shape[0]), int(state.shape[1])))
+        del layer._parameters["weight"]
+        codes = weight.detach().view(torch.uint8).as_subclass(Tensor).view(packing.codes_shape)
+        scales, outer = state.absmax.view(packing.scales_shape), state.state2.absmax.float()
+        _put(layer, codes, scales, outer, state.offset.float().reshape(()))
+        layer.packing, layer.weight_dtype = packing, state.dtype  # type: ignore[assignment]
+        layer.__class__ = _packed_class(nn.Linear)
+
+
+def _other_form(state: Any) -> str:
+    """Why what bitsandbytes says of a weight is not the form that is known here; "" if it is."""
+    if state is None:
+        return "its weight has not been put into 4 bits yet"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "a forward on the CPU has reordered its bytes"
+    if state.quant_type != "nf4" or state.blocksize != 64 or len(state.shape) != 2 or state.shape[1] % 2:
+        return f"it is {state.quant_type} in blocks of {state.blocksize}, of shape {list(state.shape)}"
+    if not state.nested or state.state2.blocksize != GROUP:
+        return "its scales are in float32 (no double quantisation)"
+    tables = (state.code, TABLE), (state.state2.code, dynamic_map())
+    is_known = all(torch.equal(own.cpu().float(), torch.tensor(known, dtype=torch.float32)) for own, known in tables)
+    return "" if is_known else "its tables are others"
 
 
 @functools.cache

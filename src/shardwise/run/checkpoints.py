@@ -13,7 +13,8 @@ from shardwise.errors import CheckpointError
 from shardwise.run.config import RunConfig
 from shardwise.run.resume_check import changes_since, texts_of
 from shardwise.state.checkpoint.manager import CheckpointManager
-from shardwise.state.integrity.manifest import steps_in
+from shardwise.state.integrity.manifest import folder_name, steps_in
+from shardwise.state.left_base import FROZEN
 from shardwise.step.step import TrainStep
 from shardwise.world import World
 from shardwise.world.collectively import collectively
@@ -26,6 +27,7 @@ class RunCheckpoints:
         folder: the directory of the checkpoints.
         are_there: whether there is a run to resume.
         changes: settings that differ from that run's, and take effect.
+        lack_base: they are without the frozen weights, which are loaded before.
         unsaved: why the last save failed; None if it did not. Equal on every rank.
 
     Raises:
@@ -39,14 +41,16 @@ class RunCheckpoints:
         found = collectively(world, "looking for checkpoints", self._look, on_main=True)
         self.are_there: bool
         self.changes: list[str]
-        self.are_there, self.changes = world.broadcast(found)
+        self.lack_base: bool
+        self.are_there, self.changes, self.lack_base = world.broadcast(found)
         self.unsaved: CheckpointError | None = None
         self._manager: CheckpointManager | None = None
 
-    def _look(self) -> tuple[bool, list[str]]:
+    def _look(self) -> tuple[bool, list[str], bool]:
         if not self.config.checkpoint.resume or not self._are_some():
-            return False, []
-        return True, changes_since(self.folder, self.config)
+            return False, [], False
+        lack_base = any((self.folder / folder_name(step) / FROZEN).is_file() for step in steps_in(self.folder))
+        return True, changes_since(self.folder, self.config), lack_base
 
     def _are_some(self) -> bool:
         return self.folder.is_dir() and bool(steps_in(self.folder))
@@ -96,6 +100,7 @@ class RunCheckpoints:
             texts=texts_of(self.config) if self.world.is_main else {},
             stop_after_s=kept.stop_after_s,
             sigusr1=kept.sigusr1,
+            frozen=kept.frozen,
         )
         self._manager.says_stop = False  # the process that started the run prints it
         with self._manager:

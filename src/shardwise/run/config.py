@@ -17,7 +17,7 @@ from shardwise.config.loader import load_config as load
 from shardwise.config.record import Options, default_of, doc
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import looks_like_target
-from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
+from shardwise.config.tokenizer import BYTES_MEANT, is_in_4_bits, is_tokens
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.run.data_config import MICRO_BATCH, Data
@@ -54,6 +54,12 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     keep: Annotated[Positive, doc("how many of the last checkpoints stay")] = 3
     keep_every: Annotated[Positive | None, doc("also keep those whose step is a multiple of it; null: none")] = None
     background: Annotated[bool, doc("checkpoints are written while training continues")] = True
+    frozen: Annotated[
+        Literal["save", "leave"],
+        doc(
+            "frozen weights in checkpoints: save; leave: not, a run that resumes loads them from where they were, and compares digests"
+        ),
+    ] = "save"
     resume: Annotated[
         bool,
         doc(
@@ -84,7 +90,7 @@ class Checkpoint(Options, frozen=True, kw_only=True):
             )
         if self.are_made:
             return
-        for key in ("keep", "keep_every", "background"):
+        for key in ("keep", "keep_every", "background", "frozen"):
             if getattr(self, key) != default_of(Checkpoint, key):
                 raise ConfigError(
                     f"Checkpoint({key}={getattr(self, key)!r}) without every",
@@ -229,6 +235,10 @@ class RunConfig(Options, frozen=True, kw_only=True):
                     fix="train some: parallel.lora.rank=16; or remove it",
                 )
             return
+        start = self.model.start
+        if self.parallel.quantize is None and start is not None and is_in_4_bits(start):
+            settled = msgspec.structs.replace(self.parallel, quantize="nf4")  # its bytes stay as they are
+            msgspec.structs.force_setattr(self, "parallel", settled)
         for key in ("freeze", "train_only"):
             if names := getattr(self.model, key):
                 raise ConfigError(

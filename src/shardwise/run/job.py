@@ -83,7 +83,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     )
     emit("phase", text=f"building the model{shared}")
     model = build_model(config, world, corpus)
-    if config.model.start is not None and not checkpoints.are_there:
+    if config.model.start is not None and (not checkpoints.are_there or checkpoints.lack_base):
         emit("phase", text="loading weights")
         emit("loaded", text=loaded_text(load_start(config, model)))
     limit_to_model(corpus, model)

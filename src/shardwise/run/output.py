@@ -33,6 +33,8 @@ from shardwise.run.older_weights import keep_older_weights
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, save_adapter, save_weights, weights_bytes
+from shardwise.state.left_base import frozen_names
+from shardwise.techniques import fold
 from shardwise.techniques.lora.rule import lines as adapter_lines
 from shardwise.world import World
 
@@ -80,7 +82,7 @@ class RunOutput:
         Raises:
             UnsupportedError: the format has no place for it, or adapters cannot be merged.
         """
-        kept, has_adapters = self.config.checkpoint, self.config.parallel.lora is not None
+        kept, has_adapters = self.config.checkpoint, self._has_adapters
         for key, path, check in (
             ("export", kept.export, check_dtypes),
             ("adapter", kept.adapter if has_adapters else None, check_adapter),
@@ -89,10 +91,17 @@ class RunOutput:
                 if path is not None:
                     check(self.model)
             except UnsupportedError as error:
-                if has_adapters:
+                if has_adapters and self.config.parallel.lora is None:
+                    error.fix = f"in this run: --checkpoint.{key}=null; or {error.fix}"
+                elif has_adapters:
                     other = "the adapters alone are" if key == "export" else "the merged weights alone are"
                     error.fix = f"in this run: --checkpoint.{key}=null, and {other} written"
                 raise
+
+    @property
+    def _has_adapters(self) -> bool:
+        """Also those that the model's own code has put there by PEFT."""
+        return "lora" in recipe_of(self.model).techniques
 
     def _checkpoint_bytes(self) -> int:
         """Estimates the size of a checkpoint in bytes."""
@@ -102,7 +111,8 @@ class RunOutput:
         moments = (
             2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0, "muon": 2}[optim.name]
         )
-        return weights_bytes(self.model, as_stored=True) + moments * trained
+        left = frozen_names(runtime_of(self.model)) if self.config.checkpoint.frozen == "leave" else ()
+        return weights_bytes(self.model, as_stored=True, without=left) + moments * trained
 
     def open(self, done: int) -> None:
         """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are
@@ -251,7 +261,7 @@ class RunOutput:
     def _export_adapter(self) -> CheckpointError | None:
         """Writes the adapters of a model that has some; all ranks must call it. A failure is returned: the merged weights follow."""
         name = self.config.checkpoint.adapter
-        if self.config.parallel.lora is None or name is None:
+        if not self._has_adapters or name is None:
             return None
         self.emit("phase", text="writing the adapters")
         try:
@@ -296,5 +306,8 @@ class RunOutput:
 
 
 def stored_dtype(model: nn.Module) -> str:
-    """The dtypes of a model's parameters, as words."""
-    return " and ".join(sorted({param.storage for param in recipe_of(model).params.values()})) or "no parameters"
+    """The dtypes of a model's parameters without adapters, as words; of packed ones that of their values."""
+    recipe = recipe_of(model)
+    own = {*fold.own_names(recipe)}
+    found = {p.storage if p.codec is None else p.codec.dtype for name, p in recipe.params.items() if name not in own}
+    return " and ".join(sorted(found)) or "no parameters"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.config.dtype_words import DTYPE_WORDS
-from shardwise.config.tokenizer import read_json
+from shardwise.config.tokenizer import is_in_4_bits, read_json
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig
 from shardwise.techniques.precision.options import precision_of
@@ -29,14 +29,16 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
     """
     model, parallel = config.model, config.parallel
     for key, folder in (("hf", model.hf), ("weights", model.weights)):
-        if folder is not None:
+        if folder is not None and is_in_4_bits(folder):
+            _refuse_no_choice(f"model.{key}={folder!r} ({origins[f'model.{key}']})", parallel.quantize)
+        elif folder is not None:
             _refuse_quantised(Path(folder), f"model.{key}={folder!r} ({origins[f'model.{key}']})")
     precision = precision_of(parallel.precision)
     if model.hf is None or model.weights not in (None, model.hf) or model.rename or parallel.transforms:
         return
     if model.cast or precision.parts:
         return
-    found = dtypes_in(Path(model.hf))
+    found = set() if is_in_4_bits(model.hf) else dtypes_in(Path(model.hf))
     storage, names = precision.storage or "float32", {_WORDS.get(dtype, "") for dtype in found}
     if not found or "" in names or (precision.storage is None and model.cast is None):
         return  # without a storage it is the model's own, which only the ranks know
@@ -53,6 +55,16 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
         if is_rounded
         else "remove model.cast: what loses nothing is then converted",
     )
+
+
+def _refuse_no_choice(given: str, quantize: object) -> None:
+    """Refuses a directory in 4 bits of which is not said whether it stays so."""
+    if quantize is None:
+        raise ConfigError(
+            f"{given}: its weights are in 4 bits",
+            why="they can stay so, frozen, with adapters beside them; or be unpacked, and trained",
+            fix="train adapters: --parallel.lora.rank=16; or unpack them: --parallel.quantize=none",
+        )
 
 
 def _refuse_quantised(folder: Path, given: str) -> None:

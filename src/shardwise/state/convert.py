@@ -69,6 +69,13 @@ def convert(
     begin = time.perf_counter()
     _check_destination(job)
     source = open_source(job.source)
+    if source.left_base is not None:
+        raise CheckpointError(
+            f"converting {job.source}, a checkpoint without the frozen weights of its model",
+            why=f'it was saved with frozen="leave"; they are where the run has loaded them from: {source.left_base}',
+            fix="load both into the model, and write it: sw.load_weights(model, BASE), sw.load_weights(model, CHECKPOINT, strict=False), "
+            "sw.save_weights(model, DEST); the run's own final weights have all",
+        )
     refuse_parts(
         source,
         fix="load the checkpoint into its model, and write plain values: sw.load_weights(model, source), sw.save_weights(model, dest)",

@@ -20,6 +20,7 @@ from shardwise.state.extra_state import extra_names
 from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
+from shardwise.state.meaning import meaning_in, refuse_other_meaning
 from shardwise.state.misfit_names import refuse_misfit_names
 from shardwise.state.own_load import OwnLoad, match_own
 from shardwise.state.own_values import refuse_own_methods
@@ -44,6 +45,7 @@ class Rules:
     check_finite: bool
     rows: tuple[int, int] | None = None  # of a vocabulary that has grown: as stored, and in the model
     needs_own: bool = False  # parameters that techniques have added must be there too
+    left: frozenset[str] = frozenset()  # tensors of the model that are not in the source, and are in place already
     buffers_as_stored: bool = False  # shapes and dtypes of buffers are the source's: a forward may have changed them
 
 
@@ -117,13 +119,17 @@ def plan_of(
     files.verify_with(opened.verified)
     settings = _quantization_of(opened.folder)
     opened = with_packed(opened, settings, files)
-    recipe, weights = runtime.recipe, packed_of(runtime)
+    if opened.left_base is not None and rules.strict:
+        _refuse_left_base(opened)
+    recipe = runtime.recipe
+    weights = {n: packed for n, packed in packed_of(runtime).items() if not rules.left & {*packed.parts.values()}}
     wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
     wanted |= {
         name: Wanted(shape, dtype, recipe.buffers[name].aliases)
         for name, (shape, dtype) in runtime.saved_buffers().items()
     }
     wanted |= {name: Wanted(packed.shape, packed.dtype) for name, packed in weights.items()}
+    wanted = {name: want for name, want in wanted.items() if name not in rules.left}
     computed = [n for name, b in recipe.buffers.items() if not b.persistent for n in (name, *b.aliases)]
     own: OwnLoad | None = None
     if runtime.own_state is None:
@@ -159,6 +165,8 @@ def plan_of(
             why="it holds adapters, and not the base beside which they are",
             fix=f"load the base with sw.load_weights, then sw.load_adapter(model, {str(opened.folder)!r})",
         )
+    if any(name in matched.tensors for name in own_names):
+        refuse_other_meaning(recipe, meaning_in(opened, files), Path(opened.place))
     beside = _left_out_whole(matched, own_names, opened, rules)
     # The weights beside which adapters are trained are not trained, and so are stored in the dtype that they are computed in.
     rounded = {
@@ -199,6 +207,14 @@ def plan_of(
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors and name not in weights}
     extra = {name: value for name, value in given.items() if name not in matched.unexpected}
     return LoadPlan(report, ordered, plain, extra, opened.folder, opened.verified is not None, own)
+
+
+def _refuse_left_base(source: Source) -> None:
+    raise CheckpointError(
+        f"weights from {source.place}, which is without the frozen ones",
+        why=f'it was saved with frozen="leave"; they are where the run has loaded them from: {source.left_base}',
+        fix=f"sw.load_weights(model, {source.left_base!r}), and then sw.load_weights(model, {source.place!r}, strict=False)",
+    )
 
 
 def _quantization_of(folder: Path | None) -> Mapping[str, Any] | None:

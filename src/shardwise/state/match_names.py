@@ -89,6 +89,11 @@ def match_names(
     for home, stored in parts.items():
         _assemble(home, wanted[home], {name: view for name, view in views.items() if view.name == home}, stored, found)
     _turn(naming, wanted, found)
+    for copy, home in naming.peft.copies(
+        wanted
+    ).items():  # PEFT trains a copy of a module, and keeps the first beside it
+        if home in found.tensors and copy not in found.tensors:
+            found.tensors[copy], found.names[copy] = found.tensors[home], found.names[home]
     found.missing += tuple(name for name in wanted if name not in found.tensors and name not in parts)
     _accept_allowed(naming.module, found)
     return found

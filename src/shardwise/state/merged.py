@@ -1,7 +1,7 @@
 """Stored weights with adapters in PEFT's files merged into them, read in parts: for conversions, and where one process opens a model."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
     """
     found = adapter_folder(folder)
     tensors, stored = dict(source.tensors), tensors_in(folder / "adapter_model.safetensors")
+    there = _names_in(source, [*(_weight_of(layer, found.layers) for layer in found.layers), *found.beside])
     for layer, parts in found.layers.items():
         if layer in found.tables:
             raise UnsupportedError(
@@ -44,9 +45,7 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
                 why="it is an embedding, whose weight may be the head's too",
                 fix="merge it in a model: sw.parallelize(..., lora=sw.LoRA.of(folder)), sw.load_adapter, sw.save_weights",
             )
-        name = f"{layer}.weight".replace(OF_ATTENTION, ".out_proj")
-        if f"{layer}.in_proj_weight" in source.tensors:  # nn.MultiheadAttention
-            name = f"{layer}.in_proj_weight"
+        name = there[_weight_of(layer, found.layers)]
         base, low, high = _base(source, name, folder), stored[parts["lora_A"]], stored[parts["lora_B"]]
         shape = (high.shape[0], low.shape[1])
         is_turned = found.fan_in_fan_out if shape[0] == shape[1] else base.shape == shape[::-1]
@@ -57,14 +56,14 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
                 fix=_FIX,
                 name=name,
             )
-        tied = [
+        others = [
             other
             for other, tensor in source.tensors.items()
             if other != name and base.origins and tensor.origins == base.origins
         ]
-        if tied:
+        if others:
             raise UnsupportedError(
-                f"{folder}: an adapter merged into a weight that is also {tied[0]}",
+                f"{folder}: an adapter merged into a weight that is also {others[0]}",
                 why="the names are tied to one tensor, and the adapter is beside one of them",
                 fix="use the base with the adapters beside it, as PEFT does",
                 name=name,
@@ -74,17 +73,58 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
         tensors[name] = _Merged(base.shape, base.dtype, base, low, high, stored[vector] if vector else None, how)
     if found.stacks:
         tensors |= merged_parameters(source, found, stored, folder, model_of())
-    for name, key in found.beside.items():
+    beside = {there[name]: stored[key] for name, key in found.beside.items()}
+    tied = _tied(source, beside)
+    for name, values in beside.items():
+        if name in tied:
+            continue
         base = _base(source, name, folder)
-        tensors[name] = _Replaced(base.shape, base.dtype, stored[key])
+        tensors[name] = _Replaced(base.shape, base.dtype, values)
     return replace(source, tensors=tensors, verified=None)
+
+
+def _weight_of(layer: str, layers: Collection[str]) -> str:
+    """The name of the weight that an adapter is of, by what is before ``lora_A`` in its keys."""
+    if f"{layer}{OF_ATTENTION}" in layers:  # nn.MultiheadAttention, both of whose projections have one
+        return f"{layer}.in_proj_weight"
+    return f"{layer}.weight".replace(OF_ATTENTION, ".out_proj")
+
+
+def _names_in(source: Source, wanted: list[str]) -> dict[str, str]:
+    """Name of a tensor as the adapters have it -> as the source has it: a part before all of them may be there or not, such as ``model``."""
+    firsts = {name.partition(".")[0] for name in wanted}
+    edits = [lambda name: name]
+    edits += [lambda name, first=first: name.removeprefix(f"{first}.") for first in sorted(firsts)]
+    edits += [
+        lambda name, first=first: f"{first}.{name}" for first in sorted({n.partition(".")[0] for n in source.tensors})
+    ]
+    best = max(
+        edits, key=lambda edit: sum(edit(name) in source.tensors for name in wanted)
+    )  # the first of equals: as they are
+    return {name: best(name) for name in wanted}
+
+
+def _tied(source: Source, beside: Mapping[str, TensorSource]) -> set[str]:
+    """Names of tensors that were trained in full and that the source stores once, for several names: the others of such a tie."""
+    found = set()
+    with OpenFiles() as files:
+        for name in (name for name in beside if name not in source.tensors):
+            others = [
+                beside[other]
+                for other in beside
+                if other in source.tensors and beside[other].shape == beside[name].shape
+            ]
+            if any(torch.equal(beside[name].load(files), other.load(files)) for other in others):
+                found.add(name)
+    return found
 
 
 def _base(source: Source, name: str, folder: Path) -> TensorSource:
     if name not in source.tensors:
         raise CheckpointError(
             f"{folder}: an adapter beside {name}",
-            why=f"{source.place} has no such tensor; names there look like {next(iter(source.tensors), 'nothing')}",
+            why=f"{source.place} has no such tensor, nor one that is tied to it with these values; names there look like "
+            f"{next(iter(source.tensors), 'nothing')}",
             fix=_FIX,
             name=name,
         )

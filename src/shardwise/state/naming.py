@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.model.names import unwrap_module
+from shardwise.model.peft_names import NamesOfPeft, inner_of_peft, names_of_peft
 from shardwise.parallel import Runtime
 from shardwise.state.hugging_face import stored_views
 from shardwise.state.stored_parts import View, view_of_all
@@ -22,15 +23,17 @@ class Naming:
         module: the module that the files are of: the root, or the model in a module that only adds a loss to it.
         prefix: prefix of the canonical names of ``module``'s tensors; "" for the root.
         views: name in files -> the part of a tensor (by canonical name) that it is; for every tensor.
+        peft: what PEFT has put into canonical names, and is not in those of files.
     """
 
     module: nn.Module
     prefix: str
     views: Mapping[str, View]
+    peft: NamesOfPeft
 
     def in_files(self, name: str) -> str:
         """The name in ``module`` of a tensor with a canonical name."""
-        return name.removeprefix(self.prefix)
+        return self.peft.bare(name).removeprefix(self.prefix)
 
 
 def naming_of(root: nn.Module, shapes: Shapes) -> Naming:
@@ -50,24 +53,25 @@ def naming_of_source(root: nn.Module, shapes: Shapes, names: Iterable[str]) -> N
 
 
 def _namings(root: nn.Module, shapes: Shapes) -> Iterator[Naming]:
-    within, prefix = root, ""
-    while isinstance(path := getattr(type(within), "_weights_of", None), str):
+    peft, within, prefix = names_of_peft(root), root, ""
+    while isinstance(path := getattr(type(within), "_weights_of", None) or (peft and inner_of_peft(within)), str):
         within, prefix = unwrap_module(within.get_submodule(path)), f"{prefix}{path}."
-    if prefix and (naming := _naming(within, prefix, shapes)) is not None:
+    if (prefix or peft) and (naming := _naming(within, prefix, shapes, peft)) is not None:
         yield naming
-    naming = _naming(root, "", shapes)
+    naming = _naming(root, "", shapes, NamesOfPeft())
     assert naming is not None  # no tensor is outside the root
     yield naming
 
 
-def _naming(module: nn.Module, prefix: str, shapes: Shapes) -> Naming | None:
+def _naming(module: nn.Module, prefix: str, shapes: Shapes, peft: NamesOfPeft) -> Naming | None:
     """The naming for files of ``module``; None if a tensor outside of it has the name of one of its own."""
-    own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    names = {peft.bare(name).removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
+    own = {bare: shapes[name] for bare, name in names.items()}
     views = stored_views(module, own) or {name: view_of_all(name, shape) for name, shape in own.items()}
-    if prefix:
-        views = {name: replace(view, name=prefix + view.name) for name, view in views.items()}
+    if prefix or peft:
+        views = {name: replace(view, name=names[view.name]) for name, view in views.items()}
     beside = {n: view_of_all(n, shape) for n, shape in shapes.items() if not n.startswith(prefix)}
-    return None if beside.keys() & (views.keys() | own.keys()) else Naming(module, prefix, {**views, **beside})
+    return None if beside.keys() & (views.keys() | own.keys()) else Naming(module, prefix, {**views, **beside}, peft)
 
 
 def shapes_of(runtime: Runtime) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, UsageError, errors_about
 from shardwise.model import dtype_name
+from shardwise.model.peft_names import names_of_peft
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import extra_states
@@ -122,7 +123,8 @@ def save_weights(
     if packed:
         _refuse_packed(runtime, own, merge)
     form: Form = "packed" if packed else "plain"
-    file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=own, form=form)
+    without = {*own, *names_of_peft(runtime.module).copies(runtime.recipe.params)}
+    file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=without, form=form)
     collectively(
         world,
         "save_weights, before it begins",
@@ -172,16 +174,18 @@ def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
     refuse_own_methods(runtime, "save_weights(packed=True) of")
 
 
-def weights_bytes(model: nn.Module, dtype: str | torch.dtype | None = None, *, as_stored: bool = False) -> int:
+def weights_bytes(
+    model: nn.Module, dtype: str | torch.dtype | None = None, *, as_stored: bool = False, without: Collection[str] = ()
+) -> int:
     """Size in bytes of the files that :func:`save_weights` would write; ``as_stored``: of a checkpoint's weights, with what techniques
-    have added, and packed weights as they are. No communication."""
+    have added, and packed weights as they are, but those of ``without``. No communication."""
     runtime = runtime_of(model)
     return file_layout_of(
         runtime,
         max_shard_bytes=SHARD_BYTES,
         dtype=_checked_dtype(dtype),
         of_main=False,
-        without=() if as_stored else fold.own_names(runtime.recipe),
+        without=without if as_stored else fold.own_names(runtime.recipe),
         form="stored" if as_stored else "plain",
     ).num_bytes
 

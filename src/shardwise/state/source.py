@@ -22,6 +22,7 @@ from shardwise.state.formats.torch_file import looks_like_torch, open_torch_file
 from shardwise.state.formats.trees import MODELS, flatten, root_of, weights_in
 from shardwise.state.integrity.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
+from shardwise.state.left_base import FROZEN, base_of
 from shardwise.state.stored import InMemoryTensor, Source
 
 _RUN, _FURTHER = "training", "extra"  # folders of a checkpoint
@@ -101,8 +102,10 @@ def _open_checkpoint(path: Path, home: Path) -> Source:
         rest = _left_out(verified) if path == home else {}
     with VerifiedFiles(verified) as files:
         files.check_heads(checked)
+        left = files.whole(home / FROZEN) if FROZEN in names and path.parent != home / _FURTHER else None
     source = open_safetensors(path) if path.is_file() else open_folder(path)
-    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, verified=verified)
+    base = None if left is None else base_of(left, home / FROZEN).place
+    return replace(source, kind="a checkpoint", left_out={**source.left_out, **rest}, verified=verified, left_base=base)
 
 
 def _left_out(verified: VerifiedCheckpoint) -> dict[str, str]:

@@ -139,6 +139,7 @@ class Source:
         verified: the checkpoint that it is in; its checksums are compared if it is read by
             :class:`~shardwise.state.integrity.reading.VerifiedFiles`.
         folder: the directory of a model, with its config and tokenizer files; None if there is none.
+        left_base: where the frozen weights are, of a checkpoint without them; None: it has all.
     """
 
     place: str
@@ -150,6 +151,7 @@ class Source:
     metadata: Mapping[str, Any] | None = None
     folder: Path | None = None
     verified: VerifiedCheckpoint | None = None
+    left_base: str | None = None
 
 
 def refuse_changed(tensors: Iterable[TensorSource]) -> None:

@@ -295,7 +295,7 @@ def test_ranks_with_equal_samples_train(ranks):
         ("a pair of answers", ["no sum over positions"]),
         ("an entry of its own", ["no sum over positions", "'spread'"]),
         ("evaluated", ["no sum over positions"]),
-        ("labels", ["a forward with ['labels']", "loss=sw.next_token_loss"]),
+        ("labels", ["a forward with labels, under cp=2", "loss=sw.next_token_loss"]),
         ("another flag", ["['scale']=2.0", "in example="]),
         ("cut before a forward", ["cut_sequence of a micro-batch before a forward", "call the model first"]),
     ],

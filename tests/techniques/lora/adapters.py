@@ -104,6 +104,27 @@ def base_answer(layout, name, lora):
         return [x.logits if hasattr(x, "logits") else x for x in (base, answer)]
 
 
+def trained_beside(layout, remat):
+    """The gradients of what is trained beside adapters, of a loss of the base's answer."""
+    with sw.init(layout, device="cpu", seed=0) as world:
+        model = models.get("llama")
+        batch = model.windows(1, 1)[0][0]
+        lora = sw.LoRA(rank=2, train=("*norm*",))
+        torch.manual_seed(1)
+        module = sw.parallelize(model.build().double(), world, example=batch, lora=lora, remat=remat, sharding=UNITS)
+        sw.load_full_state_dict(module, whole("llama", lora).state_dict())
+        with sw.window(module, [batch]) as window:
+            for each in window:
+                with sw.adapter_off(module):
+                    output = model.forward(module, each)
+                (model.loss(output, each) / window.num_tokens).backward()
+        return {name: sw_full(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def sw_full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def stored(layout, parts):
     """Dtypes of base and adapters under mixed precision, and the loss of a step."""
     with sw.init(layout, device="cpu", seed=0) as world:
@@ -230,11 +251,12 @@ def late_reader():
 
 
 def resumed(folder, options):
-    """Saves a model with adapters of the first options; the errors of loading it into models with each of them."""
+    """Saves a model with adapters of the first options; the errors of resuming it with each of the others, and of loading its weights."""
     found = []
     with sw.init("dp_shard=2", device="cpu", seed=0) as world:
         for number, given in enumerate(options):
-            module = sw.parallelize(DropsHalf(), world, example={"x": torch.ones(4, 64)}, lora=sw.LoRA(rank=2, **given))
+            lora = sw.LoRA(rank=2, **given)
+            module = sw.parallelize(DropsHalf(), world, example={"x": torch.ones(4, 64)}, lora=lora)
             optim = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
             step = sw.TrainStep(module, optim, loss=lambda out, batch: out.sum(), count=lambda batch: 4)
             with sw.CheckpointManager(folder, step) as saved:
@@ -242,9 +264,14 @@ def resumed(folder, options):
                     if number == 0:
                         step([{"x": torch.ones(4, 64)}])
                         saved.save()
+                        saved.wait()
                     else:
                         saved.load()
                     found.append("")
+                except sw.CheckpointError as error:
+                    found.append(str(error))
+                try:
+                    found.append(str(sw.load_weights(module, folder) and ""))
                 except sw.CheckpointError as error:
                     found.append(str(error))
     return found

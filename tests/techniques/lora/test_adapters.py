@@ -142,7 +142,7 @@ def test_the_fast_path_of_a_transformer_encoder_does_not_pass_over_adapters():
         assert torch.allclose(answer, encoder.train()(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [None, pytest.param("nf4", marks=pytest.mark.soak)])
 def test_a_weight_that_other_code_reads_is_refused_by_the_name_of_its_layer(ranks, quantize):
     """Mamba multiplies by the weight of ``dt_proj`` itself: its adapter would have no part in that, and no error. Reading a weight's dtype is
     no such use, as T5 does (see the parity)."""
@@ -152,6 +152,13 @@ def test_a_weight_that_other_code_reads_is_refused_by_the_name_of_its_layer(rank
         sw.RankError, match=r"(?s)mixer\.dt_proj: .*matmul reads past its layer.*LoRA\(exclude=\('dt_proj',\)\)"
     ):
         sw.verify(model.build, "dp_shard=2", **given, run=ranks.run, lora=sw.LoRA(rank=2), quantize=quantize)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_the_other_layers_of_such_a_model_train(ranks, quantize):
+    model = models.get("mamba")
+    given = {"batches": model.windows(1, 2), "loss": model.loss, "count": model.count, "forward": model.forward}
     lora = sw.LoRA(rank=2, exclude=("dt_proj",))
     sw.verify(model.build, "tp=2", **given, run=ranks.run, lora=lora, quantize=quantize)
 
@@ -192,18 +199,18 @@ def test_numbers_are_those_of_peft(name, kind):
             assert float((param.grad - want).abs().max()) <= 1e-12 * float(want.abs().max()), key
 
 
-def test_what_adapters_begin_with_is_the_same_under_every_layout(ranks):
-    for builds in (True, False):
-        lora = sw.LoRA(rank=2, dora=True)
-        found = [
-            ranks.run(adapters.first_values, size, layout, "llama", lora, builds)[0]
-            for layout, size in (("dp_shard=1", 1), ("dp_replicate=2", 2), ("dp_shard=2", 2), ("tp=2", 2))
-        ]
-        for other in found[1:]:
-            assert all(torch.equal(other[key], value) for key, value in found[0].items())
-        assert all(bool(value.any()) == ("lora_B" not in key) for key, value in found[0].items())
-        spread = torch.stack([v.std() * v.shape[1] ** 0.5 for key, v in found[0].items() if "lora_A" in key])
-        assert float(spread.mean()) == pytest.approx(3**-0.5, rel=0.2)  # uniform, as of nn.Linear: 1 / sqrt(3 x inputs)
+@pytest.mark.parametrize("builds", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_what_adapters_begin_with_is_the_same_under_every_layout(ranks, builds):
+    lora = sw.LoRA(rank=2, dora=True)
+    found = [
+        ranks.run(adapters.first_values, size, layout, "llama", lora, builds)[0]
+        for layout, size in (("dp_shard=1", 1), ("dp_shard=2", 2), ("tp=2", 2))
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(other[key], value) for key, value in found[0].items())
+    assert all(bool(value.any()) == ("lora_B" not in key) for key, value in found[0].items())
+    spread = torch.stack([v.std() * v.shape[1] ** 0.5 for key, v in found[0].items() if "lora_A" in key])
+    assert float(spread.mean()) == pytest.approx(3**-0.5, rel=0.2)  # uniform, as of nn.Linear: 1 / sqrt(3 x inputs)
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
@@ -213,6 +220,15 @@ def test_the_base_answers_alone(ranks, layout):
     torch.manual_seed(1)
     want = model.forward(model.build().double(), model.windows(1, 1)[0][0]).logits.detach()
     assert float((base - want).abs().max()) < 1e-12 < float((answer - want).abs().max())
+
+
+def test_a_block_that_runs_again_in_backward_is_without_adapters_where_it_was(ranks):
+    expected, *found = (
+        ranks.run(adapters.trained_beside, 1, "dp_shard=1", remat)[0] for remat in (None, "full", "selective")
+    )
+    assert len(expected) == 7
+    for each in found:
+        assert each.keys() == expected.keys() and all(torch.equal(each[name], expected[name]) for name in each)
 
 
 def test_adapter_off_of_a_model_without_adapters():
@@ -364,7 +380,7 @@ def test_merges_and_late_readers_that_would_be_wrong_are_refused(ranks):
 
 
 def test_a_checkpoint_is_not_loaded_into_adapters_of_another_scale(ranks, tmp_path):
-    first, second = ranks.run(
-        adapters.resumed, 2, str(tmp_path), [{"alpha": 4}, {"alpha": 4, "dropout": 0.1}, {"alpha": 9}]
-    )[0][1:]
-    assert first == "" and "scale of adapters 2" in second and "made with 4.5" in second
+    options = [{"alpha": 4}, {"alpha": 4, "dropout": 0.1}, {"alpha": 9}]
+    found = ranks.run(adapters.resumed, 2, str(tmp_path), options)[0]
+    assert found[:4] == [""] * 4  # resumed, and its weights loaded
+    assert len(found) == 6 and all("scale of adapters 2" in text and "made with 4.5" in text for text in found[4:])

@@ -18,8 +18,10 @@ RANKS = {
     "dp_shard=2,tp=2": 4,
 }
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
-MODELS = ("llama", "qwen3", "gpt2", "bert", "t5", "mixtral", "nanogpt", "vocabularies: tied", "linears: kv-2")
-OTHERS = ("falcon", "gemma2", "bloom", "opt", "gpt-neox", "deepseek-v3", "roberta", "whisper", "vit", "mistral")
+MODELS = ("llama", "gpt2", "mixtral", "nanogpt", "vocabularies: tied", "linears: kv-2")
+OTHERS = ("falcon", "gemma2", "opt", "deepseek-v3", "whisper", "vit")
+IN_SOAK = ("bloom", "gpt-neox", "roberta", "mistral")
+FEW = ("dp_replicate=2", "dp_shard=2", "dp_shard=3", "tp=2", "dp_shard=2,tp=2")
 UNITS = sw.Sharding(min_unit_bytes=0)
 
 
@@ -42,8 +44,10 @@ def compared(ranks, name, layout, lora, steps=2, build=None, **options):
 
 @pytest.mark.combinations("values")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", RANKS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", [*FEW, *(pytest.param(n, marks=pytest.mark.soak) for n in RANKS if n not in FEW)])
+@pytest.mark.parametrize(
+    "name", [*MODELS, *(pytest.param(name, marks=pytest.mark.soak) for name in ("t5", "qwen3", "bert"))]
+)
 def test_models(ranks, name, layout, kind):
     compared(ranks, name, layout, sw.LoRA(rank=2, alpha=3, **KINDS[kind]), max_grad_norm=0.05)
 
@@ -51,15 +55,21 @@ def test_models(ranks, name, layout, kind):
 @pytest.mark.combinations("values")
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [*OTHERS, *(pytest.param(name, marks=pytest.mark.soak) for name in IN_SOAK)])
 def test_other_families(ranks, name, layout, kind):
     if kind == "dora" and name == "falcon":  # whose layers have a forward of their own
         kind = "rslora"
     compared(ranks, name, layout, sw.LoRA(rank=2, **KINDS[kind]))
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
-@pytest.mark.parametrize("name", ["bert", "opt"])
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [
+        ("bert", None),
+        ("opt", "nf4"),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("bert", "nf4"), ("opt", None))),
+    ],
+)
 def test_the_bias_of_a_layer_that_is_cut_by_its_inputs_is_added_once(ranks, name, quantize):
     build = functools.partial(adapters.with_biases, name)
     compared(ranks, name, "tp=2", sw.LoRA(rank=2), quantize=quantize, build=build)
@@ -77,9 +87,7 @@ OPTIONS = {
 @pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize(
-    "option", [*OPTIONS, pytest.param("compile", marks=pytest.mark.soak)]
-)  # with 4 bits it always runs
+@pytest.mark.parametrize("option", [*OPTIONS, pytest.param("compile", marks=pytest.mark.soak)])
 def test_beside_other_options(ranks, option, name, layout):
     if option == "every micro-batch" and layout == "tp=2":
         layout = "dp_shard=2,tp=2"
@@ -87,7 +95,7 @@ def test_beside_other_options(ranks, option, name, layout):
     compared(ranks, name, layout, sw.LoRA(rank=2, dora=option != "compile"), **options)
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("name", "lora"),
     [

@@ -72,12 +72,16 @@ def test_zeros_stay_zeros_and_one_block_is_exact_at_its_ends():
 
 
 @pytest.mark.parametrize(
-    "layouts", [("dp_shard=3", "tp=2"), pytest.param(tuple(RANKS), marks=pytest.mark.soak)], ids=len
+    ("layouts", "kinds"),
+    [
+        pytest.param(("dp_shard=3", "tp=2"), (True,), id="few"),
+        pytest.param(tuple(RANKS), (True, False), id="all", marks=pytest.mark.soak),
+    ],
 )
-def test_a_meta_weight_is_packed_in_operations_that_give_the_same_bytes(ranks, layouts):
+def test_a_meta_weight_is_packed_in_operations_that_give_the_same_bytes(ranks, layouts, kinds):
     """A builder's values are made of the record of its constructor, a module's by packing it."""
     found = {}
-    for builds in (True, False):
+    for builds in kinds:
         for layout in ("dp_shard=1", *layouts):
             size = {"dp_shard=1": 1, **RANKS}[layout]
             digests, cut, held = ranks.run(packed.digests, size, layout, "llama", builds)[0]
@@ -88,6 +92,7 @@ def test_a_meta_weight_is_packed_in_operations_that_give_the_same_bytes(ranks, l
 
 
 KINDS = {"lora": {}, "dora": {"dora": True}}
+FEW = ("dp_shard=2", "dp_shard=3", "tp=2", "dp_shard=2,tp=2")
 
 
 def compared(ranks, name, layout, lora=None, **options):
@@ -96,8 +101,13 @@ def compared(ranks, name, layout, lora=None, **options):
 
 @pytest.mark.combinations("values")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", RANKS)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "t5", "nanogpt", "linears: kv-2"])
+@pytest.mark.parametrize(
+    "layout", [each if each in FEW else pytest.param(each, marks=pytest.mark.soak) for each in RANKS]
+)
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "t5", "nanogpt", "linears: kv-2", *(pytest.param(n, marks=pytest.mark.soak) for n in ("qwen3", "bert"))],
+)
 def test_models(ranks, name, layout, kind):
     compared(ranks, name, layout, sw.LoRA(rank=2, **KINDS[kind]), max_grad_norm=0.05)
 
@@ -108,9 +118,9 @@ def test_models(ranks, name, layout, kind):
     "options",
     [
         {"remat": "full"},
-        {"remat": "selective"},
+        pytest.param({"remat": "selective"}, marks=pytest.mark.soak),
         {"fused": True},
-        {"compile": sw.Compile(backend="aot_eager", fullgraph=True)},
+        pytest.param({"compile": sw.Compile(backend="aot_eager", fullgraph=True)}, marks=pytest.mark.soak),
         {"lora": sw.LoRA(rank=2, targets="q_proj,down_proj", train=("*norm*",))},
     ],
     ids=lambda options: next(iter(options)),
@@ -119,7 +129,7 @@ def test_beside_other_options(ranks, options, layout):
     compared(ranks, "llama", layout, **options)
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_shard=2,tp=2"])
+@pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.soak)])
 def test_mixed_precision_trains_and_bytes_stay_bytes(ranks, layout):
     losses, same, dtypes, text = ranks.run(packed.memory_of_step, RANKS[layout], layout, "llama")[0]
     assert same and losses[-1] < losses[0] - 0.05

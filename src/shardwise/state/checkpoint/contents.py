@@ -10,6 +10,7 @@
         rest.safetensors         every other tensor, full: step counts, random streams, state of ``extra`` objects
         state.json               everything that is not a tensor
         recipe.json              which bytes each rank of the run had
+        frozen.json              with frozen="leave": digests of the weights that are left out, and where they are
         config.yaml, files.json  of ``shardwise train``: the run's configuration, digests of the files that it names
       extra/NAME/                weights of further sharded models
       manifest.json              written last
@@ -49,6 +50,7 @@ from shardwise.state.file_layout import (
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
+from shardwise.state.left_base import FROZEN, frozen_names, text_of
 from shardwise.techniques import fold
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
@@ -115,6 +117,7 @@ def contents_of(
     extra: Mapping[str, Any],
     texts: Mapping[str, bytes],
     of_rank: Callable[[], Any] = lambda: None,
+    leaves_frozen: bool = False,
 ) -> Contents:
     """Collects what has to be saved; sharded tensors are those of the run, not copies. All ranks must call it.
 
@@ -125,6 +128,7 @@ def contents_of(
         extra: objects that :func:`check_extra` accepts.
         texts: further files, by path.
         of_rank: returns what differs between ranks: the state of the dataset.
+        leaves_frozen: the frozen weights of ``model`` are left out.
 
     Raises:
         UnsupportedError: on every rank; some state is neither JSON nor a tensor; with its name.
@@ -140,7 +144,14 @@ def contents_of(
     models = {"": model, **{f"{EXTRA}/{name}/": other for name, other in extra.items() if is_sharded(other)}}
     for other in models.values():
         runtime_of(other).check_values()
-    groups = [group for prefix, other in models.items() for group in weight_files(prefix, other, found, notes)]
+    left = frozen_names(runtime) if leaves_frozen else ()
+    if leaves_frozen:
+        found[FROZEN] = text_of(runtime, left)
+    groups = [
+        group
+        for prefix, other in models.items()
+        for group in weight_files(prefix, other, found, notes, without=() if prefix else left)
+    ]
     # The user's code may fail on one rank only: the others would wait for that rank in the next exchange.
     place = "a checkpoint, taking down what modules and extra objects keep"
     cut = CutTensors([runtime_of(other) for other in models.values()])
@@ -219,7 +230,7 @@ def check_texts(texts: Mapping[str, str]) -> None:
         ConfigError: a path cannot be used; with the path.
     """
     for path in texts:
-        taken = path in (MANIFEST, STATE, REST, RECIPE) or path.startswith((f"{EXTRA}/", OPTIMIZER))
+        taken = path in (MANIFEST, STATE, REST, RECIPE, FROZEN) or path.startswith((f"{EXTRA}/", OPTIMIZER))
         if not is_inside(path) or taken or path.endswith((".safetensors", ".safetensors.index.json")):
             raise ConfigError(
                 f"texts={{{path!r}: ...}}",

@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 
 from shardwise.config.keywords import public_call
 from shardwise.errors import ConfigError, Stopped
-from shardwise.parallel import runtime_of
+from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.contents import check_texts
 from shardwise.state.checkpoint.directory import Directory
 from shardwise.state.checkpoint.extra_objects import check_extra
 from shardwise.state.checkpoint.resume import ResumePoint, Step, check_step
 from shardwise.state.checkpoint.retention import RetentionPolicy, checked_metrics, figures_of
 from shardwise.state.checkpoint.saves import Saves, warn
+from shardwise.state.left_base import frozen_names
 
 _SAVES = {
     **dict.fromkeys(
@@ -64,6 +65,8 @@ class CheckpointManager:
         texts: further files to write into every checkpoint: path -> content.
         stop_after_s: seconds from now after which the run is asked to stop; the current window and the save add to it.
         sigusr1: what SIGUSR1 asks for: "stop", or "save": a checkpoint, after which the run continues.
+        frozen: "save": frozen weights are in each checkpoint. "leave": they are not; a checkpoint names the directory that they were loaded
+            from, and has a digest of each. To resume, load them first: another base is an error.
 
     Raises:
         CheckpointError: the directory cannot be used, or another run is using it.
@@ -100,12 +103,14 @@ class CheckpointManager:
         texts: Mapping[str, str] | None = None,
         stop_after_s: float | None = None,
         sigusr1: str = "stop",
+        frozen: str = "save",
     ):
         check_extra(extra or {})
         check_step(step)
         check_texts(texts or {})
         _check_stop(stop_after_s, sigusr1)
         self._runtime = runtime_of(step.model)
+        _check_frozen(frozen, self._runtime)
         self._world = self._runtime.world
         self._retention = RetentionPolicy(last=keep, every=keep_every, best=best)
         self._directory = Directory(self._world, Path(root))
@@ -113,7 +118,13 @@ class CheckpointManager:
         self._resume_point = ResumePoint(self._directory, step, self.extra)
         warn(self._world, [self._directory.note] if self._directory.note is not None else [])
         self._saves = Saves(
-            self, self._directory, self._resume_point, self._retention, texts or {}, in_background=async_save
+            self,
+            self._directory,
+            self._resume_point,
+            self._retention,
+            texts or {},
+            in_background=async_save,
+            leaves_frozen=frozen == "leave",
         )
         weakref.finalize(self, self._saves.report_lost)
         self._until_closed = contextlib.ExitStack()
@@ -314,6 +325,13 @@ class CheckpointManager:
         loaded, notes = back.load_newest(override) if step is None else back.load(step, override)
         warn(self._world, notes)
         return loaded
+
+
+def _check_frozen(frozen: str, runtime: Runtime) -> None:
+    if frozen not in ("save", "leave"):
+        raise ConfigError(f"frozen={frozen!r}", why="there is no such choice", fix='use "save" or "leave"')
+    if frozen == "leave":
+        frozen_names(runtime)
 
 
 def _check_stop(stop_after_s: float | None, sigusr1: str) -> None:

@@ -33,13 +33,14 @@ from shardwise.state.extra_state import set_extra_states
 from shardwise.state.formats.folder import open_folder
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import DamagedError, damaged
+from shardwise.state.left_base import LeftBase, digests, refuse_other_base
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
+from shardwise.state.meaning import refuse_other_meaning
 from shardwise.state.optimizer import install_state
 from shardwise.state.own_load import give_attributes
 from shardwise.state.sidecars import Origin
 from shardwise.state.stored import InMemoryTensor
-from shardwise.techniques import fold
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
 
@@ -90,7 +91,12 @@ def restore(
         world, f"{place}, reading the manifest", lambda: SavedRun(folder), same=_digest, differ=_other(folder)
     )
     with saved:
+        base = collectively(world, f"{place}, reading what it leaves out", saved.left_base)
         reading = _Reading(saved, runtime, optim, extra)
+        if base is not None:
+            collectively(world, f"{place}, beside its base", lambda: _refuse_no_base(folder, base, runtime))
+            local = runtime.local_tensors()
+            reading.base, reading.digests = base, digests(runtime, [name for name in base.tensors if name in local])
         collectively(world, f"{place}, matching names", lambda: reading.match(check))
         collectively(world, f"{place}, reading", reading.read)
         reading.place()
@@ -110,6 +116,15 @@ def _other(folder: Path) -> CheckpointError:
     )
 
 
+def _refuse_no_base(folder: Path, base: LeftBase, runtime: Runtime) -> None:
+    if runtime.pending is not None:
+        raise CheckpointError(
+            f"{folder}: a checkpoint without the frozen weights of its model",
+            why=f"the model has no values yet, and these were left where they are: {base.place}",
+            fix=f"load them first: sw.load_weights(model, {(base.folder or 'DIRECTORY')!r})",
+        )
+
+
 class _Reading:
     """One restore on one rank, in three stages: match, read, put in place."""
 
@@ -119,6 +134,8 @@ class _Reading:
         self.saved, self.runtime, self.optim, self.extra = saved, runtime, optim, extra
         self.notes: list[str] = []
         self.own: dict[str, Any] = {}
+        self.base: LeftBase | None = None  # which the checkpoint does not hold
+        self.digests: dict[str, str] = {}  # of these tensors in the model
         self._models: dict[str, tuple[Runtime, LoadPlan]] = {}
         self._values: dict[str, dict[str, Tensor]] = {}
         self._attributes: dict[str, dict[str, Any]] = {}
@@ -147,13 +164,16 @@ class _Reading:
                 why="it was saved from a run that had none",
                 fix="build the step as it was when the checkpoint was saved",
             )
+        if self.base is not None:
+            refuse_other_base(self.runtime, self.base, self.digests, self.saved.folder)
         self._match_extra(state)
         models = {"": self.runtime}
         models |= {f"{EXTRA}/{n}/": runtime_of(other) for n, other in self.extra.items() if is_sharded(other)}
         for prefix, runtime in models.items():
             self._models[prefix] = (runtime, self._plan(prefix, runtime, state["model"].get(prefix) or {}))
             self._refuse_other_buffers(prefix, state.get("buffers"))
-            self._refuse_other_meaning(prefix, state.get("meaning"))
+            said = (state.get("meaning") or {}).get(prefix, {})
+            refuse_other_meaning(self._models[prefix][0].recipe, said, self.saved.folder)
         windows = state.get("windows", {})  # of other models; a checkpoint of an earlier version has none
         if not isinstance(windows, dict) or any(type(num) is not int or num < 0 for num in windows.values()):
             raise damaged(self.saved.folder, "its numbers of windows are none")
@@ -181,7 +201,10 @@ class _Reading:
             self.own["step"] = {**self.own["step"], **settled.step}
 
     def _plan(self, prefix: str, runtime: Runtime, values: Mapping[str, Any]) -> LoadPlan:
-        rules = Rules(strict=True, rename=(), cast=False, check_finite=False, needs_own=True, buffers_as_stored=True)
+        left = frozenset(self.base.tensors) if self.base is not None and not prefix else frozenset[str]()
+        rules = Rules(
+            strict=True, rename=(), cast=False, check_finite=False, needs_own=True, buffers_as_stored=True, left=left
+        )
         folder = self.saved.folder / prefix if prefix else self.saved.folder
         try:
             plan = plan_of(
@@ -220,17 +243,6 @@ class _Reading:
             stored, (shape, dtype) = plan.tensors[name], saved[name]
             if (list(stored.shape), stored.dtype) != (list(shape), dtype):
                 raise damaged(self.saved.folder, f"{name} is not of the shape and dtype that its state says")
-
-    def _refuse_other_meaning(self, prefix: str, meaning: Mapping[str, Any] | None) -> None:
-        """Refuses values that meant something else where they were saved. ``meaning``: of the state; None: it is of an earlier version."""
-        mine = fold.meaning(self._models[prefix][0].recipe)
-        for key, value in ({} if meaning is None else meaning.get(prefix, {})).items():
-            if key in mine and mine[key] != value:
-                raise CheckpointError(
-                    f"the checkpoint {self.saved.folder}: {key} {value:g}",
-                    why=f"the model was made with {mine[key]:g}: the same numbers would give other answers",
-                    fix="make the model with the options that the checkpoint was saved with: parallelize(..., lora=sw.LoRA(...))",
-                )
 
     def _match_extra(self, state: Mapping[str, Any]) -> None:
         held = held_extra(state)
@@ -289,7 +301,8 @@ class _Reading:
                         local[name].copy_(value)
                     else:
                         buffers[name].data = value.to(local[name].device)
-            runtime.memory(Origin).folder = (self.saved.folder / prefix).resolve()
+            if self.base is None or prefix:  # else the base is where it was
+                runtime.memory(Origin).folder = (self.saved.folder / prefix).resolve()
             give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
             runtime.step = self._state.get("windows", {}).get(prefix, runtime.step)
             states = self._state["model"].get(prefix) or {}

@@ -16,6 +16,7 @@ from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.integrity.manifest import Manifest, damaged
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
+from shardwise.state.left_base import FROZEN, LeftBase, base_of
 from shardwise.state.stored import FileTensor
 
 
@@ -75,6 +76,16 @@ class SavedRun:
     def has_run(self) -> bool:
         """Whether a run can resume from it; otherwise it contains only weights, as a conversion writes them."""
         return STATE in self.manifest.files
+
+    def left_base(self) -> LeftBase | None:
+        """What it says of frozen weights that it does not hold; None: it holds all.
+
+        Raises:
+            CheckpointError: that fails its checksums.
+        """
+        if FROZEN not in self.manifest.files:
+            return None
+        return base_of(self.files.whole(self.folder / FROZEN), self.folder / FROZEN)
 
     def verify(self) -> int:
         """Compares all files with their checksums; returns the number of bytes."""

@@ -37,6 +37,7 @@ class Saves:
         retention: which checkpoints are kept.
         texts: further files, by path.
         in_background: whether a thread writes them.
+        leaves_frozen: frozen weights are left out.
 
     Attributes:
         last_step: of the last save; None: there was none; -1: it failed.
@@ -52,12 +53,14 @@ class Saves:
         texts: Mapping[str, str],
         *,
         in_background: bool,
+        leaves_frozen: bool = False,
     ):
         self._manager = weakref.ref(manager)
         self._runtime = runtime_of(resume_point.step.model)
         self._world = self._runtime.world
         self._directory, self._resume_point, self._retention = directory, resume_point, retention
         self._texts = {path: text.encode() for path, text in texts.items()}
+        self._leaves_frozen = leaves_frozen
         self.last_step: int | None = None
         self.is_closed = False
         self._late_notes: list[str] = []  # of the writer thread, shown by the next call
@@ -110,6 +113,7 @@ class Saves:
             extra=run.extra,
             texts=self._texts,
             of_rank=run.dataset_states,
+            leaves_frozen=self._leaves_frozen,
         )
         going_on = run.restored is not None or self.last_step is not None
         self._directory.refuse_behind(contents.step, going_on, run.left_behind)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -87,13 +87,17 @@ class ShardedFiles:
         return found
 
 
-def weight_files(prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list[str]) -> list[ShardedFiles]:
-    """The weights as they are stored, and the tensors of the model that are not stored as they are."""
+def weight_files(
+    prefix: str, model: nn.Module, texts: dict[str, bytes], notes: list[str], without: Collection[str] = ()
+) -> list[ShardedFiles]:
+    """The weights as they are stored, but those of ``without``, and the tensors of the model that are not stored as they are."""
     runtime = runtime_of(model)
     params = runtime.recipe.params.values()
     align = _align(sum(math.prod(param.shape) * DTYPE_BYTES[param.storage] for param in params))
-    file_layout = file_layout_of(runtime, max_shard_bytes=SHARD_BYTES, align=align)
+    file_layout = file_layout_of(runtime, max_shard_bytes=SHARD_BYTES, align=align, without=without)
     sidecars, told = sidecar_files(runtime)
+    if without:  # else transformers would open it, and draw what is not there
+        sidecars.pop("config.json", None)
     index = file_layout.index()
     texts |= {prefix + name: content for name, content in sidecars.items()}
     texts |= {prefix + INDEX: index} if index is not None else {}

@@ -181,9 +181,8 @@ class _Cuts:
         more = sorted(path for path, x in given.items() if isinstance(x, Tensor) and path not in self._entry.given)
         source = given.get(self._entry.source)
         if more or not isinstance(source, Tensor):
-            if labels := [
-                path for path in more if path.rpartition("['")[2].removesuffix("']") in {*TARGETS, *FOR_LOSS}
-            ]:
+            names = [path.rpartition("['")[2].removesuffix("']") for path in more]
+            if labels := [name for name in names if name in {*TARGETS, *FOR_LOSS}]:
                 raise UsageError(
                     f"a forward with {', '.join(labels)}, under {self._layout}",
                     why="the model would compare this rank's positions with labels of all, and shift them",

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from shardwise.model.adapted import (
     row_norms,
 )
 from shardwise.model.adapted_parameters import AdaptedParameters, OfParameter, merge_parameter_
+from shardwise.model.adopted import weight_name
+from shardwise.model.peft_names import names_of_peft
 from shardwise.recipe import Recipe
 from shardwise.techniques.lora.peft_files import files_of
 from shardwise.techniques.lora.rule import LoRAEntry, own_names, parameters_of, trained_beside, weight_named
@@ -53,8 +56,7 @@ class LoRAAct(Act):
     def meaning(self, recipe: Recipe) -> Mapping[str, Any]:
         if "lora" not in recipe.techniques:
             return {}
-        lora = recipe.entry("lora", LoRAEntry).lora
-        return {"scale of adapters": round(lora.scale, 12)}
+        return {"scale of adapters": round(recipe.entry("lora", LoRAEntry).scale, 12)}
 
     def loaded(self, runtime: Any, names: Collection[str], whole: Whole) -> None:
         """The magnitudes of DoRA are the norms of the loaded weights, until an adapter is trained or loaded: then its B is not 0."""
@@ -75,6 +77,7 @@ class LoRAAct(Act):
 
     def merged(self, runtime: Any, whole: Whole) -> Mapping[str, Merge]:
         layers = list(_layers(runtime))
+        _refuse_others(runtime.recipe, "merged into the weights")
         for weight, (low, *_), _ in layers:
             _refuse_tie(runtime, weight, low)
         for name, layer in adapted_layers(runtime.module).items() if layers else ():
@@ -90,22 +93,34 @@ class LoRAAct(Act):
         recipe = runtime.recipe
         if "lora" not in recipe.techniques:
             return None
+        entry = recipe.entry("lora", LoRAEntry)
+        _refuse_others(recipe, "in PEFT's files")
+        if entry.unsaved:
+            raise UnsupportedError(
+                "adapters of PEFT, in its files",
+                why=entry.unsaved,
+                fix="write the merged model: sw.save_weights(model, dest)",
+                name=entry.layers[0],
+            )
         stored = {name: param.aliases for name, param in recipe.params.items()}
         stored |= {name: buffer.aliases for name, buffer in recipe.buffers.items() if buffer.persistent}
-        return files_of(
-            recipe.entry("lora", LoRAEntry),
+        names = names_of_peft(runtime.module)
+        real = {names.bare(name): name for name in stored if name not in names.copies(stored)}
+        layers = adapted_layers(runtime.module)
+        found = files_of(
+            entry,
             prefix=prefix,
             own=own_names(recipe),
             stacks=parameters_of(recipe),
-            trained=trained_beside(recipe),
-            stored=stored,
-            tables=[
-                name for name, layer in adapted_layers(runtime.module).items() if isinstance(layer, AdaptedEmbedding)
-            ],
-            modules=[name for name, _ in runtime.modules if name],
-            is_turned=any(layer.adapter.out_dim == 1 for layer in adapted_layers(runtime.module).values()),
+            trained=[*map(names.bare, trained_beside(recipe))],
+            stored={bare: [*map(names.bare, stored[name])] for bare, name in real.items()},
+            tables=[name for name, layer in layers.items() if isinstance(layer, AdaptedEmbedding)],
+            modules=[*dict.fromkeys(names.bare(name) for name, _ in runtime.modules if name)],
+            is_turned=any(layer.adapter.out_dim == 1 for layer in layers.values()),
             task=_task_of(dict(runtime.modules)[prefix.rstrip(".")], recipe),
         )
+        keys, beside = ({key: real[bare] for key, bare in of.items()} for of in (found.keys, found.beside))
+        return replace(found, keys=keys, beside=beside)
 
 
 def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
@@ -120,10 +135,24 @@ def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
         parts.setdefault(name[: name.rfind(".lora_")], []).append(name)
     layers = adapted_layers(runtime.module)
     for name in entry.layers:
-        if isinstance(layers[name], AdaptedParameters):
+        layer = layers[name]
+        if isinstance(layer, AdaptedParameters):
             continue
-        weight = f"{name}.weight"  # of a packed one no parameter has the name
-        yield homes.get(weight, weight), parts[name], Adapter(entry.lora.scale, out_dim=_out_dim(layers[name]))
+        weight = weight_name(name, layer)  # of a packed one no parameter has the name
+        yield homes.get(weight, weight), parts[name], Adapter(layer.adapter.scale, out_dim=_out_dim(layer))
+
+
+def _refuse_others(recipe: Recipe, what: str) -> None:
+    """Refuses a model of PEFT with layers that were not adopted."""
+    others = recipe.entry("lora", LoRAEntry).as_they_are if "lora" in recipe.techniques else {}
+    for name, why in others.items():
+        raise UnsupportedError(
+            f"adapters of PEFT {what}",
+            why=f"this layer is computed by PEFT's own code: {why}",
+            fix="load sw.full_state_dict(model) into the PEFT model in one process, and let PEFT save or merge it; "
+            "save_weights(model, dest, merge=False) writes all tensors under their names",
+            name=name,
+        )
 
 
 def _merged_parameters(runtime: Any, whole: Whole) -> dict[str, Merge]:

@@ -24,7 +24,16 @@ _FACTOR = re.compile(r"(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight")
 _OF_TABLE = re.compile(r"(?P<layer>.+)\.(?P<part>lora_embedding_[AB])")
 _TABLE = re.compile(r"(?P<layer>.+)\.base_layer\.weight")  # which PEFT writes beside the adapter of an embedding
 _VECTOR = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(\.weight)?")
-_INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
+INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
+_OF_PEFT = (
+    "base_layer",
+    "lora_A",
+    "lora_B",
+    "lora_dropout",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "lora_magnitude_vector",
+)
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 # Keys of a configuration that are read here, or change nothing of what an adapter computes once it has its values.
 _KNOWN = {
@@ -79,10 +88,12 @@ def files_of(
             owner = each.rpartition(".")[0]
             _refuse_owner(owner, each, prefix, entry.layers)
             owners[owner.removeprefix(prefix)] = None
-    _refuse_others(owners, inside, prefix)
     of_layers = [name for name in own if name[: name.rfind(".lora_")] not in stacks]
     keys = {PREFIX + _stored(name.removeprefix(prefix), lora.name): name for name in of_layers}
     stacks = {host.removeprefix(prefix): names for host, names in stacks.items()}
+    wrapped = dict.fromkeys([*layers, *stacks])
+    of_peft = [f"{layer}.{part}{end}" for layer in wrapped for part in _OF_PEFT for end in ("", f".{lora.name}")]
+    _refuse_others(owners, inside, of_peft, prefix)
     names = [name.removeprefix(prefix) for name in stored if name not in {*own}]
     keys |= {PREFIX + key: prefix + name for key, name in peft_parameters.keys_of(stacks, lora.name).items()}
     stacks = {host: params for host, params in stacks.items() if prefix + host not in attention}
@@ -100,10 +111,10 @@ def files_of(
         "init_lora_weights": True,
         "lora_alpha": int(lora.alpha_used) if lora.alpha_used.is_integer() else lora.alpha_used,
         "lora_dropout": lora.dropout,
-        "modules_to_save": _short(owners, inside, whole_parts=False) or None,
+        "modules_to_save": _short(owners, [*inside, *of_peft], whole_parts=False) or None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": _short(layers, inside, whole_parts=True),
+        "target_modules": _targets(layers, inside),
         "target_parameters": peft_parameters.targets_of(stacks, names) or None,
         "task_type": task,
         "use_dora": lora.dora,
@@ -131,6 +142,13 @@ def _stored(name: str, adapter: str) -> str:
     """The key of an adapter's parameter, without PEFT's prefix: without the adapter's name."""
     before, _, leaf = name.rpartition(f".{adapter}")
     return before if before.endswith(".lora_magnitude_vector") else before + leaf
+
+
+def _targets(layers: Iterable[str], modules: Sequence[str]) -> list[str] | str:
+    """What means these layers alone to PEFT: names, or an expression where a name is also the end of another."""
+    found = _short(layers, modules, whole_parts=True)
+    is_meant = _meant(found, modules, whole_parts=True) == set(layers)
+    return found if is_meant else "|".join(map(re.escape, found))
 
 
 def _short(names: Iterable[str], modules: Sequence[str], *, whole_parts: bool) -> list[str]:
@@ -168,9 +186,17 @@ def _refuse_owner(owner: str, name: str, prefix: str, layers: Sequence[str]) -> 
         )
 
 
-def _refuse_others(owners: Iterable[str], modules: Sequence[str], prefix: str) -> None:
-    """Refuses names of modules that PEFT would take for others too."""
+def _refuse_others(owners: Iterable[str], modules: Sequence[str], of_peft: Sequence[str], prefix: str) -> None:
+    """Refuses names of modules that PEFT would take for others too, or for those that it puts into layers (``of_peft``)."""
     owners = list(owners)
+    for name in sorted(_meant(owners, of_peft, whole_parts=False)):
+        owner = next(owner for owner in owners if name.endswith(owner))
+        raise UnsupportedError(
+            f"{prefix}{owner}, which is trained in full, in PEFT's files",
+            why=f"PEFT knows it by how its name ends, and {name}, which PEFT makes beside an adapter, ends so too",
+            fix="give the module another name, such as head; or write the merged model: sw.save_weights(model, dest)",
+            name=f"{prefix}{owner}",
+        )
     for name in sorted(_meant(owners, modules, whole_parts=False) - set(owners)):
         if not name.startswith(tuple(f"{owner}." for owner in owners)):
             owner = next(owner for owner in owners if name.endswith(owner))
@@ -367,7 +393,7 @@ def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
         _refuse(folder, f"peft_type={config.get('peft_type')}", "adapters are LORA here, with use_rslora and use_dora")
     if config.get("bias", "none") != "none":
         _refuse(folder, f"bias={config['bias']!r}", "PEFT stores these biases in a form of their own")
-    if (init := config.get("init_lora_weights")) not in _INITS:
+    if (init := config.get("init_lora_weights")) not in INITS:
         _refuse(
             folder,
             f"init_lora_weights={init!r}",

@@ -20,7 +20,9 @@ from shardwise.model.adapted import (
     row_norms,
 )
 from shardwise.model.adapted_parameters import AdaptedParameters, attach_parameters, factors_of
+from shardwise.model.adopted import adopt, is_of_peft
 from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.model.packed import is_of_bitsandbytes
 from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
@@ -29,7 +31,8 @@ from shardwise.world.rng import derive_seed
 
 
 def prepare(module: nn.Module, world: World | None, device: torch.device | None, *, lora: LoRA | None) -> nn.Module:
-    """``module``, whose chosen layers have an adapter, and of which nothing else is trained than ``lora.train`` names.
+    """``module``, whose chosen layers have an adapter, and of which nothing else is trained than ``lora.train`` names. Without ``lora`` its
+    layers that PEFT has given adapters are adopted.
 
     The class of such a layer becomes a subclass of itself, of the same name; names of modules and tensors stay.
 
@@ -39,6 +42,8 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         UsageError: the module has adapters of PEFT.
     """
     if lora is None:
+        adopt(module)
+        _without_fast_paths(module)
         return module
     _refuse_adapted(module)
     layers, parameters = _chosen(module, lora), chosen_parameters(module, lora)
@@ -64,10 +69,14 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         attach_parameters(host, names, lora.rank, lora.scale, lora.name)
         for each, low, high in factors_of(host):
             _begin(low, high, lora, _generator(low, seed, f"{name}.{each}"))
-    for child in module.modules():
+    _without_fast_paths(module)
+    return module
+
+
+def _without_fast_paths(module: nn.Module) -> None:
+    for child in module.modules() if adapted_layers(module) else ():
         if any(isinstance(part, Adapted) for part in child.modules()):
             without_fast_path(child)
-    return module
 
 
 def values_of_proof(module: nn.Module) -> None:
@@ -86,11 +95,19 @@ def values_of_proof(module: nn.Module) -> None:
 
 def _refuse_adapted(module: nn.Module) -> None:
     for name, child in canonical_modules(module):
-        if isinstance(child, Adapted) or hasattr(child, "lora_A"):
+        if isinstance(child, Adapted) or is_of_peft(child) or hasattr(child, "lora_A"):
             raise UsageError(
                 "lora= with a module that has adapters",
                 why="another set of them beside the first would be trained",
                 fix="leave lora= out: what the module has is trained as it is; or give the module without adapters",
+                name=name,
+            )
+        if is_of_bitsandbytes(child):
+            raise UsageError(
+                "lora= with a module that holds weights of bitsandbytes in 4 bits",
+                why="an adapter is put beside a plain layer, which is then packed",
+                fix='build the model plain: sw.parallelize(build, world, lora=..., quantize="nf4", init="load"), then sw.load_weights(model, '
+                "DIRECTORY), which reads the 4 bits of a directory as they are; or let PEFT make the adapters, and leave lora= out",
                 name=name,
             )
 

@@ -10,9 +10,13 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model.adapted import AdaptedLinear, adapted_layers
 from shardwise.model.adapted_parameters import AdaptedParameters, adapted_weight, factors_of
+from shardwise.model.adopted import not_adopted, option_of, weight_name
+from shardwise.model.names import canonical_modules
+from shardwise.model.peft_names import inner_of_peft
 from shardwise.model.trial import Trial
 from shardwise.recipe import Draft
 from shardwise.techniques.lora.options import LoRA
+from shardwise.techniques.lora.peft_files import INITS
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.world import World
@@ -27,8 +31,9 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
     Raises:
         UnsupportedError: a weight that is read past its layer, by name.
     """
-    if lora is None:
-        return {}
+    adopted = _adopted(module) if lora is None else {}
+    if not adapted_layers(module):
+        return adopted
     find = functools.partial(_found, module, example, draft)
     readers, unchecked = found_by_one_rank(world, example, "the search for what passes over adapters", find)
     if readers:
@@ -43,10 +48,39 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
             + (f"; so it is with {len(readers) - 1} more" if len(readers) > 1 else ""),
             fix=f"leave {', '.join(names)} out of LoRA(experts=...)"
             if name in parameters
-            else f"leave these layers out: LoRA(exclude={names!r})",
+            else f"leave these layers out: {'LoRAConfig(exclude_modules' if adopted else 'LoRA(exclude'}={names!r})",
             name=name,
         )
-    return {"unchecked": unchecked} if unchecked else {}
+    return {**adopted, "unchecked": unchecked} if unchecked else adopted
+
+
+def _adopted(module: nn.Module) -> dict[str, Any]:
+    """What the recipe says of adapters that PEFT has put into a module; {}: there are none."""
+    layers, others = adapted_layers(module), not_adopted(module)
+    if not layers and not others:
+        return {}
+    options = [option_of(layer) for layer in layers.values()]
+    unsaved = ""
+    if differing := [key for key in (options[0] if options else {}) if len({option[key] for option in options}) > 1]:
+        unsaved = f"layers have another {' and '.join(differing)} each"
+    for option, layer in zip(options, layers.values(), strict=True):
+        if abs(LoRA(**option).scale - layer.adapter.scale) > 1e-9 * layer.adapter.scale:
+            unsaved = f"their scale is {layer.adapter.scale:g}, which lora_alpha={option['alpha']:g} does not give"
+    for _, child in canonical_modules(module):
+        configs: Any = getattr(child, "peft_config", {}) if inner_of_peft(child) else {}
+        for config in configs.values():
+            if (init := getattr(config, "init_lora_weights", True)) not in INITS:
+                unsaved = f"init_lora_weights={init!r} has changed the base, which is not in PEFT's files"
+    scales = [layer.adapter.scale for layer in layers.values()]
+    return {
+        "adopted": {
+            "option": options[0] if options else {},
+            "adopted": True,
+            "unsaved": unsaved,
+            "as_they_are": others,
+            "scale": sum(scales) / max(len(scales), 1),
+        }
+    }
 
 
 def _found(module: nn.Module, example: Example, draft: Draft) -> tuple[dict[str, str], str]:
@@ -65,7 +99,8 @@ def _readers(module: nn.Module, draft: Draft, run: Callable[[nn.Module], Any]) -
         if isinstance(layer, AdaptedParameters):
             found |= _readers_of_parameters(trial, name, layer)
             continue
-        weight = f"{name}.weight" if f"{name}.weight" in draft.anatomy.params else f"{name}.weight_nf4"
+        weight = weight_name(name, layer)
+        weight = weight if weight in draft.anatomy.params else f"{weight}_nf4"
         fact = draft.anatomy.params.get(weight)
         if not isinstance(layer, AdaptedLinear) or fact is None or fact.aliases:
             continue  # a forward of its own reads the weight; a tied one is read by its other module

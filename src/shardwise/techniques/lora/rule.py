@@ -17,10 +17,18 @@ class LoRAEntry(Record, frozen=True):
     Attributes:
         layers: names of the layers with an adapter.
         option: the option, as JSON: all ranks must have the same.
+        adopted: the module's user has given it adapters by PEFT.
+        unsaved: why these cannot be saved as adapters; "": they can.
+        as_they_are: layer of PEFT that is computed as PEFT does -> why.
+        scale: of the product, the mean over layers.
     """
 
     layers: tuple[str, ...] = ()
     option: dict[str, Any] = msgspec.field(default_factory=dict)
+    adopted: bool = False
+    unsaved: str = ""
+    as_they_are: dict[str, str] = msgspec.field(default_factory=dict)
+    scale: float = 0.0
 
     @property
     def lora(self) -> LoRA:
@@ -30,17 +38,24 @@ class LoRAEntry(Record, frozen=True):
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     """Notes the adapters of the draft's module, which ``prepare`` has put there."""
-    if lora is None:
-        return
-    draft.entries["lora"] = LoRAEntry(layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora))
-    if left := _stacks_left(draft, lora):
-        names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in left))
-        text = f"{left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
-        draft.note(
-            "lora",
-            f"{text}, weights in no layer, are frozen and have no adapter: LoRA(experts={names!r}) gives them one",
-            option="lora",
+    if lora is not None:
+        draft.entries["lora"] = LoRAEntry(
+            layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora), scale=lora.scale
         )
+        if left := _stacks_left(draft, lora):
+            names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in left))
+            text = f"{left[0]}" + (f" and {len(left) - 1} more" if len(left) > 1 else "")
+            draft.note(
+                "lora",
+                f"{text}, weights in no layer, are frozen and have no adapter: LoRA(experts={names!r}) gives them one",
+                option="lora",
+            )
+    elif "adopted" in facts:
+        draft.entries["lora"] = msgspec.convert({"layers": draft.anatomy.adapted, **facts["adopted"]}, LoRAEntry)
+        for name, why in facts["adopted"]["as_they_are"].items():
+            draft.note(
+                name, f"computed as PEFT does: {why}. Under tp each of its factors is a layer of its own", option="lora"
+            )
     if why := facts.get("unchecked"):
         draft.note(
             "lora",
@@ -76,6 +91,8 @@ def lines(recipe: Recipe) -> list[str]:
     if "lora" not in recipe.techniques:
         return []
     entry = recipe.entry("lora", LoRAEntry)
+    if not entry.layers:
+        return []
     lora = entry.lora
     sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
     trained = sum(sizes[name] for name, param in recipe.params.items() if param.trainable)
@@ -83,7 +100,7 @@ def lines(recipe: Recipe) -> list[str]:
     beside, stacks = sum(1 for name in trained_beside(recipe)), parameters_of(recipe)
     places = [(len(entry.layers) - len(stacks), "layers"), (sum(map(len, stacks.values())), "parameters")]
     return [
-        f"{kind}: rank {lora.rank}, scale {lora.scale:g}, beside {' and '.join(f'{num} {what}' for num, what in places if num)}"
+        f"{kind}{' of PEFT' if entry.adopted else ''}: rank {lora.rank}, scale {entry.scale:g}, beside {' and '.join(f'{num} {what}' for num, what in places if num)}"
         + (f", and {beside} parameters in full" if beside else "")
         + f": {trained:,} of {sum(sizes.values()):,} numbers ({trained / max(sum(sizes.values()), 1):.2%}) are trained"
     ]

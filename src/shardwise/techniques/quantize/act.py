@@ -10,6 +10,7 @@ from shardwise.model import dtype_of
 from shardwise.model.adapted import out_dim_of
 from shardwise.model.nf4 import Packing
 from shardwise.model.packed import packed_layers
+from shardwise.model.peft_names import names_of_peft
 from shardwise.recipe import Recipe, extents
 from shardwise.recipe.dtypes import FLOATING
 from shardwise.techniques.quantize import bitsandbytes
@@ -56,6 +57,7 @@ class QuantizeAct(Act):
         packed = codecs_of(runtime.recipe, runtime.world.rank)
         if not packed:
             return {}
-        layers = [name for name, layer in runtime.modules if out_dim_of(layer) == 0 and name]
-        plain = [name.removeprefix(prefix) for name in layers if f"{name}.weight" not in packed]
+        names = names_of_peft(runtime.module)
+        layers = [name for name, layer in runtime.modules if out_dim_of(layer) == 0 and name and ".lora_" not in name]
+        plain = [names.bare(name).removeprefix(prefix) for name in layers if f"{name}.weight" not in packed]
         return bitsandbytes.config(next(iter(packed.values())).dtype, plain)

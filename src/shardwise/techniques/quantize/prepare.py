@@ -15,7 +15,7 @@ from shardwise.model.adapted import (
     row_norms,
 )
 from shardwise.model.names import canonical_modules
-from shardwise.model.packed import PackedLinear, pack_layer
+from shardwise.model.packed import PackedLinear, adopt_packed, pack_layer, packed_layers
 from shardwise.techniques.linears import (
     in_no_layer,
     left_out,
@@ -30,13 +30,16 @@ from shardwise.world import World
 def prepare(
     module: nn.Module, world: World | None, device: torch.device | None, *, quantize: Quantize | None
 ) -> nn.Module:
-    """``module``, whose chosen frozen weights are in 4 bits.
+    """``module``, whose chosen frozen weights are in 4 bits. Those that bitsandbytes has put into 4 bits stay so.
 
     Raises:
         PlanError: a name that means no layer, or nothing that could be packed.
         UnsupportedError: a layer that was named, whose weight cannot be; or a weight that is not finite.
     """
+    adopt_packed(module)
     if quantize is None:
+        if packed_layers(module):
+            _without_fast_paths(module)
         return module
     for name, layer in _chosen(module, quantize).items():
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
@@ -53,10 +56,14 @@ def prepare(
             if magnitude is not None:
                 with torch.no_grad():
                     magnitude.copy_(row_norms(layer.weight, None, None, Adapter()))  # type: ignore[arg-type]
+    _without_fast_paths(module)
+    return module
+
+
+def _without_fast_paths(module: nn.Module) -> None:
     for child in module.modules():
         if any(isinstance(part, PackedLinear) for part in child.modules()):
             without_fast_path(child)
-    return module
 
 
 def _chosen(module: nn.Module, quantize: Quantize) -> dict[str, nn.Module]:
@@ -95,7 +102,7 @@ def _chosen(module: nn.Module, quantize: Quantize) -> dict[str, nn.Module]:
         if not (hits := names_matching(found, pattern)):
             raise matches_nothing("Quantize", "keep", pattern, found, [], dict.fromkeys(found))
         found = [name for name in found if name not in hits]
-    if not found:
+    if not found and not packed_layers(module):
         reason = next((f": {name}: {text}" for name, text in why.items() if text), "")
         raise PlanError(
             f'quantize="{quantize.kind}" of a {type(module).__name__}',

@@ -10,9 +10,9 @@ from shardwise.techniques.quantize.options import Quantize
 
 def rule(draft: Draft, _facts: Mapping[str, Any], *, quantize: Quantize | None) -> None:
     """Notes the codecs of the draft's module, which ``prepare`` has put there."""
+    draft.codecs |= draft.anatomy.codecs
     if quantize is None:
         return
-    draft.codecs |= draft.anatomy.codecs
     packed = {codec.of for codec in draft.anatomy.codecs.values()}
     plain = [
         name

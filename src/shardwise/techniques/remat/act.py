@@ -25,6 +25,7 @@ from shardwise._torch.autograd import StopRecomputation, checkpointed, function_
 from shardwise._torch.pytrees import tree_flatten, tree_unflatten
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
+from shardwise.model.adapted import adapter_switches, adapters_as
 from shardwise.model.pytrees import leaves_of
 from shardwise.recipe import Recipe
 from shardwise.techniques.edges import gather_parts, parts_of
@@ -138,6 +139,7 @@ class _State:
         self.options: dict[str, Any] = {"context_fn": _contexts(tuple(args["save"]))} if "save" in args else {}
         self.own = vars(module).get("forward")  # a forward that was set on the object
         self.modules = list(module.modules())
+        self.switches = adapter_switches(self.modules)
         self.kinds: list[tuple[type, ...]] = [()] * len(self.modules)  # of attributes among which is no generator
         self.buffers = buffers
         self.num_runs = 0
@@ -221,6 +223,7 @@ class _Runs:
         self.numbers = GlobalNumbers(state.device)
         self.generators: list[tuple[Any, Callable[[], Any]]] = []  # with functions that restore them for the second run
         self.modes = function_modes()
+        self.adapters = [getattr(*switch) for switch in state.switches]  # whether they are off
         self.measurement: Measurement | None = None  # of the first run
 
     def __call__(self, *leaves: Any) -> Any:
@@ -254,8 +257,8 @@ class _Runs:
                 raise
 
     def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
-        """Context manager for the second run: buffers, generators and function modes as in the first."""
-        if not (self.written or self.generators or self.modes):
+        """Context manager for the second run: buffers, generators, function modes and adapters as in the first."""
+        if not (self.written or self.generators or self.modes or self.adapters):
             return _NOTHING
         with contextlib.ExitStack() as stack:
             if self.written:
@@ -267,6 +270,7 @@ class _Runs:
             for mode in self.modes:
                 if not any(mode is other for other in active):
                     stack.enter_context(mode)
+            stack.enter_context(adapters_as(self.state.switches, self.adapters))
             return stack.pop_all()
 
 

@@ -82,9 +82,11 @@ class TensorParallelAct(Act):
                 _set(modules[edit.module], edit.args)
             elif edit.action == "attention":
                 write_out(modules[edit.module], is_cut=True)  # type: ignore[arg-type]
-            elif edit.action == "row" and isinstance(adapted := modules[edit.module], AdaptedLinear):
+            elif edit.action == "row":
                 total = functools.partial(sum_over, group=shared.group)
-                adapted.adapter = dataclasses.replace(adapted.adapter, sum_over_inputs=total)
+                for name in {edit.module, *edit.args["callers"]}:  # PEFT's layer is around that of the weight
+                    if isinstance(adapted := modules[name], AdaptedLinear):
+                        adapted.adapter = dataclasses.replace(adapted.adapter, sum_over_inputs=total)
         held = {name: (owner, attr) for name, owner, attr in canonical_tensors(module, "_parameters")}
         called: dict[str, dict[str, LayerOfRank]] = {}
         for edit in edits:

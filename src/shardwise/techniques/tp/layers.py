@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.adapted import AdaptedLinear
+from shardwise.model.adopted import AdoptedLinear
 from shardwise.model.layers import LOOKS, Compute, Layer, LayerCalls, flat
 from shardwise.model.packed import PackedLinear
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
@@ -286,13 +287,16 @@ def within_layers(
     """Makes ``module`` call ``layers``, by the names of their weights, where its forward calls linear layers. ``held``: where
     their weights and biases are."""
     inner = module.forward
-    computes = type(module).forward in (AdaptedLinear.forward, PackedLinear.forward) and "forward" not in vars(module)
+    own = (AdaptedLinear.forward, AdoptedLinear.forward, PackedLinear.forward)
+    computes = type(module).forward in own and "forward" not in vars(module)
     if (computes or _is_plain(module)) and len(layers) == 1:
         (layer,) = layers.values()
 
         def forward(input: Tensor) -> Tensor:
-            if isinstance(module, PackedLinear):
-                return layer(input, module.weight_nf4, module.bias, module.compute)  # type: ignore[attr-defined]
+            if isinstance(
+                module, PackedLinear | AdoptedLinear
+            ):  # they compute what they have, with an adapter or without
+                return layer(input, None, module.bias, module.compute)  # type: ignore[arg-type]
             given = (module.compute,) if computes and not module.adapter_is_off else ()
             return layer(input, module.weight, getattr(module, "bias", None), *given)  # type: ignore[arg-type]
 
