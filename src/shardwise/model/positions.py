@@ -420,9 +420,12 @@ def _run(trial: Trial, mode: _Rows) -> None:
         raise Differs("", "it returns, or keeps, other tensors")
     found = set[str]()
     ends = [("its output", x, y) for x, y in zip(seen.output, whole.ends, strict=True)]
-    ends += [
-        (f"what is kept in {n or 'the model'}", x, y) for (n, x), (_, y) in zip(seen.kept, whole.kept, strict=True)
-    ]
+    names = {name for name, _ in first_names(trial.module)}
+    for (name, mine), (_, full) in zip(seen.kept, whole.kept, strict=True):
+        if mine.is_floating_point() and mine.shape != full.shape:
+            home = next((name[:end] for end in range(len(name), 0, -1) if name[:end] in names), "")
+            raise Differs(home, f"{name or 'the model'} keeps a tensor of this rank's positions", is_kept=True)
+        ends.append((f"what is kept in {name or 'the model'}", mine, full))
     for what, mine, full in ends:
         mode._compare("", what, mine, full)
         if mine.is_floating_point():

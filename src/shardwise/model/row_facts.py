@@ -71,11 +71,13 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         why: what differs.
         is_mask: a mask has not the keys of all positions.
         is_of_heads: heads cannot be divided.
+        is_kept: it keeps a tensor of its rows.
     """
 
-    def __init__(self, name: str, why: str, *, is_mask: bool = False, is_of_heads: bool = False):
+    def __init__(self, name: str, why: str, *, is_mask: bool = False, is_of_heads: bool = False, is_kept: bool = False):
         super().__init__(f"{name}: {why}")
-        self.name, self.why, self.is_mask, self.is_of_heads = name, why, is_mask, is_of_heads
+        self.name, self.why = name, why
+        self.is_mask, self.is_of_heads, self.is_kept = is_mask, is_of_heads, is_kept
 
 
 class Whole:

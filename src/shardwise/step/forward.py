@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import ConfigError, RankError
+from shardwise.errors import ConfigError, RankError, UsageError, first_line
 from shardwise.launch.failure import is_lost_peer
+from shardwise.model.calling import line_of
 from shardwise.model.module_state import FunctionState
 from shardwise.model.pytrees import map_leaves
 from shardwise.parallel import Runtime
@@ -69,9 +70,16 @@ def _check_positions(
     try:
         with without_a_trace(runtime, loss):
             parts, is_noisy = drawn(runtime, lambda: [as_sums(loss(*half)) for half in halves])
-    except Exception:  # it joins the positions itself, or asks for others
+    except UsageError:  # it joins the positions itself
         memory.losses.append(loss)
         return
+    except Exception as error:
+        raise ConfigError(
+            f"a loss that fails on a part of the positions that it is given, under {runtime.recipe.grid}",
+            why=f"{type(error).__name__}: {first_line(error)}{line_of(error)}: it reads something else than output and micro-batch, such as what the "
+            "model has kept of its positions",
+            fix="let the model return what the loss reads, and the loss be a sum over positions",
+        ) from error
     for name, value in sums.items():
         one, other, both = (float(each.detach()) for each in (parts[0][name], parts[1][name], value))
         allowed = {8: 1e-9, 4: 1e-4}.get(value.element_size(), 2e-2) * max(abs(one), abs(other), abs(both))

@@ -2,8 +2,9 @@
 
 import torch
 import torch.nn.functional as F
-from techniques.cp.sequences import VOCAB, WIDTH, Words, batch, build, count, loss_of, windows
+from techniques.cp.sequences import VOCAB, WIDTH, Attention, Block, Words, batch, build, count, loss_of, windows
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 
@@ -98,6 +99,64 @@ class Flagged(Words):
         return super().forward(input_ids, position_ids) * scale
 
 
+class Checkpointed(Words):
+    """Runs attention of a block again in backward, by torch's own function."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].attention = Again()
+
+
+class Again(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Attention("")
+
+    def forward(self, x, mask=None):
+        return checkpoint(self.inner, x, mask, use_reentrant=True)
+
+
+class TwoStreams(Words):
+    """Two sequences, each through blocks of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList(Block("", "") for _ in range(2))
+
+    def forward(self, input_ids, other):
+        x, y = self.tokens(input_ids), self.tokens(other)
+        for block in self.blocks:
+            x = block(x, None)
+        for block in self.others:
+            y = block(y, None)
+        return self.head(x) + self.head(y)
+
+
+class Added(nn.Module):
+    """A block with a second argument, which the model changes in place between its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block("", "")
+
+    def forward(self, x, extra):
+        return self.block(x + extra)
+
+
+class InPlace(Words):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Added() for _ in range(3))
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        extra = torch.zeros_like(x)
+        for block in self.blocks:
+            extra.add_(self.places.weight[: input_ids.shape[1]].detach())
+            x = block(x, extra)
+        return self.head(x)
+
+
 class Drops(Words):
     """With dropout before its blocks, in them and behind them; and a block that is left out at random."""
 
@@ -188,7 +247,12 @@ def refused(case):
 
 
 def _use(case, world):
-    if case in ("labels", "another flag"):
+    if case == "checkpoint":
+        model = sw.parallelize(Checkpointed, world, example={"input_ids": batch(1, 24)["input_ids"]})
+    elif case == "a sequence of another length":
+        ids = batch(1, 24)["input_ids"]
+        model = sw.parallelize(TwoStreams, world, example={"input_ids": ids, "other": ids})
+    elif case in ("labels", "another flag"):
         model = sw.parallelize(Flagged, world, example={"input_ids": batch(1, 24)["input_ids"]})
     else:
         model = parallel("pooled" if case == "own loop of a whole output" else "plain", world)
@@ -200,6 +264,11 @@ def _use(case, world):
     if case == "forward in the loss":
         loss = lambda output, part: loss_of(model(part["input_ids"]), part)  # noqa: E731
         sw.TrainStep(model, optim, loss=loss, count=count)([given])
+    if case == "a sequence of another length":
+        short = {**given, "other": given["input_ids"][:, :6]}
+        sw.TrainStep(model, optim, loss=loss_of, count=count)([short])
+    if case == "checkpoint":
+        sw.TrainStep(model, optim, loss=loss_of, count=count)([given])
     if case in LOSSES:
         sw.TrainStep(model, optim, loss=LOSSES[case], count=count)([given])
     if case == "evaluated":

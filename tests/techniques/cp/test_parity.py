@@ -4,6 +4,7 @@ import models
 import pytest
 import torch
 from techniques.cp.on_ranks import (
+    InPlace,
     backward_outside,
     dropped,
     every_length,
@@ -201,6 +202,10 @@ def test_masks_of_transformers_are_made_for_rows_alone(kind):
     assert search.run().masks_of_rows
 
 
+def test_an_argument_that_is_changed_in_place_between_blocks(ranks):
+    sw.verify(InPlace, "cp=2", batches=windows("plain"), loss=loss_of, count=count, run=ranks.run)
+
+
 def test_a_fused_loss(ranks):
     sw.verify(Build("plain"), "cp=2", batches=windows("plain"), run=ranks.run, fused="head")
 
@@ -295,6 +300,8 @@ def test_ranks_with_equal_samples_train(ranks):
         ("a pair of answers", ["no sum over positions"]),
         ("an entry of its own", ["no sum over positions", "'spread'"]),
         ("evaluated", ["no sum over positions"]),
+        ("a sequence of another length", ["others.0", "[0][0] of 6 positions, for sequences of 12"]),
+        ("checkpoint", ["checkpoints a part of its forward itself", 'remat="full"']),
         ("labels", ["a forward with labels, under cp=2", "loss=sw.next_token_loss"]),
         ("another flag", ["['scale']=2.0", "in example="]),
         ("cut before a forward", ["cut_sequence of a micro-batch before a forward", "call the model first"]),

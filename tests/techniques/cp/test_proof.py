@@ -89,6 +89,8 @@ class Odd(Words):
             x = block(x)
         if self.how == "in eval mode" and not self.training:
             x = x - x.mean(1, keepdim=True)
+        if self.how == "keeps rows":
+            self.kept = x
         if self.how == "keeps a mean":
             self.kept = self.blocks[0].norm(x).square().mean()
         if self.how == "rolls":
@@ -118,6 +120,59 @@ def test_code_behind_the_blocks_that_mixes_positions_gets_all_of_them(how):
     facts = proof_of(Odd(how))
     assert facts.output == "whole" and facts.join == {"blocks.1": {"": 1}}
     assert proof_of(Odd("")).output == "rows"
+
+
+def test_a_tensor_of_rows_that_is_kept_is_refused():
+    with pytest.raises(Differs, match="keeps a tensor of this rank's positions") as raised:
+        proof_of(Odd("keeps rows"))
+    assert raised.value.is_kept
+
+
+class Late(nn.Module):
+    """A block that shifts its tokens, or has positions of its own, from the fifth on."""
+
+    def __init__(self, number, how):
+        super().__init__()
+        self.number, self.how, self.layer = number, how, nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("flag", torch.tensor(float(number >= 4)))
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.how == "by its number" and self.number >= 4:
+            y = y.roll(1, 1)
+        if self.how == "by a buffer" and self.flag:
+            y = y.roll(1, 1)
+        if self.how == "positions" and self.number >= 4:
+            y = y + torch.arange(x.shape[1])[:, None].sin()
+        return x + y
+
+
+@pytest.mark.parametrize("how", ["by its number", "by a buffer", "positions", ""])
+def test_many_blocks_are_all_compared(how):
+    model = Odd("")
+    model.blocks = nn.ModuleList(Late(number, how) for number in range(12))
+    if how in ("by its number", "by a buffer"):
+        with pytest.raises(Differs, match=r"blocks\.4"):
+            proof_of(model)
+        return
+    facts = proof_of(model)
+    assert facts.output == "rows" and len(facts.cut) == 12
+    assert facts.positions == ({f"blocks.{i}": [["arange", 0, 0]] for i in range(4, 12)} if how else {})
+
+
+def test_what_is_behind_a_gate_of_0_is_compared():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(()))
+
+        def forward(self, x):
+            return x + self.layer(x) + self.gate * x.cumsum(1)
+
+    model = Odd("")
+    model.blocks[1] = Gated()
+    with pytest.raises(Differs, match=r"blocks\.1"):
+        proof_of(model)
 
 
 def test_what_longer_sequences_do_is_compared_too():

@@ -133,6 +133,13 @@ def _methods(option: ContextParallel) -> Sequence[str]:
 
 
 def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
+    if wrong.is_kept:
+        return UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why=f"{wrong.why}: a loss that reads it would have this rank's positions alone",
+            fix="return what the loss reads, and let nothing of it stay in the model after its forward",
+            name=wrong.name or None,
+        )
     if wrong.is_of_heads:
         return UnsupportedError(
             f'{what} with method="ulysses"',

@@ -277,6 +277,8 @@ class Search:
             Differs: there is none.
         """
         name = wrong.name
+        if wrong.is_kept and not self.fallback:
+            raise wrong
         if plan.masks_of_rows:
             other = dataclasses.replace(plan, masks_of_rows=False)
             after = self._first_difference(trial, other)
