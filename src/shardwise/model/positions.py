@@ -8,6 +8,7 @@ between ranks is "what the whole run had there", so that no rank waits for anoth
 
 import contextlib
 import dataclasses
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import first_line
+from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS
@@ -69,6 +70,7 @@ class _Rows(LayerCalls):
             known,
         )
         self.facts = Facts()
+        self._thread, self.has_threads = threading.get_ident(), False
         self.frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
         self._inside = 0  # of modules of the cut
@@ -76,6 +78,11 @@ class _Rows(LayerCalls):
         self._num_rows = length if rows is None else len(rows)
 
     # ---- modules
+
+    def is_elsewhere(self) -> bool:
+        """Whether another thread runs; it is noted."""
+        self.has_threads |= threading.get_ident() != self._thread
+        return threading.get_ident() != self._thread
 
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         frame = _Frame(name, (name, self._calls.get(name, 0)))
@@ -394,7 +401,7 @@ def run_on_rows(
     mode = _Rows(trial, whole, plan, length, rows, known, heads_over)
     try:
         _run(trial, mode)
-    except Differs:
+    except (Differs, ShardwiseError):
         raise
     except Exception as error:
         name = mode.frames[-1].name if mode.frames else ""
@@ -412,6 +419,12 @@ def _run(trial: Trial, mode: _Rows) -> None:
             _, seen = trial.run_within(mode)
         finally:
             now.attends, now.rows = before
+    if mode.has_threads:
+        raise UnsupportedError(
+            "a model under cp that runs its modules in threads of its own",
+            why="in which order they run, and where, is not the same on all ranks",
+            fix="run them one after the other; or leave cp out for this model",
+        )
     whole = mode._whole
     if mode._rows is None:
         whole.ends, whole.kept = seen.output, seen.kept
@@ -450,6 +463,8 @@ def _watched(module: nn.Module, mode: _Rows) -> Iterator[None]:
 
     def before(name: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if mode.is_elsewhere():
+                return None
             with mode.busy():
                 return mode.before(name, args, kwargs)
 
@@ -457,6 +472,8 @@ def _watched(module: nn.Module, mode: _Rows) -> Iterator[None]:
 
     def after(name: str) -> Callable[..., Any]:
         def hook(_: nn.Module, args: Any, output: Any) -> Any:
+            if mode.is_elsewhere():
+                return None
             with mode.busy():
                 return mode.after(name, output)
 

@@ -150,7 +150,8 @@ class _Cuts:
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
             if edit.action in ("attention", "positions"):
-                calls.setdefault(edit.module, {})[edit.action] = edit.args["calls"]
+                found = edit.args["calls"]
+                calls.setdefault(edit.module, {})[edit.action] = found[0] if edit.action == "attention" else found
             elif edit.action == "island":
                 make_island(target, self, edit.args["inputs"], edit.args["outputs"])
             elif edit.action == "join":
@@ -162,7 +163,7 @@ class _Cuts:
             if edit.action == "cut":
                 target, is_compiled = modules[edit.module], edit.module in compiled
                 with_positions(target, self, is_compiled=is_compiled)
-                hook = functools.partial(self._cut, edit.module, edit.args["calls"], {*edit.args["known"]})
+                hook = functools.partial(self._cut, edit.module, edit.args["calls"], {*edit.args["known"][0]})
                 target.register_forward_pre_hook(hook, with_kwargs=True)
                 if is_compiled and self.draws:
                     target.register_forward_pre_hook(lambda *_: self.stream.enter() if self.at is not None else None)

@@ -16,7 +16,7 @@ from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
-from shardwise.techniques.cp.search import Search
+from shardwise.techniques.cp.search import Search, is_of_a_run
 from shardwise.techniques.cp.sequences import Arguments, sequences_in
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
@@ -92,7 +92,9 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
             except Differs as each:
                 wrong.append((method, each))
                 continue
-            except UnsupportedError as each:  # it does not run at other lengths
+            except UnsupportedError as each:
+                if not is_of_a_run(each):  # at other lengths
+                    raise
                 unfit = unfit or each
                 continue
             is_first = sequences.dims[sequences.path][0] == 0  # where samples often are, which no module mixes
@@ -149,7 +151,7 @@ def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
         )
     return UnsupportedError(
         f"{what} of a {type(module).__name__}",
-        why=f"on this rank's positions alone it does not compute what it does on all: {wrong.why}",
+        why=f"what it computes for a position depends on other positions, and not by attention alone: on some of them {wrong.why}",
         fix=_FIX,
         name=wrong.name or None,
     )

@@ -9,7 +9,7 @@ from shardwise.recipe.records import Record
 from shardwise.techniques.cp.options import ContextParallel
 
 _WHY = {
-    "cut": "this rank's positions of what grows with the length of the sequences",
+    "cut": "its inputs are this rank's positions of them",
     "join": "the positions of all ranks, for the code behind the blocks, which mixes them",
     "island": "it mixes positions, so it runs on all of them on every rank",
     "attention": "its queries are this rank's, its keys and values those of all positions",
@@ -81,11 +81,11 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         sent=facts["sent"] // draft.layout.tp,
     )
     edits = [
-        (name, "cut", {"calls": dims, "known": facts["known"].get(name, [])}) for name, dims in found["cut"].items()
+        (name, "cut", {"calls": dims, "known": [facts["known"].get(name, [])]}) for name, dims in found["cut"].items()
     ]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
-    edits += [(name, "attention", {"calls": calls}) for name, calls in found["attention"].items()]
+    edits += [(name, "attention", {"calls": [calls]}) for name, calls in found["attention"].items()]
     edits += [(name, "positions", {"calls": calls}) for name, calls in found["positions"].items()]
     draft.edits += [
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])
@@ -122,7 +122,7 @@ def lines(recipe: Recipe) -> list[str]:
     entry = recipe.entry("cp", ContextParallelEntry)
     edits = recipe.edits_of("cp")
     num = {action: sum(edit.action == action for edit in edits) for action in _WHY}
-    calls = sum(len(edit.args["calls"]) for edit in edits if edit.action == "attention")
+    calls = sum(len(edit.args["calls"][0]) for edit in edits if edit.action == "attention")
     how = {
         "gather": "keys and values are gathered, and gathered again in backward",
         "ulysses": "queries, keys and values change from positions to heads, and back behind it",

@@ -175,7 +175,7 @@ class Search:
                 trial = trial or self._new_trial(without)
                 self._whole[True, self.length] = whole_run(trial, self.length)
             except ShardwiseError as each:
-                if not _is_of_a_run(each):  # it writes a file, cannot be copied, ...
+                if not is_of_a_run(each):  # it writes a file, cannot be copied, ...
                     raise
                 error = error or each
             except Exception as each:
@@ -338,9 +338,9 @@ class Search:
                 )
 
 
-def _is_of_a_run(error: ShardwiseError) -> bool:
-    """Whether an error is that of the model's own code, which may run at another length."""
-    return error.__cause__ is not None and not isinstance(error.__cause__, ShardwiseError)
+def is_of_a_run(error: ShardwiseError) -> bool:
+    """Whether an error is that of the model's own code in a trial, which may run at another length."""
+    return str(error.given).startswith("a run of ")
 
 
 def _shift_values(trial: Trial) -> None:
