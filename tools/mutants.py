@@ -2419,8 +2419,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-what-is-kept-not-compared",
-        '    ends += [\n        (f"what is kept in',
-        '    ends += [] and [\n        (f"what is kept in',
+        "        ends.append((f\"what is kept in {name or 'the model'}\", mine, full))\n",
+        "",
         "tests/techniques/cp/test_proof.py -k code_behind",
         "a loss that is kept in an attribute is of one rank's positions",
     ),

@@ -89,7 +89,7 @@ def test_a_model_of_which_it_is_not_known_what_it_runs_on_is_told_an_example_tha
         run_on(None)(Mlp())
     assert str(caught.value) == (
         "Mlp.forward(x) without example=\n"
-        "  why: under tp a model is run once to find which layers can be cut; it has no embedding, so its 'x' has a shape and a dtype that "
+        "  why: under tp and cp a model is run once to find what can be cut; it has no embedding, so its 'x' has a shape and a dtype that "
         "are not known\n"
         "  fix: give it a micro-batch of the shapes and dtypes of training: "
         'sw.parallelize(model, world, example={"x": torch.randn(16, 12)})'

@@ -204,7 +204,7 @@ def _tokens(model: nn.Module) -> dict[str, Tensor]:
     if getattr(model, "takes_batch", False):
         raise UsageError(
             f"{type(model).__name__}.forward({', '.join(asked)}) without example=",
-            why="under tp a model is run once to find which layers can be cut, and what its loss reads of a batch is not known",
+            why="under tp and cp a model is run once to find what can be cut, and what its loss reads of a batch is not known",
             fix="give it a micro-batch as in training, with the labels: sw.parallelize(model, world, example=batch), such as "
             'batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "labels": torch.zeros(2, 8, dtype=torch.long)}',
         )
@@ -229,7 +229,7 @@ def _needs_example(model: nn.Module, asked: list[str], *, has_tables: bool) -> U
     tensors = ", ".join(f'"{name}": {shown}' for name in asked or ["x"])
     return UsageError(
         f"{type(model).__name__}.forward({', '.join(asked)}) without example=",
-        why=f"under tp a model is run once to find which layers can be cut; {why}",
+        why=f"under tp and cp a model is run once to find what can be cut; {why}",
         fix=f"give it a micro-batch of the shapes and dtypes of training: sw.parallelize(model, world, example={{{tensors}}})",
     )
 

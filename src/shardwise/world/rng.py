@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.config.caller import level_of_caller
+
 _SCRATCH = np.random.MT19937()  # numpy's global functions draw from it inside forked_streams
 _seeded: int | None = None  # torch's seed, as the last world of this process has set it
 _NUM_WORDS = 624  # of 32 bits, in the state of a Mersenne twister
@@ -343,7 +345,7 @@ def warn_of_lost_seed(num_ranks: int) -> None:
             f"torch was seeded ({seed}) before sw.init, which seeds torch, numpy and Python anew: by its own seed, 0, on rank 0, and by others on the "
             f"other ranks, so that what they draw from here on differs. Pass it: sw.init(seed={seed}); draw what all ranks must have alike, such as a split of the data, from a generator of its own: "
             "torch.Generator().manual_seed(0)",
-            stacklevel=4,
+            stacklevel=level_of_caller(),
         )
 
 
