@@ -143,7 +143,7 @@ def test_tokens_go_to_the_first_argument_of_a_forward_without_input_ids(model_fi
     assert done.returncode == 2 and "random tokens were tried as image" in done.stderr
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=-1", "cp=2", "dp_shrad=2"])
+@pytest.mark.parametrize("layout", ["dp_shard=-1", "pp=2", "dp_shrad=2"])
 def test_layouts_are_refused_before_anything_starts(model_file, layout):
     done = _verify(f"{model_file}:build", "--layout", layout, cwd=model_file.parent)
     assert done.returncode in (1, 2) and "fix:" in done.stderr and "comparing" not in done.stdout

@@ -279,8 +279,11 @@ class _Rows(LayerCalls):
                 made = self.facts.positions.setdefault(frame.name, [])
                 if [kind, number, argument] not in made:
                     made.append([kind, number, argument])
-                with self.busy():
-                    return of_rows(kind, argument, func, args, kwargs, self._rows, self._length)
+                try:
+                    with self.busy():
+                        return of_rows(kind, argument, func, args, kwargs, self._rows, self._length)
+                except UnsupportedError as error:
+                    raise Differs(frame.name, error.given) from error
         return func(*args, **kwargs)
 
     def _maker(self) -> _Frame | None:

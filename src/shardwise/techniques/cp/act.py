@@ -69,17 +69,12 @@ class ContextParallelAct(Act):
         if cuts is not None:
             cuts.begin(runtime)
 
-    def explain(self, error: BaseException) -> ShardwiseError | None:
-        if type(error).__name__ != "CheckpointError" or not _of_own_checkpoint(error):
-            return None
-        return _own_checkpoint()
 
-
-def _of_own_checkpoint(error: BaseException) -> bool:
-    """Whether a difference of two runs is of a checkpoint in the user's code, and not of ``remat``."""
-    return not any(
-        "shardwise/techniques/remat" in frame.filename for frame in traceback.extract_tb(error.__traceback__)
-    )
+def _explain(error: BaseException) -> ShardwiseError | None:
+    """The ShardwiseError for a difference of two runs of a checkpoint in the user's code, and not of ``remat``; else None."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_ours = any("shardwise/techniques/remat" in frame.filename for frame in frames)
+    return _own_checkpoint() if type(error).__name__ == "CheckpointError" and not is_ours else None
 
 
 def _own_checkpoint() -> UnsupportedError:
@@ -126,6 +121,7 @@ class _Cuts:
 
     def begin(self, runtime: Any) -> None:
         self._runtime, self._check_inputs = runtime, input_check(runtime, "cp")
+        runtime.explainers.append(_explain)
         if self._entry.output == "whole":
             runtime.share_of_sums /= self._size
         else:
