@@ -42,9 +42,8 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         UsageError: the module has adapters of PEFT.
     """
     if lora is None:
-        if isinstance(module, nn.Module):  # else it is refused with what was given in its place
-            adopt(module)
-            _without_fast_paths(module)
+        adopt(module)
+        _without_fast_paths(module)
         return module
     _refuse_adapted(module)
     layers, parameters = _chosen(module, lora), chosen_parameters(module, lora)
