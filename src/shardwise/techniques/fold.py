@@ -81,7 +81,9 @@ def prepared(
     """``module`` after every technique has changed its structure. ``world`` is None, and ``device`` the CPU, in one
     plain process."""
     given = parallel.options()
-    for technique in TECHNIQUES if hasattr(module, "_modules") else ():  # what is no module is refused with what was given
+    if not hasattr(module, "_modules"):
+        return module  # what is no module is refused with what was given
+    for technique in TECHNIQUES:
         prepare = technique.load("prepare")
         if prepare is not None:
             module = prepare(module, world, device, **technique.settled(given))
