@@ -121,7 +121,7 @@ class _Rows(LayerCalls):
         full = dict(keyed_leaves(self._whole.outputs[frame.key]))
         if name in self._plan.islands:
             dims = self.facts.islands[name][1]
-            output = map_keyed(lambda path, x: self._part(name, path, x, full.get(path), dims), output)
+            output = map_keyed(lambda path, x: self._part(path, x, dims), output)
         if frame.is_right and name not in self._plan.unjudged:
             for path, x in keyed_leaves(output):
                 if isinstance(x, Tensor):
@@ -186,7 +186,7 @@ class _Rows(LayerCalls):
 
         return map_keyed(join, tree)
 
-    def _part(self, name: str, path: str, x: Any, full: Any, dims: Dims) -> Any:
+    def _part(self, path: str, x: Any, dims: Dims) -> Any:
         assert self._rows is not None
         if not isinstance(x, Tensor) or self._length not in x.shape:
             return x

@@ -53,7 +53,7 @@ def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextPar
         raise UnsupportedError(
             f"{what} of a {type(module).__name__}",
             why="it has no list of blocks: sequences are cut where the first of them is entered",
-            fix="keep the repeated layers in an nn.ModuleList or nn.Sequential",
+            fix="keep the repeated layers in an nn.ModuleList or nn.Sequential; or leave cp out of the layout",
         )
     arguments = example.shows(functools.partial(_arguments_of, module))
     try:
