@@ -308,7 +308,7 @@ def test_lossless_casts_round_nothing(ranks, tmp_path):
     ],
 )
 def test_a_cast_is_lossless_if_every_value_of_the_one_dtype_is_in_the_other(there, here, may):
-    from shardwise.state.match import may_be
+    from shardwise.state.misfits import may_be
 
     assert may_be(there, here, cast="lossless") is may and not may_be(there, here, cast=False)
 

@@ -23,7 +23,7 @@ from shardwise.recipe import Slice
 from shardwise.state.files import OpenFiles
 from shardwise.state.formats.safetensors import place_tensors, tensors_in
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
-from shardwise.state.match import may_be
+from shardwise.state.misfits import may_be
 from shardwise.state.naming import naming_of, shapes_of
 from shardwise.state.report import LoadReport
 from shardwise.state.sidecars import Origin

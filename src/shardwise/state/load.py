@@ -26,8 +26,9 @@ from shardwise.state.extra_state import set_extra_states
 from shardwise.state.files import OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
-from shardwise.state.match import Cast, Rules, all_of, own_boxes, plan_of
+from shardwise.state.match import Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
+from shardwise.state.misfits import Cast
 from shardwise.state.own_load import give_attributes
 from shardwise.state.packed import loaded_names, pack_weights, packed_of, parts_of_packed
 from shardwise.state.report import LoadReport

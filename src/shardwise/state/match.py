@@ -2,26 +2,22 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from shardwise.errors import CheckpointError
-from shardwise.model import dtype_of
-from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
-from shardwise.recipe.boxes import Box, blocks, whole
+from shardwise.recipe import Recipe
+from shardwise.recipe.boxes import Box, whole
 from shardwise.state.changed_rows import GrownTable, with_added_rows
 from shardwise.state.extra_state import extra_names
-from shardwise.state.files import BUFFER, OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.match_names import Matched, Rename, Wanted, match_names
 from shardwise.state.meaning import meaning_in, refuse_other_meaning
 from shardwise.state.misfit_names import refuse_misfit_names
+from shardwise.state.misfits import Boxes, Cast, refuse_none, refuse_nonfinite, refuse_unfit, refuse_untied
 from shardwise.state.own_load import OwnLoad, match_own
 from shardwise.state.own_values import refuse_own_methods
 from shardwise.state.packed import DecodedTensor, as_bytes, packed_of, refuse_parts, with_packed
@@ -30,9 +26,6 @@ from shardwise.state.source import open_source
 from shardwise.state.stored import Source, TensorSource, is_rounded, refuse_changed
 from shardwise.techniques import fold
 from shardwise.techniques.technique import PackedTensor
-
-Cast = bool | Literal["lossless"]
-"""Which values of another dtype are converted: all, none, or those of which every value exists in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +70,6 @@ class LoadPlan:
         return repr([(name, stored.shape, stored.dtype) for name, stored in found])
 
 
-Boxes = Callable[[str, TensorSource], list[Box]]  # tensor -> boxes of it that this rank reads to check values
-
-
 def own_boxes(runtime: Runtime, name: str, stored: TensorSource) -> list[Box]:
     """The boxes of a tensor that this rank holds."""
     if (packed := packed_of(runtime).get(name)) is not None:
@@ -117,77 +107,45 @@ def plan_of(
     """
     opened = source if isinstance(source, Source) else open_source(source)
     files.verify_with(opened.verified)
-    settings = _quantization_of(opened.folder)
-    opened = with_packed(opened, settings, files)
+    opened = with_packed(opened, _quantization_of(opened.folder), files)
     if opened.left_base is not None and rules.strict:
         _refuse_left_base(opened)
-    recipe = runtime.recipe
     weights = {n: packed for n, packed in packed_of(runtime).items() if not rules.left & {*packed.parts.values()}}
-    wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
-    wanted |= {
-        name: Wanted(shape, dtype, recipe.buffers[name].aliases)
-        for name, (shape, dtype) in runtime.saved_buffers().items()
-    }
-    wanted |= {name: Wanted(packed.shape, packed.dtype) for name, packed in weights.items()}
-    wanted = {name: want for name, want in wanted.items() if name not in rules.left}
-    computed = [n for name, b in recipe.buffers.items() if not b.persistent for n in (name, *b.aliases)]
-    own: OwnLoad | None = None
-    if runtime.own_state is None:
-        matched = match_names(runtime.module, wanted, computed, opened, rules.rename)
-    else:
-        matched, own = match_own(runtime, wanted, computed, opened, rules.rename, files)
-    given = opened.extra if own is None else own.found.extra
+    wanted = _wanted_of(runtime, weights, rules.left)
+    matched, own = _match(runtime, opened, wanted, rules.rename, files)
     if exact:
         matched.tensors |= exact
         matched.names |= dict.fromkeys(exact, "a tensor of its own")
         matched.missing = tuple(name for name in matched.missing if name not in exact)
-    for name in recipe.buffers.keys() & matched.tensors.keys() if rules.buffers_as_stored else ():
-        wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
+    if rules.buffers_as_stored:
+        for name in runtime.recipe.buffers.keys() & matched.tensors.keys():
+            wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
     if not weights:
         fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
         refuse_parts(opened, fix=fix)
     _choose_form(matched, wanted, weights, opened)
     if runtime.own_state is not None and any(name in matched.missing for name in weights):
         refuse_own_methods(runtime, "plain values loaded into")
+    given = opened.extra if own is None else own.found.extra
     if isinstance(source, Mapping):
         states = extra_names(runtime.module)
         strange = [name for name in opened.extra if name not in states] if own is None else own.found.unexpected
         matched.missing += tuple(name for name in states if name not in given)
         matched.unexpected += tuple(name for name in opened.extra if name in strange)
-    for name, stored in matched.tensors.items():
-        matched.tensors[name] = with_added_rows(stored, wanted[name].shape, rules.rows)
-        doubles = matched.doubles.get(name, {})
-        doubles |= {other: with_added_rows(stored, wanted[name].shape, rules.rows) for other, stored in doubles.items()}
-    own_names = fold.own_names(recipe)
-    if own_names and opened.folder is not None and _holds_adapters_alone(opened.folder):
-        raise CheckpointError(
-            f"weights from {opened.place}",
-            why="it holds adapters, and not the base beside which they are",
-            fix=f"load the base with sw.load_weights, then sw.load_adapter(model, {str(opened.folder)!r})",
-        )
-    if any(name in matched.tensors for name in own_names):
-        refuse_other_meaning(recipe, meaning_in(opened, files), Path(opened.place))
-    beside = _left_out_whole(matched, own_names, opened, rules)
-    # The weights beside which adapters are trained are not trained, and so are stored in the dtype that they are computed in.
-    rounded = {
-        n for n, p in recipe.params.items() if own_names and not p.trainable and p.storage in ("bfloat16", "float16")
-    }
+    _add_rows(matched, wanted, rules.rows)
+    beside = _without_adapters(runtime, matched, opened, rules, files)
     # Floating numbers of any dtype are packed; what is packed already is read as it is.
     plain = {name: matched.tensors[name] for name in weights if name in matched.tensors}
     for name, stored in plain.items():
         if is_rounded(stored.dtype):
             wanted[name] = replace(wanted[name], dtype=stored.dtype)
-    drawn = [
-        name
-        for name in matched.missing
-        for part in (weights[name].parts.values() if name in weights else (name,))
-        if part in runtime.frozen_draws and runtime.frozen_draws[part]()
-    ]
-    drawn = [*dict.fromkeys(drawn)]
-    _refuse_unfit(matched, wanted, opened, rules, drawn, rounded)
-    _refuse_untied(matched, opened, files, boxes)
+    rounded = _stored_as_computed(runtime.recipe)
+    refuse_unfit(matched, wanted, opened, cast=rules.cast, rounded=rounded)
+    refuse_misfit_names(matched, wanted, opened, strict=rules.strict, drawn=_drawn(runtime, matched, weights))
+    refuse_none(matched, opened)
+    refuse_untied(matched, opened, files, boxes)
     if rules.check_finite:
-        _refuse_nonfinite(matched, opened, files, boxes)
+        refuse_nonfinite(matched, opened, files, boxes)
     cast = {n: (s.dtype, wanted[n].dtype) for n, s in matched.tensors.items() if s.dtype != wanted[n].dtype}
     report = LoadReport(
         place=opened.place,
@@ -207,6 +165,74 @@ def plan_of(
     ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors and name not in weights}
     extra = {name: value for name, value in given.items() if name not in matched.unexpected}
     return LoadPlan(report, ordered, plain, extra, opened.folder, opened.verified is not None, own)
+
+
+def _wanted_of(runtime: Runtime, weights: Mapping[str, PackedTensor], left: Collection[str]) -> dict[str, Wanted]:
+    """What the model's files may hold: its parameters and persistent buffers, and weights that it stores packed in both forms."""
+    recipe = runtime.recipe
+    wanted = {name: Wanted(p.shape, p.storage, p.aliases) for name, p in recipe.params.items()}
+    wanted |= {
+        name: Wanted(shape, dtype, recipe.buffers[name].aliases)
+        for name, (shape, dtype) in runtime.saved_buffers().items()
+    }
+    wanted |= {name: Wanted(packed.shape, packed.dtype) for name, packed in weights.items()}
+    return {name: want for name, want in wanted.items() if name not in left}
+
+
+def _match(
+    runtime: Runtime, source: Source, wanted: Mapping[str, Wanted], rename: Rename, files: VerifiedFiles
+) -> tuple[Matched, OwnLoad | None]:
+    buffers = runtime.recipe.buffers.items()
+    computed = [name for home, b in buffers if not b.persistent for name in (home, *b.aliases)]
+    if runtime.own_state is None:
+        return match_names(runtime.module, wanted, computed, source, rename), None
+    return match_own(runtime, wanted, computed, source, rename, files)
+
+
+def _add_rows(matched: Matched, wanted: Mapping[str, Wanted], rows: tuple[int, int] | None) -> None:
+    """Gives tables of a vocabulary that has grown the rows of the new tokens."""
+    for name, stored in matched.tensors.items():
+        matched.tensors[name] = with_added_rows(stored, wanted[name].shape, rows)
+        doubles = matched.doubles.get(name, {})
+        doubles |= {other: with_added_rows(stored, wanted[name].shape, rows) for other, stored in doubles.items()}
+
+
+def _without_adapters(
+    runtime: Runtime, matched: Matched, source: Source, rules: Rules, files: VerifiedFiles
+) -> tuple[str, ...]:
+    """Parameters that techniques have added and the source has none of, being of the model without them.
+
+    Raises:
+        CheckpointError: it has adapters alone, some of them, or those that mean something else.
+    """
+    own_names = fold.own_names(runtime.recipe)
+    if own_names and source.folder is not None and _holds_adapters_alone(source.folder):
+        raise CheckpointError(
+            f"weights from {source.place}",
+            why="it holds adapters, and not the base beside which they are",
+            fix=f"load the base with sw.load_weights, then sw.load_adapter(model, {str(source.folder)!r})",
+        )
+    if any(name in matched.tensors for name in own_names):
+        refuse_other_meaning(runtime.recipe, meaning_in(source, files), Path(source.place))
+    return _left_out_whole(matched, own_names, source, rules)
+
+
+def _stored_as_computed(recipe: Recipe) -> set[str]:
+    """The weights beside which adapters are trained: they are not trained, and so are stored in the dtype that they are computed in."""
+    if not fold.own_names(recipe):
+        return set()
+    return {name for name, p in recipe.params.items() if not p.trainable and p.storage in ("bfloat16", "float16")}
+
+
+def _drawn(runtime: Runtime, matched: Matched, weights: Mapping[str, PackedTensor]) -> list[str]:
+    """Tensors that are missing and would stay as they were drawn, being not trained."""
+    names = [
+        name
+        for name in matched.missing
+        for part in (weights[name].parts.values() if name in weights else (name,))
+        if part in runtime.frozen_draws and runtime.frozen_draws[part]()
+    ]
+    return [*dict.fromkeys(names)]
 
 
 def _refuse_left_base(source: Source) -> None:
@@ -290,119 +316,3 @@ def _left_out_whole(matched: Matched, own_names: Sequence[str], source: Source, 
             misfit="names",
         )
     return ()
-
-
-def _refuse_unfit(
-    matched: Matched,
-    wanted: Mapping[str, Wanted],
-    source: Source,
-    rules: Rules,
-    drawn: Collection[str],
-    rounded: Collection[str],
-) -> None:
-    if wanted and not source.tensors:
-        raise CheckpointError(
-            f"weights from {source.place}",
-            why="it is empty: there is no tensor in it",
-            fix="give one with tensors; where rank 0 alone has them, pass shared_files=False",
-        )
-    shapes = [n for n, s in matched.tensors.items() if s.shape != wanted[n].shape]
-    if shapes:
-        name = shapes[0]
-        raise CheckpointError(
-            f"{source.place}: shape {list(matched.tensors[name].shape)}{_called(matched, name)}",
-            why=f"the model has {list(wanted[name].shape)} there{_and_more(len(shapes), 'do not fit')}",
-            fix="build the model with the configuration of these weights; or leave tensors out: "
-            'strict=False, rename=[("pattern", None)]',
-            name=name,
-            misfit="shape",
-        )
-    dtypes = [
-        name
-        for name, stored in matched.tensors.items()
-        if not may_be(stored.dtype, wanted[name].dtype, cast=name in rounded or rules.cast)
-    ]
-    if dtypes:
-        name = dtypes[0]
-        if matched.tensors[name].dtype.startswith("float8"):
-            raise CheckpointError(
-                f"{source.place}: dtype {matched.tensors[name].dtype}{_called(matched, name)}",
-                why=f"the model stores {wanted[name].dtype}, and numbers of one byte are those of quantised weights, which are right only "
-                "with the scales beside them (quantization_config in the directory's config.json)",
-                fix="load weights of the model that are not quantised, or multiply them by their scales first",
-                name=name,
-            )
-        raise CheckpointError(
-            f"{source.place}: dtype {matched.tensors[name].dtype}{_called(matched, name)}",
-            why=f"the model stores {wanted[name].dtype}{_and_more(len(dtypes), 'differ')}"
-            + (", and values would be rounded" if rules.cast == "lossless" else ""),
-            fix="pass cast=True to convert (between floating dtypes of 2 bytes and more), or build the model in that dtype",
-            name=name,
-            misfit="dtype",
-        )
-    refuse_misfit_names(matched, wanted, source, strict=rules.strict, drawn=drawn)
-    if not matched.tensors:
-        raise CheckpointError(
-            f"weights from {source.place}",
-            why=f"none of its {len(source.tensors)} names is one of the model's: {shortened(list(source.tensors))}",
-            fix='map names with rename=[("pattern", "replacement")]',
-            misfit="names",
-        )
-
-
-def may_be(there: str, here: str, *, cast: Cast) -> bool:
-    """Whether values of dtype ``there`` may be loaded as ``here``: with ``cast`` they may be rounded, but never become
-    integers, or lose an imaginary part or their scale."""
-    if there == here or cast is False:
-        return there == here
-    both = (is_rounded(there) and is_rounded(here)) or (dtype_of(there).is_complex and dtype_of(here).is_complex)
-    return both and (cast is True or torch.promote_types(dtype_of(there), dtype_of(here)) == dtype_of(here))
-
-
-def _called(matched: Matched, name: str) -> str:
-    return f" (called {matched.names[name]} there)" if matched.names[name] != name else ""
-
-
-def _and_more(count: int, what: str) -> str:
-    return f"; {count} tensors {what}" if count > 1 else ""
-
-
-def _refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:
-    """Refuses different tensors in the source for two names that the model ties: one of them would be lost."""
-    for home, others in matched.doubles.items():
-        first = matched.tensors[home]
-        for name, other in others.items():
-            if other.shape == first.shape and all(
-                _same_bits(first.load(files, part), other.load(files, part).to(dtype_of(first.dtype)))
-                for box in boxes(home, first)
-                for part in blocks(box, BUFFER // 8)
-            ):
-                continue
-            raise CheckpointError(
-                f"{source.place}: {matched.names[home]} and {name} differ",
-                why="the model ties these names: it has one tensor for both",
-                fix=f"build the model without that tie, or leave one out: rename=[({'^' + name.replace('.', chr(92) + '.') + '$'!r}, None)]",
-                name=home,
-                misfit="double",
-            )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal bit by bit; NaN is equal to itself, so that what was saved can be loaded."""
-    return torch.equal(bytes_of(a), bytes_of(b))
-
-
-def _refuse_nonfinite(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:
-    for name, stored in matched.tensors.items():
-        if not (dtype_of(stored.dtype).is_floating_point or dtype_of(stored.dtype).is_complex):
-            continue
-        for part in (part for box in boxes(name, stored) for part in blocks(box, BUFFER // 8)):
-            values = stored.load(files, part)
-            bad = values.numel() - int(torch.isfinite(values if values.itemsize > 1 else values.float()).sum())
-            if bad:
-                raise CheckpointError(
-                    f"{source.place}: {bad} values that are NaN or infinite",
-                    why="check_finite=True was asked for",
-                    fix="use weights of an earlier step",
-                    name=name,
-                )
