@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardwise.state.extra_state import set_extra_states
 from shardwise.state.files import OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
-from shardwise.state.match import Rules, all_of, own_boxes, plan_of
+from shardwise.state.match import LoadPlan, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.misfits import Cast
 from shardwise.state.own_load import give_attributes
@@ -155,56 +155,74 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     names = [*as_they_are, *_parts_of(runtime, to_pack)]
     refuse_left_half(runtime, report.place, names)
     local = runtime.local_tensors()
-    problems: list[Exception] = []
-
-    def part_of(name: str, piece: Slice) -> Tensor:
-        """Reads a piece on rank 0. If a read fails it returns zeros, so that ranks that wait for it receive something;
-        the error is raised afterwards."""
-        assert plan is not None  # on rank 0
-        values = torch.zeros(piece.sizes, dtype=local[name].dtype)
-        if not problems:
-            try:
-                with errors_about(name):
-                    plan.tensors[name].read(piece.box, values, files)
-            except Exception as error:  # any error: the other ranks wait for the piece
-                problems.append(error)
-        return values
-
-    packed: dict[str, Tensor] = {}  # the parts of the weight that is sent
-
-    def packed_part_of(name: str, piece: Slice) -> Tensor:
-        assert plan is not None  # on rank 0
-        weight = parts_of_packed(runtime)[name]
-        if not packed and not problems:
-            try:
-                with errors_about(weight):
-                    stored = plan.to_pack[weight]
-                    packed.update(
-                        packed_of(runtime)[weight].encode_whole(lambda box: stored.load(files, box), plan.report.place)
-                    )
-            except Exception as error:  # as above
-                problems.append(error)
-        return packed[name][piece.full_index] if packed else torch.zeros(piece.sizes, dtype=local[name].dtype)
-
-    def check() -> Mapping[str, Any]:
-        if problems:
-            raise problems[0]
-        found = plan.own.attributes(files) if plan is not None and plan.own is not None else {}
-        if plan is not None:
-            compare_sums({**plan.tensors, **plan.to_pack}, files)
-            plan.refuse_changed_files()
-        return found
-
+    pieces = _SentPieces(runtime, plan, files, local)
     with LoadTransaction(runtime, local, names):
-        scatter_values(runtime, part_of, {name: local[name] for name in as_they_are})
+        scatter_values(runtime, pieces.plain, {name: local[name] for name in as_they_are})
         for weight in to_pack:
-            packed.clear()
-            scatter_values(runtime, packed_part_of, {name: local[name] for name in _parts_of(runtime, [weight])})
-        attributes = collectively(world, "load_weights, after rank 0 has sent", check, on_main=True)
+            pieces.parts.clear()
+            scatter_values(runtime, pieces.packed, {name: local[name] for name in _parts_of(runtime, [weight])})
+        attributes = collectively(world, "load_weights, after rank 0 has sent", pieces.finish, on_main=True)
     if runtime.own_state is not None:
         attributes = world.broadcast(attributes)
     _after(runtime, names, extra, folder, attributes or {})
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
+
+
+@dataclass
+class _SentPieces:
+    """Reads on rank 0 the pieces that it sends. The other ranks wait for each of them: after an error, zeros are sent, and
+    :meth:`finish` raises it.
+
+    Attributes:
+        plan: of rank 0; None elsewhere.
+        local: canonical name -> tensor of this rank; for their dtypes.
+        parts: of the packed weight that is being sent.
+    """
+
+    runtime: Runtime
+    plan: LoadPlan | None
+    files: VerifiedFiles
+    local: Mapping[str, Tensor]
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    problem: Exception | None = None
+
+    def plain(self, name: str, piece: Slice) -> Tensor:
+        """A piece of a tensor that is stored as it is."""
+        assert self.plan is not None  # on rank 0
+        values = torch.zeros(piece.sizes, dtype=self.local[name].dtype)
+        if self.problem is None:
+            try:
+                with errors_about(name):
+                    self.plan.tensors[name].read(piece.box, values, self.files)
+            except Exception as error:
+                self.problem = error
+        return values
+
+    def packed(self, name: str, piece: Slice) -> Tensor:
+        """A piece of a part of a packed weight, of which all parts are made with the first."""
+        assert self.plan is not None  # on rank 0
+        weight = parts_of_packed(self.runtime)[name]
+        if not self.parts and self.problem is None:
+            try:
+                with errors_about(weight):
+                    stored, codec = self.plan.to_pack[weight], packed_of(self.runtime)[weight]
+                    self.parts |= codec.encode_whole(lambda box: stored.load(self.files, box), self.plan.report.place)
+            except Exception as error:
+                self.problem = error
+        return (
+            self.parts[name][piece.full_index] if self.parts else torch.zeros(piece.sizes, dtype=self.local[name].dtype)
+        )
+
+    def finish(self) -> Mapping[str, Any]:
+        """Raises the error of a read, compares checksums, and gives what the modules' own methods make of what is stored."""
+        if self.problem is not None:
+            raise self.problem
+        if self.plan is None:
+            return {}
+        attributes = {} if self.plan.own is None else self.plan.own.attributes(self.files)
+        compare_sums({**self.plan.tensors, **self.plan.to_pack}, self.files)
+        self.plan.refuse_changed_files()
+        return attributes
 
 
 def _refuse_other_values(runtime: Runtime, sums: Sums) -> None:

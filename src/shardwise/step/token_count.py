@@ -67,9 +67,10 @@ def agree_on_count(
         ConfigError: nothing says how many tokens a batch has, or the count is not a number; labels that are the inputs
             at their own places.
     """
-    tokens, problem, labels, seen = 0, None, torch.zeros(3), runtime.memory(SeenLabels)
-    counted: list[Batch] = []
+    seen = runtime.memory(SeenLabels)
+    tokens, problem, labels = 0, None, torch.zeros(3)
     on_host = [_on_host(batch, counter) for batch in batches]
+    counted = [h for b, h in zip(batches, on_host, strict=True) if not is_padding(b)]
     try:
         if trains:
             refuse_gradless(runtime)
@@ -77,7 +78,6 @@ def agree_on_count(
             raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
         # Summed as tensors: one device synchronization instead of one per micro-batch. In float64: a count may be a sum
         # of weights, which must not depend on the layout.
-        counted = [h for b, h in zip(batches, on_host, strict=True) if not is_padding(b)]
         tokens = sum(torch.as_tensor(counter(batch)).double() for batch in counted)
         labels = compare_labels(seen.counts, counted, counter)
     except ShardwiseError as error:
@@ -119,15 +119,20 @@ def agree_on_count(
     if shared:
         refuse_others(runtime, batches, sums["shared data"], place)
     judge_data(runtime, samples, agreement.all_same(sums["samples"]))
-    total = float(sums["tokens"])
+    total = _total_of(sums["tokens"])
+    num_ignored = int(float(sums["positions"]) - total) if counter is valid_labels else None
+    return Counted(int(total) if total.is_integer() else total, float(sums["waited"]), num_ignored)
+
+
+def _total_of(tokens: Tensor) -> float:
+    total = float(tokens)
     if not math.isfinite(total) or total < 0:
         raise ConfigError(
             f"a window of {total:g} tokens",
             why="count(batch) is what a sum of the loss runs over: a number, 0 or more",
             fix="look at what count= returns",
         )
-    num_ignored = int(float(sums["positions"]) - total) if counter is valid_labels else None
-    return Counted(int(total) if total.is_integer() else total, float(sums["waited"]), num_ignored)
+    return total
 
 
 def _say_what_a_stop_waits_for(runtime: Runtime) -> None:

@@ -52,6 +52,7 @@ from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
 from shardwise.state.left_base import FROZEN, frozen_names, text_of
 from shardwise.techniques import fold
+from shardwise.world import World
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import streams
 
@@ -161,15 +162,7 @@ def contents_of(
         place,
         lambda: (_plain_states(own(), models, extra, tensors, cut), to_plain(of_rank(), f"data/{world.rank}", mine)),
     )
-    # A forward may have given them other shapes and dtypes than the model's code does: what is read is compared with these.
-    plain["buffers"] = {
-        prefix: {name: [list(shape), dtype] for name, (shape, dtype) in buffers.items()}
-        for prefix, other in models.items()
-        if (buffers := runtime_of(other).saved_buffers(of_main=True))
-    }
-    plain["meaning"] = {
-        prefix: said for prefix, other in models.items() if (said := fold.meaning(runtime_of(other).recipe))
-    }
+    plain |= _facts_of(models)
     if optim is not None:
         own_cut = CutTensors(cut.models)
         plain["optimizer"] = optimizer_state(runtime, "optimizer", "", optim, tensors, own_cut)
@@ -180,6 +173,33 @@ def contents_of(
         if (owner := owner_of(name, value)) is not None
     }
     groups += cut_files(cut, CUT)
+    _add_ranks(world, plain, tensors, data, mine)
+    found[RECIPE] = runtime.recipe.to_json().encode()
+    _refuse_unknown_dtypes(tensors)
+    _refuse_taken(texts, found)
+    return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
+
+
+def _facts_of(models: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What a resume compares before it reads values, by prefix of a model."""
+    # A forward may have given buffers other shapes and dtypes than the model's code does.
+    buffers = {
+        prefix: {name: [list(shape), dtype] for name, (shape, dtype) in saved.items()}
+        for prefix, model in models.items()
+        if (saved := runtime_of(model).saved_buffers(of_main=True))
+    }
+    meaning = {prefix: said for prefix, model in models.items() if (said := fold.meaning(runtime_of(model).recipe))}
+    return {"buffers": buffers, "meaning": meaning}
+
+
+def _add_ranks(
+    world: World, plain: dict[str, Any], tensors: dict[str, Tensor], data: Any, mine: dict[str, Tensor]
+) -> None:
+    """Adds what each rank has of its own, its random streams and its data, to the state that all have alike.
+
+    Raises:
+        UsageError: on every rank; ranks have different state where one is kept for all.
+    """
     digests = _digests(plain, tensors)
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
@@ -188,10 +208,6 @@ def contents_of(
     plain["data"] = {"ranks": [told for _, told, *_ in everyone]}
     for _, _, theirs, _ in everyone:
         tensors |= {name: torch.from_numpy(values) for name, values in theirs.items()}
-    found[RECIPE] = runtime.recipe.to_json().encode()
-    _refuse_unknown_dtypes(tensors)
-    _refuse_taken(texts, found)
-    return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
 
 
 def _plain_states(
