@@ -207,7 +207,7 @@ UNPROVED = "--train.prove=false"  # the demo is proved, and tests/cli/test_train
 SMALL_MODEL = "'--model.args={dim: 32, num_layers: 1, ffn: 48}'"
 SMALL_DATA = "--data.val_fraction=0.001"  # of the text that the demo brings: a part of a second is validated
 
-# What a page's commands begin with: made once more for each, on a warm rank, where a process would import everything anew.
+# What a page's commands begin with: made once, on warm ranks, and copied for each.
 FIRST = {
     "examples/chat.": "python examples/small_chat.py runs/chat --num 40",
     "--model.hf=runs/chat ": "python examples/small_chat.py runs/chat --num 40",
@@ -237,6 +237,8 @@ def _warm(command: str) -> tuple[int, list[str]] | None:
             return 1, [name, *words]
         case ["torchrun", "--standalone", "--nproc-per-node", number, "first.py"]:
             return int(number), ["first.py"]
+        case ["python", "first.py"]:  # tests/parallel/test_init_torchrun.py starts a script without a launcher
+            return 1, ["first.py"]
         case ["shardwise", "train", *words] if "--print-config" not in words:  # as others would start it
             number = int(words.pop(words.index("--nproc") + 1)) if "--nproc" in words else 2
             return number, ["train", *(word for word in words if word != "--nproc")]
@@ -403,6 +405,23 @@ SEEN_ELSEWHERE = (
     "python tools/units_table.py",
     "python -m shardwise.verify.torch_check",
     "shardwise verify ",
+    # Of tests/cli/test_train_examples.py, which runs these scripts on one rank and on two:
+    "python examples/train_step.py",
+    "torchrun --standalone --nproc-per-node 2 examples/train_step.py",
+    "python examples/example_remat.py",
+    "python examples/example_units.py",
+    "python examples/example_init.py",
+    "python examples/own_loop.py",
+    "python examples/small_model.py",
+    "python examples/finetune.py",
+    "torchrun --standalone --nproc-per-node 2 examples/finetune.py",
+    "python examples/in_peft.py",
+    # What others begin with:
+    "python examples/small_chat.py",
+    "python examples/example_convert.py",
+    "shardwise train examples/lora.yaml",
+    # As without a number: warm ranks are two.
+    "shardwise train examples/gru.yaml --nproc 2",
 )
 
 
@@ -410,20 +429,40 @@ def _command(command: str):
     return pytest.param(command, marks=pytest.mark.soak if command.startswith(SEEN_ELSEWHERE) else ())
 
 
+_BEGUN: dict[tuple[str, ...], Path] = {}
+
+
+@pytest.fixture
+def begun(ranks, tmp_path_factory):
+    """A function that gives the folder where commands have been run that others begin with."""
+
+    def folder_of(commands: tuple[str, ...]) -> Path:
+        if commands not in _BEGUN:
+            folder = tmp_path_factory.mktemp("begun")
+            if commands:
+                shutil.copytree(folder_of(commands[:-1]), folder, symlinks=True, dirs_exist_ok=True)
+                ranks.run(_run_words, *_on_ranks(commands[-1], folder), timeout_s=100)
+            else:
+                for name in ("README.md", "examples", "benchmarks"):
+                    (folder / name).symlink_to(ROOT / name)
+                shutil.copy(ROOT / "docs" / "benchmarks.md", folder)
+            _BEGUN[commands] = folder
+        return _BEGUN[commands]
+
+    return folder_of
+
+
 @pytest.mark.parametrize(
     "command", [_command(c) for c in commands() if c not in _selections() and not c.startswith(INSTALLS)]
 )
-def test_command_of_a_page(ranks, command, tmp_path):
-    for name in ("README.md", "examples", "benchmarks"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    shutil.copy(ROOT / "docs" / "benchmarks.md", tmp_path)
+def test_command_of_a_page(ranks, begun, command, tmp_path):
+    beginnings = dict.fromkeys(first for words, first in FIRST.items() if words in command)
+    shutil.copytree(begun(tuple(beginnings)), tmp_path, symlinks=True, dirs_exist_ok=True)
     if "first.py" in command:
         (first,) = [block for block in blocks("docs/index.md") if block.language == "python"]
         (tmp_path / "first.py").write_text(first.text)
     short = command if command == "python first.py" else _shortened(command, tmp_path)
     assert short is not None, f"nothing is known about the command {command!r} of a page"
-    for beginning in (first for words, first in FIRST.items() if words in command):
-        ranks.run(_run_words, *_on_ranks(beginning, tmp_path), timeout_s=100)
     if _warm(short) is not None:
         assert set(ranks.run(_run_words, *_on_ranks(short, tmp_path), timeout_s=100)) == {0}
         return

@@ -1160,14 +1160,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "names-put-together",
         "                self._note_space(f\"{home.get('__name__')}\", home)\n",
         "                pass\n",
-        "tests/techniques/tp/test_places.py -k 'leaves_nothing_behind and put_together'",
+        "tests/techniques/tp/test_places.py -k put_together-outside-False",
         "the search for tp leaves a global whose name is put together",
     ),
     Mutant(
         "environment-kept",
         "        if value is os.environ:\n",
         "        if False:\n",
-        "tests/techniques/tp/test_places.py -k 'leaves_nothing_behind and in_environ'",
+        "tests/techniques/tp/test_places.py -k in_environ-cut-False",
         "the search for tp leaves what a forward writes into os.environ",
     ),
     Mutant(

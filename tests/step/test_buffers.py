@@ -194,6 +194,7 @@ NOT_ADDED = (
 )
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
 def test_counts_summed_are_bit_equal_to_one_process(ranks: RankPool, layout, dtype):
@@ -206,6 +207,7 @@ def test_counts_summed_are_bit_equal_to_one_process(ranks: RankPool, layout, dty
             assert "load (the sum of what the data ranks add)" in found[2] and "bias (equal on all ranks)" in found[2]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_counts_that_are_set_anew_in_a_forward_are_no_sum(ranks: RankPool, layout, dtype):

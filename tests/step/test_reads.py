@@ -95,6 +95,7 @@ def test_a_step_of_one_rank_reads_the_device_once(ranks, name):
     assert ranks.run(reads, 1, "dp_shard=1", name, 2)[0] == ["together"]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("name", ["clip", "metrics", "scaler", "skip"])
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
 def test_a_step_of_two_ranks_reads_the_device_once(ranks, layout, name):

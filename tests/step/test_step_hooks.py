@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from step.rows import by_x, ce, mine, rows
+from techniques.tp.searches import searched_once
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -14,7 +15,7 @@ import shardwise as sw
 from shardwise._torch.optimizers import step_within
 from shardwise.testing import RankPool
 
-LAYOUTS = {"dp_replicate=2": 2, "dp_shard=2": 2, "dp_shard=1,tp=2": 2, "dp_shard=2,tp=2": 4}
+LAYOUTS = {"dp_shard=2": 2, "dp_replicate=2": 2, "dp_shard=1,tp=2": 2, "dp_shard=2,tp=2": 4}
 
 
 class Net(nn.Module):
@@ -196,7 +197,8 @@ def trained(world, own: str, optimizer: str, code: str, loop: str):
     """The largest difference to one process; or the class and the name of an error. ``loop``: who steps; "later": code comes after it."""
     torch.manual_seed(0)
     options = {"example": {"x": rows(0)[3]["x"]}} if world.axis("tp").size > 1 else {}
-    model = sw.parallelize(Net(own).double(), world, sharding=sw.Sharding(min_unit_bytes=0), **options)
+    with searched_once((Net, own)):
+        model = sw.parallelize(Net(own).double(), world, sharding=sw.Sharding(min_unit_bytes=0), **options)
     optim = OPTIMIZERS[optimizer](model.parameters())
     is_later, handle = loop.endswith("later"), None
     try:
@@ -239,6 +241,7 @@ def cases(optimizer: str, loop: str):
     return [("", optimizer, code, loop) for code in CODE] + [(own, optimizer, "", loop) for own in METHODS]
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("optimizer", "loop"),

@@ -189,9 +189,8 @@ def test_a_run_on_a_new_axis_is_proved(warm):
         pytest.param(["dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2"], marks=pytest.mark.soak),
     ],
 )
-def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(tree, layouts):
-    run(tree, "use_spread.py", *layouts)
-    found = json.loads((tree / "spread.json").read_text())
+def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(warm, layouts):
+    found = json.loads(warm("with the pool", "use_spread", *layouts))
     assert found.pop("cuts") == ["ep", "efsdp"]
     for layout in layouts:
         assert found.pop(layout).startswith("equal, fsdp2"), found
@@ -203,9 +202,8 @@ def test_parameters_on_a_mesh_of_their_own_train_as_one_process_does(tree, layou
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(["--rest"], marks=pytest.mark.soak)])
-def test_positions_over_an_axis_in_pairs_of_micro_batches_train_as_one_process_does(tree, more):
-    run(tree, "use_positions.py", *more)
-    told = json.loads((tree / "positions.json").read_text())
+def test_positions_over_an_axis_in_pairs_of_micro_batches_train_as_one_process_does(warm, more):
+    told = json.loads(warm("with the pool", "use_positions", *more))
     assert {text.split(",")[0] for text in told["found"].values()} == {"equal"}, told["found"]
     (loss, tokens), (other, as_many) = told["evaluations"]
     assert abs(loss - other) < 1e-12 and tokens == as_many

@@ -139,6 +139,7 @@ def sharded(layout, loop, how="window", **options):
         }
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_by_name_are_those_of_one_process(ranks, layout, loop):

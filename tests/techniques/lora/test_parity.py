@@ -95,6 +95,7 @@ def test_beside_other_options(ranks, option, name, layout):
     compared(ranks, name, layout, sw.LoRA(rank=2, dora=option != "compile"), **options)
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("name", "lora"),

@@ -2,14 +2,12 @@
 axis."""
 
 import json
-import sys
 from pathlib import Path
 
 from models import Words, batch
 from positions_on_ranks import evaluated, on_the_mesh_of_dp_shard, own_loop
 
 import shardwise as sw
-from shardwise.testing import RankPool
 
 QUICK = (
     ("dp_shard=2,cp=2", {}, True),
@@ -37,14 +35,11 @@ def compare(pool, layout, **options):
         return f"{error.name}: {error}"
 
 
-if __name__ == "__main__":
+def main(pool, words):
     found = {}
-    with RankPool() as pool:
-        for layout, options, in_pairs in REST if sys.argv[1:] == ["--rest"] else QUICK:
-            words = f"{layout} {' '.join(options)} {'in pairs' if in_pairs else ''}"
-            found[words] = compare(pool, layout, positions=in_pairs, **options)
-        evaluations = [pool.run(evaluated, 4, layout)[0] for layout in ("dp_replicate=4", "dp_shard=2,cp=2")]
-        mesh, own = pool.run(on_the_mesh_of_dp_shard, 4), pool.run(own_loop, 2)
-    Path("positions.json").write_text(
-        json.dumps({"found": found, "evaluations": evaluations, "mesh": mesh, "own": own})
-    )
+    for layout, options, in_pairs in REST if words == ["--rest"] else QUICK:
+        name = f"{layout} {' '.join(options)} {'in pairs' if in_pairs else ''}"
+        found[name] = compare(pool, layout, positions=in_pairs, **options)
+    evaluations = [pool.run(evaluated, 4, layout)[0] for layout in ("dp_replicate=4", "dp_shard=2,cp=2")]
+    mesh, own = pool.run(on_the_mesh_of_dp_shard, 4), pool.run(own_loop, 2)
+    Path("out.json").write_text(json.dumps({"found": found, "evaluations": evaluations, "mesh": mesh, "own": own}))

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 from models import Words, batch
 from spread_resumed import losses
 
 import shardwise as sw
-from shardwise.testing import RankPool
 
 
 def compare(pool, layout, **options):
@@ -23,20 +21,13 @@ def compare(pool, layout, **options):
         return f"{error.name}: {error}"
 
 
-def main(layouts):
-    found = {}
-    with RankPool() as pool:
-        for layout in layouts:
-            found[layout] = compare(pool, layout, spread=True)
-        folder = str(Path("spread_run").resolve())
-        shutil.rmtree(folder, ignore_errors=True)  # of other layouts
-        first, found["cuts"] = pool.run(losses, 4, folder, "dp_shard=4,ep=2", True, first=True)[0]
-        again = [("dp_shard=4", False), ("dp_replicate=2,dp_shard=2,ep=2", True), ("dp_replicate=4", False)]
-        for layout, spread in again:
-            later, _ = pool.run(losses, 4, folder, layout, spread, first=False)[0]
-            found[f"resumed under {layout}"] = max(abs(a - b) for a, b in zip(first[1:], later, strict=True))
-    Path("spread.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def main(pool, layouts):
+    found = {layout: compare(pool, layout, spread=True) for layout in layouts}
+    folder = str(Path("spread_run").resolve())
+    shutil.rmtree(folder, ignore_errors=True)  # of other layouts
+    first, found["cuts"] = pool.run(losses, 4, folder, "dp_shard=4,ep=2", True, first=True)[0]
+    again = [("dp_shard=4", False), ("dp_replicate=2,dp_shard=2,ep=2", True), ("dp_replicate=4", False)]
+    for layout, spread in again:
+        later, _ = pool.run(losses, 4, folder, layout, spread, first=False)[0]
+        found[f"resumed under {layout}"] = max(abs(a - b) for a, b in zip(first[1:], later, strict=True))
+    Path("out.json").write_text(json.dumps(found))

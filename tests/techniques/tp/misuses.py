@@ -10,6 +10,7 @@ import models
 import numpy
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
+from techniques.tp.searches import searched_once
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -87,7 +88,8 @@ class Narrow(nn.Module):
 
 
 def cut(world):
-    return sw.parallelize(models.get(NAME).build, world)
+    with searched_once(NAME):
+        return sw.parallelize(models.get(NAME).build, world)
 
 
 def stepping(make):

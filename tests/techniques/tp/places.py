@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from shardwise.techniques.tp.search import cut_search
 
 WIDTH, HEAD, VOCAB = 16, 4, 20
 VALUE = None
@@ -806,6 +807,15 @@ def everything():
     return [*values, hasattr(torch, "_value_of_a_user"), _once.cache_info().currsize, Block.once.cache_info().currsize]
 
 
+def searched(module, *arguments):
+    """As :func:`cut_search.search`, which leaves all places and the attributes of the module as they are."""
+    held, attributes = everything(), {name: {*vars(part)} for name, part in module.named_modules()}
+    found = cut_search.search(module, *arguments)
+    if everything() != held or {name: {*vars(part)} for name, part in module.named_modules()} != attributes:
+        raise AssertionError("the search for layers to cut has left something behind")
+    return found
+
+
 def trained_without_proof(layout):
     """As :func:`trained`, where what is found in the first blocks is believed of the others."""
     with mock.patch("shardwise.techniques.tp.search.cut_search.holds_for_all", lambda *_: True):
@@ -855,7 +865,8 @@ def trained(layout, kind, where, late, turns=3):
     reset()
     with sw.init(layout, device="cpu", timeout_s=30) as world:
         try:
-            model = sw.parallelize(build(kind, where, late), world)
+            with mock.patch("shardwise.techniques.tp.probe.search", searched):
+                model = sw.parallelize(build(kind, where, late), world)
             optim, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
             for turn in range(turns):
                 losses.append(0.0)

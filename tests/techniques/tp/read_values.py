@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from step.plain import mine
+from techniques.tp.searches import searched_once
 from torch import nn
 from torch.nn.modules import module as all_modules
 from torch.nn.utils import parameters_to_vector
@@ -46,6 +47,11 @@ class Words(nn.Module):
 def build():
     torch.manual_seed(0)
     return Words().double()
+
+
+def cut(world):
+    with searched_once(build):
+        return sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
 
 
 def batches(turn, lengths=(5, 3, 4, 6)):
@@ -153,7 +159,7 @@ def of_ranks(layout, whole):
     found = {}
     for loop in LOOPS:
         with sw.init(layout, device="cpu", timeout_s=30) as world:
-            model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+            model = cut(world)
 
             def gradients(model, turn, world=world):
                 with sw.window(model, mine(batches(turn), world)) as w:
@@ -250,7 +256,7 @@ def single_reads(layout):
     """How each read of a parameter, and of its gradient, ends on this rank."""
     found = {}
     with sw.init(layout, device="cpu", timeout_s=30) as world:
-        model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        model = cut(world)
         with sw.window(model, mine(batches(0), world)) as w:
             for batch in w:
                 (loss_of(model, batch) / w.num_tokens).backward()
@@ -389,7 +395,7 @@ MOMENTS = {
 
 class _Run:
     def __init__(self, world):
-        self.model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        self.model = cut(world)
         self.optim = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.up, self._world = self.model.blocks[0].up.weight, world
         self.gradients()
@@ -417,7 +423,7 @@ def allowed(layout):
     """What is right on a part, as it is or put together; and that the classes of torch are left where they must be."""
     found, seen = {}, []
     with sw.init(layout, device="cpu", timeout_s=30) as world:
-        model = sw.parallelize(build(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        model = cut(world)
         model.blocks[0].up.register_forward_pre_hook(lambda module, _: seen.append(module.weight.norm(dim=1).ndim))
         optim = torch.optim.AdamW(model.parameters(), lr=0.1)
         optim.register_step_pre_hook(lambda *_: None)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import models
 import torch
+from techniques.tp.searches import searched_once
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
@@ -18,7 +19,8 @@ def initial(name: str, layout: str, **options):
     """The values of a model right after ``parallelize``: (name, sum, first values) of each tensor, from rank 0."""
     model = models.get(name)
     with sw.init(layout, device="cpu", seed=5) as world:
-        module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], **options)
+        with searched_once((initial, name)):
+            module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], **options)
         return {key: value.clone() for key, value in sw.full_state_dict(module).items()}
 
 
@@ -29,7 +31,8 @@ def of_a_module(name: str, layout: str):
         torch.manual_seed(world.rank)
         module = model.build()
         before = {key: value.clone() for key, value in module.state_dict().items()}
-        after = sw.full_state_dict(sw.parallelize(module, world, example=model.windows(1, 1)[0][0]))
+        with searched_once((of_a_module, name)):
+            after = sw.full_state_dict(sw.parallelize(module, world, example=model.windows(1, 1)[0][0]))
         return all(torch.equal(after[key], before[key]) for key in after)
 
 
@@ -38,7 +41,8 @@ def train(name: str, layout: str, root: str, stop: int, **options):
     model = models.get(name)
     windows = model.windows(6, 4)
     with sw.init(layout, device="cpu", seed=5) as world:
-        module = sw.parallelize(build_double(name), world, example=windows[0][0], **options)
+        with searched_once((train, name)):
+            module = sw.parallelize(build_double(name), world, example=windows[0][0], **options)
         step = sw.TrainStep(module, torch.optim.AdamW(module.parameters(), lr=0.01), max_grad_norm=1.0)
         losses, axis = [], world.axis("dp")
         with sw.CheckpointManager(root, step, keep=None) as ckpt:
@@ -56,12 +60,14 @@ def exported(name: str, layout: str, path: str):
 
     model = models.get(name)
     with sw.init(layout, device="cpu", seed=5) as world:
-        module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0])
+        with searched_once((exported, name)):
+            module = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0])
         sw.save_weights(module, path)
         whole, config = sw.full_state_dict(module), json.loads((Path(path) / "config.json").read_text())
         plain = AutoModelForCausalLM.from_pretrained(path)
         differs = [key for key, value in whole.items() if not torch.equal(plain.state_dict()[key], value)]
-        again = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], init="load")
+        with searched_once((exported, name)):
+            again = sw.parallelize(model.build, world, example=model.windows(1, 1)[0][0], init="load")
         sw.load_weights(again, path)
         loaded = sw.full_state_dict(again)
         differs += [key for key in whole if not torch.equal(loaded[key], whole[key])]

@@ -3,6 +3,8 @@
 Each test first shows that its layers are cut: nothing that stays whole can go wrong in these ways.
 """
 
+import functools
+
 import models
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from models.batches import VOCAB
 from models.linears import HEAD, HEADS, WIDTH, Decoder
 from techniques.tp import traps
+from techniques.tp.searches import run_searched_once
 from torch import nn
 
 import shardwise as sw
@@ -19,12 +22,17 @@ from shardwise.techniques.tp.search.cut_search import search
 
 def trains(ranks, model, cut, layout="tp=2", **options):
     """Asserts that the parameters ``cut`` are cut, and that training is that of one process."""
-    found = search(model.build(), run_on(None), 2)
-    assert {*cut} <= {
-        *(weight for region in found.regions for weight in region.layers),
-        *(table.weight for table in found.tables),
-    }
-    assert sw.verify(model.build, layout, batches=model.windows(2, 3), run=ranks.run, **options)
+    assert {*cut} <= cut_of(model.name)
+    run = run_searched_once(ranks.run, model.name)
+    assert sw.verify(model.build, layout, batches=model.windows(2, 3), run=run, **options)
+
+
+@functools.cache
+def cut_of(name):
+    """The weights of a model that are cut over two ranks."""
+    found = search(models.get(name).build(), run_on(None), 2)
+    regions = {weight for region in found.regions for weight in region.layers}
+    return regions | {table.weight for table in found.tables}
 
 
 def test_the_bias_of_a_row_parallel_layer_is_added_once(ranks):
