@@ -170,7 +170,16 @@ def _implementations(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
-    """A mask, made for the queries of :attr:`Now.rows` alone: that of all queries would grow with the square of the length."""
+    """A mask, made for the queries of :attr:`Now.rows` alone: that of all queries would grow with the square of the length. Its functions
+    are not those of the model's code."""
+    attends, now.attends = now.attends, None
+    try:
+        return _mask_for_queries(plain, given)
+    finally:
+        now.attends = attends
+
+
+def _mask_for_queries(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
     rows, padding = now.rows, given.get("attention_mask")
     if now.makes_masks:
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

@@ -23,6 +23,7 @@ from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
+from shardwise.model.products import is_product, second_of, with_second
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.trial import Trial
@@ -129,9 +130,10 @@ class _Rows(LayerCalls):
                     if not name and x.shape != full[path].shape:
                         sizes = zip(x.shape, full[path].shape, strict=True)
                         self.facts.outputs[path] = next(dim for dim, (mine, all_) in enumerate(sizes) if mine != all_)
-        if name in self._plan.join:
-            dims = self.facts.join.setdefault(name, {})
-            known = None if self._known is None else self._known.join.get(name, {})
+        if name in self._plan.join or name in self._plan.keys:
+            of_kind = "join" if name in self._plan.join else "keys"
+            dims = getattr(self.facts, of_kind).setdefault(name, {})
+            known = None if self._known is None else getattr(self._known, of_kind).get(name, {})
             output = self._joined(name, output, self._whole.outputs[frame.key], dims, known)
         return output
 
@@ -153,7 +155,7 @@ class _Rows(LayerCalls):
             at = [
                 dim for dim, size in enumerate(whole.shape if isinstance(whole, Tensor) else ()) if size == self._length
             ]
-            dim = at[0] if len(at) == 1 else None
+            dim = at[0] if len(at) == 1 or (len(at) == 2 and self._plan.square) else None
             if known is not None:
                 dim = known.get(path, dim)
             if dim is None or dim >= x.dim():
@@ -251,7 +253,38 @@ class _Rows(LayerCalls):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, args, kwargs = lifted(func, args, kwargs or {})
+        if is_product(func) and self._is_own_code() and self.frames:
+            args, kwargs = self._product(self.frames[-1], func, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _product(self, frame: _Frame, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a product in a module's own code: its second factor is that of the whole run where all positions are needed."""
+        number, factor = frame.numbers.take("product"), second_of(func, args, kwargs)
+        key = (*frame.key, number)
+        if self._rows is None:
+            if self._whole.keeps(frame.name) or frame.name in self._whole.products_of:
+                self._whole.products[key] = factor
+            return args, kwargs
+        full = self._whole.products.get(key)
+        if not isinstance(factor, Tensor) or not isinstance(full, Tensor) or any(each.name in self._plan.islands for each in self.frames):
+            return args, kwargs
+        if self._known is not None:
+            dim = dict(self._known.products.get(frame.name, ())).get(number)
+        elif frame.name in self._plan.products and ("product", number) not in self._plan.products[frame.name]:
+            sizes = enumerate(zip(factor.shape, full.shape, strict=False))
+            at = [dim for dim, (mine, all_) in sizes if mine == self._num_rows and all_ == self._length]
+            dim = at[0] if len(at) == 1 and factor.dim() == full.dim() else None
+        else:
+            dim = None
+        if dim is None:
+            return args, kwargs
+        self._compare(frame.name, "what it multiplies with", factor, full)
+        if factor.shape == full.shape or dim != self._dim_of(frame.name, factor, full):
+            raise Differs(frame.name, f"what it multiplies with has {tuple(factor.shape)} for {tuple(full.shape)}")
+        made = self.facts.products.setdefault(frame.name, [])
+        if [number, dim] not in made:
+            made.append([number, dim])
+        return with_second(func, args, kwargs, full)
 
     def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         if not all(each.name for each in layer.further):
@@ -268,14 +301,17 @@ class _Rows(LayerCalls):
             args, kwargs = self._without_dropout(args, kwargs)
         if func == DEVICE and self._trial.name_of(args[0]) is not None:
             return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
-        if self._is_busy:
+        if not self._is_own_code():
             return func(*args, **kwargs)
         if func is SDPA:
             return self.attend(of_sdpa(*self._without_dropout(args, kwargs)))
         if (kind := kind_of(func)) is not None and (frame := self._maker()) is not None:
             number = frame.numbers.take(kind)
-            if (argument := self._argument(frame.name, kind, number, args, kwargs)) is not None:
-                assert self._rows is not None
+            argument = self._argument(frame.name, kind, number, args, kwargs)
+            if self._rows is None:
+                if argument is not None:
+                    self._whole.made.setdefault(frame.name, {})[kind, number] = None
+            elif argument is not None:
                 made = self.facts.positions.setdefault(frame.name, [])
                 if [kind, number, argument] not in made:
                     made.append([kind, number, argument])
@@ -286,19 +322,28 @@ class _Rows(LayerCalls):
                     raise Differs(frame.name, error.given) from error
         return func(*args, **kwargs)
 
+    def _is_own_code(self) -> bool:
+        """Whether the model's code runs, and no kernel, mask or call that makes positions."""
+        return not self._is_busy and now.attends is self
+
     def _maker(self) -> _Frame | None:
         """The forward whose own code runs, if its module makes positions."""
-        if self._rows is None or any(frame.name in self._plan.islands for frame in self.frames):
+        if self._rows is None:
+            return self.frames[-1] if self.frames else None
+        if any(frame.name in self._plan.islands for frame in self.frames):
             return None
         return self.frames[-1] if self.frames and self.frames[-1].name in self._plan.positions else None
 
-    def _argument(self, name: str, kind: str, number: int, args: Any, kwargs: Any) -> int | None:
+    def _argument(self, name: str, kind: str, number: int, args: Any, kwargs: Any) -> int | list[int | None] | None:
         if self._known is not None:
             known = self._known.positions.get(name, [])
             return next((arg for of, at, arg in known if (of, at) == (kind, number)), None)
         if kind == "view" and self._inside:
             return None
-        return argument_of(kind, args, kwargs, self._num_rows, self._length)
+        argument = argument_of(kind, args, kwargs, self._num_rows, self._length)
+        if isinstance(argument, int) and (kind, number) in self._plan.products.get(name, ()):
+            return [None, argument]
+        return argument
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -330,6 +375,8 @@ class _Rows(LayerCalls):
                 return call.finish(call.kernel(call.q, call.k, call.v, None))
             if number not in of_rows:
                 of_rows.append(number)
+            if call.v.shape == values.shape:
+                raise Differs(frame.name, "what its attention takes for values is of all positions, and its keys are not")
             self._compare(frame.name, "what its attention takes for keys", call.k, keys)
             self._compare(frame.name, "what its attention takes for values", call.v, values)
             if call.mask is not None and call.mask.shape[-1] not in (1, keys.shape[-2]):
@@ -378,10 +425,12 @@ def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def whole_run(trial: Trial, length: int, only: frozenset[str] | None = None) -> Whole:
+def whole_run(
+    trial: Trial, length: int, only: frozenset[str] | None = None, products_of: frozenset[str] = frozenset()
+) -> Whole:
     """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
-    None: all."""
-    whole = Whole(only)
+    None: all. ``products_of``: others of which factors are kept."""
+    whole = Whole(only, products_of)
     _run(trial, _Rows(trial, whole, Plan(), length, None))
     return whole
 

@@ -24,7 +24,7 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.cp.rule import ContextParallelEntry
-from shardwise.techniques.cp.within import clear_after, make_island, watch, with_drops, with_positions
+from shardwise.techniques.cp.within import clear_after, join_keys, make_island, watch, with_drops, with_positions
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
 from shardwise.world import World
@@ -145,15 +145,17 @@ class _Cuts:
         calls: dict[str, dict[str, Any]] = {}
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
-            if edit.action in ("attention", "positions"):
+            if edit.action in ("attention", "positions", "products"):
                 found = edit.args["calls"]
                 calls.setdefault(edit.module, {})[edit.action] = found[0] if edit.action == "attention" else found
             elif edit.action == "island":
                 make_island(target, self, edit.args["inputs"], edit.args["outputs"])
             elif edit.action == "join":
                 target.register_forward_hook(functools.partial(self._join, edit.args["dims"]))
+            elif edit.action == "keys":
+                join_keys(target, self, edit.args["dims"])
         for name, of_module in calls.items():
-            watch(modules[name], self, of_module.get("attention", []), of_module.get("positions", []))
+            watch(modules[name], self, *(of_module.get(key, []) for key in ("attention", "positions", "products")))
         compiled = {edit.module for edit in recipe.edits if edit.action == "compile"}
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":

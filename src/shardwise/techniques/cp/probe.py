@@ -99,7 +99,7 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 continue
             is_first = sequences.dims[sequences.path][0] == 0  # where samples often are, which no module mixes
             if not any(call[0] for calls in facts.cut.values() for call in calls) or (
-                is_first and not any(facts.attention.values())
+                is_first and not any(facts.attention.values()) and not facts.products
             ):
                 wrong.append((method, Differs("", "no argument of its blocks grows with the length of its sequences")))
                 continue

@@ -1,6 +1,7 @@
 """Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.techniques.cp.sequences import Sequences, lengths_of_proof
 _SEARCHED = 2  # blocks of each kind that are run, where there are many
 _MANY = 8
 _TRIES = 200  # runs of repairs
+_EXCEPTIONS = 2  # calls of a module that are none of what the others like them are
 
 
 @dataclasses.dataclass
@@ -73,6 +75,7 @@ class Search:
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
         self.known.clear()
+        self._written = set[str]()  # modules of which it was tried whether they write attention out
         now.makes_masks = True  # at the first length; at the second none where the example needs none
         try:
             self.trial = self._trial(without)
@@ -96,11 +99,11 @@ class Search:
             for name in self.trial.foreign
         }
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
-        only = frozenset({"", *facts.cut, *facts.join, *facts.islands})
+        only = frozenset({"", *facts.cut, *facts.join, *facts.keys, *facts.islands})
         parts = rows_of(self.length, self.degree, self.order)
         for is_training in (True, False):
             trial.set_training(is_training)
-            whole = whole_run(trial, self.length, only)
+            whole = whole_run(trial, self.length, only, frozenset(facts.products))
             for rows in (parts[0], parts[-1]):
                 found = run_on_rows(trial, whole, self.plan_for_all(kinds), self.length, rows, facts, self.heads_over)
                 if not _follows(found, facts):
@@ -124,9 +127,11 @@ class Search:
             plan,
             cut=spread(plan.cut),
             whole={name: plan.whole[like] for like in plan.whole for name in spread([like])},
+            keys=spread(plan.keys),
             join=tuple(last.get(name, name) for name in plan.join),
             islands=spread(plan.islands),
             positions=spread(plan.positions),
+            products={name: plan.products[like] for like in plan.products for name in spread([like])},
             unjudged=spread(plan.unjudged),
         )
 
@@ -140,7 +145,7 @@ class Search:
         others = self.degree - 1
         if self.heads_over > 1:
             return sum(4 * others * (q + (k + v) // 2) // self.degree for q, k, v in self._widths)
-        return sum(3 * others * (k + v) for _, k, v in self._widths)
+        return others * (3 * (sum(k + v for _, k, v in self._widths) + sum(self._factors)) + 2 * sum(self._keys))
 
     def _note_heads(self, facts: Facts) -> None:
         """Notes the heads of queries and keys of each call of attention; raises Differs where ranks of tp and cp cannot share them."""
@@ -154,6 +159,17 @@ class Search:
             tuple(x.numel() // (x.shape[0] * self.length) for x in (q, k, v))
             for (name, _, number), (q, k, v, _) in whole.attention.items()
             if number in facts.attention.get(name, ())
+        ]
+        self._factors = [
+            x.numel() // (x.shape[0] * self.length)
+            for (name, _, number), x in whole.products.items()
+            if number in dict(facts.products.get(name, ()))
+        ]
+        self._keys = [
+            x.numel() // (x.shape[0] * self.length)
+            for (name, _), output in whole.outputs.items()
+            for path, x in keyed_leaves(output)
+            if path in facts.keys.get(name, ())
         ]
         for name, number in [(name, number) for name, calls in facts.attention.items() for number in calls]:
             q, k, *_ = whole.attention[name, 0, number]
@@ -281,8 +297,7 @@ class Search:
             raise wrong
         if plan.masks_of_rows:
             other = dataclasses.replace(plan, masks_of_rows=False)
-            after = self._first_difference(trial, other)
-            if after is None or (after.name, after.why) != (name, wrong.why):
+            if self._goes_further(self._first_difference(trial, other), wrong):
                 return other
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
         if wrong.is_mask and block is not None:
@@ -292,8 +307,11 @@ class Search:
                     return other
         if name not in plan.positions:
             other = dataclasses.replace(plan, positions=(*plan.positions, name))
-            after = self._first_difference(trial, other)
-            if after is None or (after.name, after.why) != (name, wrong.why):
+            if self._goes_further(self._first_difference(trial, other), wrong):
+                return other
+        if block is not None and self.heads_over == 1 and name not in self._written:
+            self._written.add(name)
+            if (other := self._with_all_positions(trial, plan, name, block)) is not None:
                 return other
         if block is None:
             if plan.join:
@@ -310,6 +328,68 @@ class Search:
             island = island.rpartition(".")[0]
         islands = tuple(each for each in plan.islands if not is_in_block(each, island))
         return dataclasses.replace(plan, islands=(*islands, island), masks_of_rows=False)  # which need all of them
+
+    def _with_all_positions(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
+        """A plan in which a module that writes attention out has all positions of its keys and values, and of nothing else: as second factors of
+        products, or as outputs of modules that it calls. None: there is none by which its output is right."""
+        modules = dict(trial.module.named_modules())
+        alike = [other for b in plan.cut if (other := in_block(name, block, b)) in modules]
+        for some in (*self._by_products(plan, name, alike), *self._by_keys(plan, name, block)):
+            for other in self._with_masks_of_keys(some, block):
+                after = self._first_difference(trial, other)
+                if after is None or not (after.name == name or is_in_block(after.name, name)):
+                    return other
+        return None
+
+    def _by_products(self, plan: Plan, name: str, alike: Sequence[str]) -> Iterator[Plan]:
+        """Plans in which second factors of products of a module are of all positions, but for some exceptions."""
+        products = [
+            ("product", number)
+            for (of, call, number), x in self.whole.products.items()
+            if (of, call) == (name, 0) and isinstance(x, Tensor) and self.length in x.shape
+        ]
+        calls = [*products, *self.whole.made.get(name, ())]
+        plan = dataclasses.replace(plan, positions=(*dict.fromkeys((*plan.positions, *alike)),))
+        for num in range(_EXCEPTIONS + 1 if products else 0):
+            for some in itertools.combinations(calls, num):
+                yield dataclasses.replace(plan, products={**plan.products, **dict.fromkeys(alike, some)})
+
+    def _by_keys(self, plan: Plan, name: str, block: str) -> Iterator[Plan]:
+        """Plans in which outputs of one or two modules that a module calls are of all positions."""
+        children = [
+            of
+            for of, call in self.whole.outputs
+            if call == 0
+            and is_in_block(of, name)
+            and "." not in of.removeprefix(f"{name}.")
+            and any(isinstance(x, Tensor) and self.length in x.shape for _, x in keyed_leaves(self.whole.outputs[of, 0]))
+        ]
+        for num in (1, 2):
+            for some in itertools.combinations(children, num):
+                keys = tuple(in_block(child, block, b) for b in plan.cut for child in some)
+                yield dataclasses.replace(plan, keys=(*plan.keys, *keys))
+
+    def _with_masks_of_keys(self, plan: Plan, block: str) -> Iterator[Plan]:
+        """Plans in which nothing, masks of several dims, or all that is of positions alone and not of queries, stays whole."""
+        yield plan
+        for least in (3, 2):
+            paths = [
+                path
+                for path, x in keyed_leaves(self.whole.inputs[block, 0])
+                if isinstance(x, Tensor)
+                and x.dim() >= least
+                and list(x.shape).count(self.length) == 1
+                and all(size in (1, x.shape[0], self.length) for size in x.shape)
+            ]
+            stay = {b: tuple({*plan.whole.get(b, ()), *paths}) for b in plan.cut} if paths else plan.whole
+            yield dataclasses.replace(plan, whole=stay, square=True)
+
+    def _goes_further(self, after: Differs | None, before: Differs) -> bool:
+        """Whether what differs now differs in another way, and not before what differed."""
+        if after is None or after.name == before.name:
+            return after is None or after.why != before.why
+        ended = [name for name, _ in self.whole.outputs]
+        return ended.index(after.name) > ended.index(before.name)
 
     def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
         """A plan in which a module, and those around it within its block, may return something else, if the block is right; else None."""
@@ -381,8 +461,10 @@ def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
     return Facts(
         cut=spread(facts.cut),
         join=join,
+        keys=spread(facts.keys),
         islands=spread(facts.islands),
         positions=spread(facts.positions),
+        products=spread(facts.products),
         attention=spread(facts.attention),
         output=facts.output,
         outputs=facts.outputs,
