@@ -99,8 +99,8 @@ class Speaker(nn.Module):
     def forward(self, input_ids: Tensor):
         at = torch.arange(input_ids.shape[1])
         x = self.tokens(input_ids) + self.places(at)
-        mask = torch.zeros(len(at), len(at)).masked_fill(at[:, None] < at, -1e30)
-        alibi = torch.tensor([0.5, 0.2, 0.1, 0.05])[:, None, None] * at
+        mask = torch.zeros(len(at), len(at), dtype=x.dtype).masked_fill(at[:, None] < at, -1e30)
+        alibi = (torch.tensor([0.5, 0.2, 0.1, 0.05])[:, None, None] * at).to(x.dtype)
         for block in self.blocks:
             x, weights = block(x, alibi, mask)
         output = self.head(self.norm(x))
@@ -109,11 +109,11 @@ class Speaker(nn.Module):
 
 EQUAL = [
     "table", "einsum", "flat", "alibi", "distances", "tril", "triu", "checked", "argument", "both ways", "best", "over heads",
-    "float32", "dropped", "gated", "weights", "samples",
+    "float32", "dropped", "gated", "weights", "samples", "positions",
 ]  # fmt: skip
 """Those that are equal under cp."""
 
-REFUSED = ["length", "positions", "over queries", "gated by all"]
+REFUSED = ["length", "over queries", "gated by all"]
 """Those whose attention is named."""
 
 
