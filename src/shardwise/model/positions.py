@@ -127,6 +127,8 @@ class _Rows(LayerCalls):
             for path, x in keyed_leaves(output):
                 if isinstance(x, Tensor):
                     self._compare(name, f"its output {path}".rstrip(), x, full.get(path))
+                    if x.shape == full[path].shape and self._length in x.shape and self._gathers(name):
+                        raise Differs(name, "what it returns is of all positions, and not of this rank's")
                     if not name and x.shape != full[path].shape:
                         sizes = zip(x.shape, full[path].shape, strict=True)
                         self.facts.outputs[path] = next(dim for dim, (mine, all_) in enumerate(sizes) if mine != all_)
@@ -136,6 +138,10 @@ class _Rows(LayerCalls):
             known = None if self._known is None else getattr(self._known, of_kind).get(name, {})
             output = self._joined(name, output, self._whole.outputs[frame.key], dims, known)
         return output
+
+    def _gathers(self, name: str) -> bool:
+        """Whether a module's own code has all positions of keys: what it returns must be of this rank's."""
+        return name in self._plan.products or any(key.rpartition(".")[0] == name for key in self._plan.keys)
 
     def _cut(self, name: str, given: Any, full: Mapping[str, Any]) -> Any:
         """The arguments of a module, of which what has the length becomes rows. ``full``: those of the whole run."""

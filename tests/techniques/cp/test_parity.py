@@ -55,6 +55,7 @@ def compared(ranks, name, layout, micro=4, **options):
 QUICK = {
     ("packed", "dp_shard=2,cp=2"), ("rotary", "cp=4"), ("plain", "cp=2"), ("pooled", "dp_replicate=2,cp=2"), ("grouped", "cp=2,tp=2"),
     ("manual", "cp=2"), ("kernel", "cp=2"), ("rows of a table", "cp=2"),
+    ("token shift", "cp=2"),
 }  # fmt: skip
 
 
@@ -80,6 +81,7 @@ CELLS = [
     ("rotary", "cp=2", {"remat": "full"}, False),
     ("rows of a table", "dp_shard=2,cp=2", {"remat": "selective"}, True),
     ("manual", "cp=2", {"remat": "full"}, True),
+    ("token shift", "cp=2", {"remat": "full"}, True),
     ("plain", "cp=2", {"sharding": sw.Sharding(engine="ddp")}, False),
     ("pooled", "dp_replicate=2,cp=2", {"sharding": sw.Sharding(engine="ddp")}, True),
     ("packed", "cp=2,tp=2", {"remat": "full"}, True),
@@ -234,7 +236,7 @@ def test_every_length(ranks, name, method):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["manual", "pooled", "packed"])
+@pytest.mark.parametrize("name", ["manual", "token shift", "pooled", "packed"])
 def test_every_length_of_others(ranks, name):
     option = sw.ContextParallel(fallback="gather")
     lengths = range(2 if name == "packed" else 1, 41)

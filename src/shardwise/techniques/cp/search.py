@@ -311,7 +311,7 @@ class Search:
                 return other
         if block is not None and self.heads_over == 1 and name not in self._written:
             self._written.add(name)
-            if (other := self._with_all_positions(trial, plan, name, block)) is not None:
+            if (other := self._with_all_positions(trial, plan, wrong, block)) is not None:
                 return other
         if block is None:
             if plan.join:
@@ -329,15 +329,15 @@ class Search:
         islands = tuple(each for each in plan.islands if not is_in_block(each, island))
         return dataclasses.replace(plan, islands=(*islands, island), masks_of_rows=False)  # which need all of them
 
-    def _with_all_positions(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
+    def _with_all_positions(self, trial: Trial, plan: Plan, wrong: Differs, block: str) -> Plan | None:
         """A plan in which a module that writes attention out has all positions of its keys and values, and of nothing else: as second factors of
         products, or as outputs of modules that it calls. None: there is none by which its output is right."""
-        modules = dict(trial.module.named_modules())
+        name, modules = wrong.name, dict(trial.module.named_modules())
         alike = [other for b in plan.cut if (other := in_block(name, block, b)) in modules]
         for some in (*self._by_products(plan, name, alike), *self._by_keys(plan, name, block)):
             for other in self._with_masks_of_keys(some, block):
                 after = self._first_difference(trial, other)
-                if after is None or not (after.name == name or is_in_block(after.name, name)):
+                if after is None or (after.name != name and self._goes_further(after, wrong)):
                     return other
         return None
 
