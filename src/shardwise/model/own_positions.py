@@ -20,9 +20,8 @@ _KINDS: dict[Any, str] = {
     Tensor.view: "view",
     Tensor.reshape: "view",
     torch.reshape: "view",
-    torch.ones: "square",
-    torch.zeros: "square",
-    torch.full: "square",
+    **dict.fromkeys((torch.ones, torch.zeros, torch.full), "square"),
+    **dict.fromkeys((Tensor.new_ones, Tensor.new_zeros, Tensor.new_full), "square"),
     torch.tril: "triangle",
     torch.triu: "triangle",
     Tensor.tril: "triangle",
@@ -31,7 +30,7 @@ _KINDS: dict[Any, str] = {
 
 Made = list[list[Any]]
 """Calls of a module that make positions, ``[kind, number, argument]`` each: the dim, or index, that has the length, of arange 0; or two of
-them, ``[of queries, of keys]``: the first one gets the rows, the second all positions. None: there is none."""
+them, ``[of queries, of keys]``: the first one gets the rows, the second all positions. None: there is none. A square of one number is made for all, or with ``[None, 0]`` of the rows and all."""
 
 
 def kind_of(func: Any) -> str | None:
@@ -53,7 +52,7 @@ class Numbers:
 
 
 def argument_of(
-    kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int, length: int
+    kind: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int, length: int
 ) -> int | list[int | None] | None:
     """Which argument of a call is the number ``num`` of the rows that the code has, and stands for the first ``num`` of ``length``
     positions; None: none is. Two are those of queries and keys, as of a table of both: a square of one number is made
@@ -85,7 +84,7 @@ def argument_of(
         x = args[0] if args else kwargs["input"]
         return 0 if x.shape[-2:] == (length, length) else None
     if kind == "square":
-        return 0 if _square_of(args, kwargs)[-2:] == (num, num) else None
+        return 0 if _square_of(func, args, kwargs)[1][-2:] == (num, num) else None
     x, size = args[0], _size_of(args, kwargs)
     at = [j for j, n in enumerate(size) if n == length]
     return at[0] if len(at) == 1 and num in x.shape and length not in x.shape else None
@@ -129,10 +128,10 @@ def of_rows(
         _refuse_other(full.shape[-2:] == (length, length), func)
         return full.index_select(-2, rows.to(full.device))
     if kind == "square":
-        size = _square_of(args, kwargs)
+        before, size, rest = _square_of(func, args, kwargs)
         _refuse_other(size[-2:] == (len(rows), len(rows)), func)
-        rest = () if func is not torch.full else args[1:]
-        return func((*size[:-2], length, length), *rest, **{key: x for key, x in kwargs.items() if key != "size"})
+        num = length if queries is not None else len(rows)
+        return func(*before, (*size[:-2], num, length), *rest, **{key: x for key, x in kwargs.items() if key != "size"})
     x, size = args[0], list(_size_of(args, kwargs))
     _refuse_other(queries is not None and queries < len(size) and size[queries] == length, func)
     size[queries] = len(rows)
@@ -159,10 +158,14 @@ def _index_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[1] if isinstance(args[1], tuple) else (args[1],)
 
 
-def _square_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The size of a tensor that is made of one number; () if it has less than two dims."""
-    size = tuple(args[0]) if args and isinstance(args[0], (tuple, list)) else args or tuple(kwargs.get("size", ()))
-    return size if len(size) > 1 and all(isinstance(n, int) for n in size) else ()
+def _square_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[int, ...], Any]:
+    """The size of a tensor that is made of one number, and what is given before and behind it; () if it has less than two dims."""
+    at = 0 if func in (torch.ones, torch.zeros, torch.full) else 1
+    before, size, rest = args[:at], args[at:], ()
+    if size and isinstance(size[0], (tuple, list)):
+        size, rest = tuple(size[0]), size[1:]
+    size = size or tuple(kwargs.get("size", ()))
+    return before, size if len(size) > 1 and all(isinstance(n, int) for n in size) else (), rest
 
 
 def _size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

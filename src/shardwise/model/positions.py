@@ -116,6 +116,9 @@ class _Rows(LayerCalls):
         if self._rows is None:
             if self._whole.keeps(name):
                 self._whole.outputs[frame.key] = output
+                self._whole.versions[frame.key] = {
+                    path: x._version for path, x in keyed_leaves(output) if isinstance(x, Tensor)
+                }
             return output
         if not self._whole.keeps(name):
             return output
@@ -124,8 +127,9 @@ class _Rows(LayerCalls):
             dims = self.facts.islands[name][1]
             output = map_keyed(lambda path, x: self._part(path, x, dims), output)
         if frame.is_right and name not in self._plan.unjudged:
+            versions = self._whole.versions[frame.key]
             for path, x in keyed_leaves(output):
-                if isinstance(x, Tensor):
+                if isinstance(x, Tensor) and (path not in versions or full[path]._version == versions[path]):
                     self._compare(name, f"its output {path}".rstrip(), x, full.get(path))
                     if x.shape == full[path].shape and self._length in x.shape and self._gathers(name):
                         raise Differs(name, "what it returns is of all positions, and not of this rank's")
@@ -272,7 +276,11 @@ class _Rows(LayerCalls):
                 self._whole.products[key] = factor
             return args, kwargs
         full = self._whole.products.get(key)
-        if not isinstance(factor, Tensor) or not isinstance(full, Tensor) or any(each.name in self._plan.islands for each in self.frames):
+        if (
+            not isinstance(factor, Tensor)
+            or not isinstance(full, Tensor)
+            or any(each.name in self._plan.islands for each in self.frames)
+        ):
             return args, kwargs
         if self._known is not None:
             dim = dict(self._known.products.get(frame.name, ())).get(number)
@@ -313,7 +321,7 @@ class _Rows(LayerCalls):
             return self.attend(of_sdpa(*self._without_dropout(args, kwargs)))
         if (kind := kind_of(func)) is not None and (frame := self._maker()) is not None:
             number = frame.numbers.take(kind)
-            argument = self._argument(frame.name, kind, number, args, kwargs)
+            argument = self._argument(frame.name, kind, number, func, args, kwargs)
             if self._rows is None:
                 if argument is not None:
                     self._whole.made.setdefault(frame.name, {})[kind, number] = None
@@ -340,13 +348,15 @@ class _Rows(LayerCalls):
             return None
         return self.frames[-1] if self.frames and self.frames[-1].name in self._plan.positions else None
 
-    def _argument(self, name: str, kind: str, number: int, args: Any, kwargs: Any) -> int | list[int | None] | None:
+    def _argument(
+        self, name: str, kind: str, number: int, func: Any, args: Any, kwargs: Any
+    ) -> int | list[int | None] | None:
         if self._known is not None:
             known = self._known.positions.get(name, [])
             return next((arg for of, at, arg in known if (of, at) == (kind, number)), None)
         if kind == "view" and self._inside:
             return None
-        argument = argument_of(kind, args, kwargs, self._num_rows, self._length)
+        argument = argument_of(kind, func, args, kwargs, self._num_rows, self._length)
         if isinstance(argument, int) and (kind, number) in self._plan.products.get(name, ()):
             return [None, argument]
         return argument
@@ -382,7 +392,9 @@ class _Rows(LayerCalls):
             if number not in of_rows:
                 of_rows.append(number)
             if call.v.shape == values.shape:
-                raise Differs(frame.name, "what its attention takes for values is of all positions, and its keys are not")
+                raise Differs(
+                    frame.name, "what its attention takes for values is of all positions, and its keys are not"
+                )
             self._compare(frame.name, "what its attention takes for keys", call.k, keys)
             self._compare(frame.name, "what its attention takes for values", call.v, values)
             if call.mask is not None and call.mask.shape[-1] not in (1, keys.shape[-2]):

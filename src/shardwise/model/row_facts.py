@@ -97,6 +97,7 @@ class Whole:
 
     Attributes:
         inputs, outputs: module and the number of its call -> its arguments, and what it returned.
+        versions: how often each tensor of an output had been changed in place by then: what the model's code changes later is not judged.
         attention: and the number of a call of attention in it -> queries, keys, values and result.
         products: and the number of a product in its own code -> its second factor.
         made: module -> its calls that make positions, ``(kind, number)``.
@@ -119,6 +120,7 @@ class Whole:
         self._only, self.products_of = only, products_of
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
+        self.versions: dict[tuple[str, int], dict[str, int]] = {}
         self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self.products: dict[tuple[str, int, int], Any] = {}
         self.made: dict[str, dict[tuple[str, int], None]] = {}

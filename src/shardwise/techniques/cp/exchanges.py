@@ -152,7 +152,11 @@ def attend_over_heads(call: Attention, at: At, ranks: Ranks) -> Tensor:
 def attend_gathered(call: Attention, at: At, ranks: Ranks) -> Tensor:
     """Attention of this rank's queries over gathered keys and values."""
     return with_gathered(
-        lambda keys, values: call.kernel(call.q, keys, values, at.rows), (call.k, call.v), (call.k.dim() - 2, call.v.dim() - 2), at, ranks
+        lambda keys, values: call.kernel(call.q, keys, values, at.rows),
+        (call.k, call.v),
+        (call.k.dim() - 2, call.v.dim() - 2),
+        at,
+        ranks,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UsageError
-from shardwise.model.attend import catch_transformers, now, register_in_transformers
+from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.positions import run_on_rows, whole_run
@@ -183,7 +183,7 @@ class Search:
 
     def _trial(self, without: frozenset[str]) -> Trial:
         """A trial at the first length at which the model runs, and another one at which it does."""
-        register_in_transformers(self.module)  # before a trial, which puts back what it finds changed
+        catch_transformers(self.module)  # before a trial, which puts back what it finds changed
         lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
         trial, error, runs = None, None, list[int]()
         for self.length in lengths:
@@ -211,7 +211,6 @@ class Search:
 
     def _new_trial(self, without: frozenset[str] = frozenset(), foreign: frozenset[str] | None = None) -> Trial:
         trial = Trial(self.module, self._call, training=True, without=without, foreign=foreign)
-        catch_transformers(trial.module)
         _shift_values(trial)
         return trial
 
@@ -350,7 +349,7 @@ class Search:
         ]
         calls = [*products, *self.whole.made.get(name, ())]
         plan = dataclasses.replace(plan, positions=(*dict.fromkeys((*plan.positions, *alike)),))
-        for num in range(_EXCEPTIONS + 1 if products else 0):
+        for num in range(_EXCEPTIONS + 1 if calls else 0):
             for some in itertools.combinations(calls, num):
                 yield dataclasses.replace(plan, products={**plan.products, **dict.fromkeys(alike, some)})
 
@@ -362,7 +361,9 @@ class Search:
             if call == 0
             and is_in_block(of, name)
             and "." not in of.removeprefix(f"{name}.")
-            and any(isinstance(x, Tensor) and self.length in x.shape for _, x in keyed_leaves(self.whole.outputs[of, 0]))
+            and any(
+                isinstance(x, Tensor) and self.length in x.shape for _, x in keyed_leaves(self.whole.outputs[of, 0])
+            )
         ]
         for num in (1, 2):
             for some in itertools.combinations(children, num):
