@@ -394,12 +394,15 @@ class Search:
 
     def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
         """A plan in which a module, and those around it within its block, may return something else, if the block is right; else None."""
-        names = list(plan.unjudged)
+        names, wrong = list(plan.unjudged), Differs(name, "")
+        if name in names:
+            return None
         while name != block:
             names.append(name)
             other = dataclasses.replace(plan, unjudged=tuple(names))
             after = self._first_difference(trial, other)
-            if after is None or not (is_in_block(name, after.name) or name == after.name):
+            is_around = after is not None and (is_in_block(name, after.name) or name == after.name)
+            if not is_around and self._goes_further(after, wrong):
                 return other
             if not is_in_block(name, block):
                 break
