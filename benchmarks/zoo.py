@@ -55,7 +55,7 @@ def verdict_of(kind: str, layout: str, pool: Any, *, is_run: bool = True) -> dic
     """What came of one kind of model: ``verdict``, ``why`` and, where it ran, ``share`` and ``error``. ``is_run``: on ranks."""
     num_data = 2 if "dp" in layout else 1
     try:
-        with _at_most(30):
+        with most_seconds(30):
             model = causal_lms.build(kind)
     except (Exception, _TooLongError) as error:
         return {"verdict": "not built", "why": _line(error)}
@@ -94,8 +94,13 @@ def verdict_of(kind: str, layout: str, pool: Any, *, is_run: bool = True) -> dic
 def proved(model: Any, inputs: dict[str, Any], layout: str) -> dict[str, Any]:
     """What the proof of context parallelism says of a model, with no ranks."""
     try:
-        with _at_most(90):
-            found = proof(model, Example(lambda copy: copy(**inputs)), layout_of(layout, num_ranks_of(layout) or 1), sw.ContextParallel())
+        with most_seconds(40):
+            found = proof(
+                model,
+                Example(lambda copy: copy(**inputs)),
+                layout_of(layout, num_ranks_of(layout) or 1),
+                sw.ContextParallel(),
+            )
     except sw.UnsupportedError as error:
         named = dict(model.named_modules()).get(error.name or "")
         words = f"{error.name} {type(named).__name__}".lower()
@@ -122,7 +127,7 @@ class _TooLongError(BaseException):
 
 
 @contextlib.contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
+def most_seconds(seconds: int) -> Iterator[None]:
     """Within: what takes longer raises TimeoutError."""
 
     def stop(*_: Any) -> None:
@@ -155,7 +160,11 @@ def table(found: dict[str, dict[str, Any]], layout: str) -> str:
         f"## {layout}",
         "",
         f"transformers {version}: {len(found)} kinds of causal language models; "
-        + ", ".join(f"{count[key]} {key}" for key in ("equal", "proved", "refused", "wrong", "not run", "not built") if key in count or key != "proved")
+        + ", ".join(
+            f"{count[key]} {key}"
+            for key in ("equal", "proved", "refused", "wrong", "not run", "not built")
+            if key in count or key != "proved"
+        )
         + (
             f". {held} of {len(dense)} that are equal and have no experts hold at most {limit:g} of the parameters on a rank "
             f"({held / max(len(dense), 1):.0%})."
@@ -192,7 +201,9 @@ def main(argv: list[str] | None = None) -> int:
             every = args.every or (1 if args.layout else SWEEPS[layout])
             kinds = args.only.split(",") if args.only else causal_lms.names()[::every]
             found = {
-                kind: _kept(kind, layout, pool, args.keep, is_run=bool(args.only) or not causal_lms.names().index(kind) % 3)
+                kind: _kept(
+                    kind, layout, pool, args.keep, is_run=bool(args.only) or not causal_lms.names().index(kind) % 3
+                )
                 for kind in kinds
             }
             sections.append(table(found, layout))

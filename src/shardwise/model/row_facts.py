@@ -98,7 +98,8 @@ class Whole:
     Attributes:
         inputs, outputs: module and the number of its call -> its arguments, and what it returned.
         versions: how often each tensor of an output had been changed in place by then: what the model's code changes later is not judged.
-        attention: and the number of a call of attention in it -> queries, keys, values and result.
+        attention: and the number of a call of attention in it -> queries, keys, values and result; of some modules keys and values alone,
+            unless heads are divided.
         products: and the number of a product in its own code -> its second factor.
         made: module -> its calls that make positions, ``(kind, number)``.
         functions: the names of the functions that were called, in order.
@@ -121,12 +122,23 @@ class Whole:
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
         self.versions: dict[tuple[str, int], dict[str, int]] = {}
-        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
         self.products: dict[tuple[str, int, int], Any] = {}
         self.made: dict[str, dict[tuple[str, int], None]] = {}
         self.functions: list[str] = []
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
+
+    def without_modules(self) -> "Whole":
+        """What :meth:`is_like` compares."""
+        other = Whole(self._only)
+        other.functions, other.ends = self.functions, self.ends
+        return other
+
+    @property
+    def is_of_some(self) -> bool:
+        """Whether only what some modules have is kept."""
+        return self._only is not None
 
     def keeps(self, name: str) -> bool:
         """Whether what a module has is kept."""

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from techniques.cp.sequences import batch, count, loss_of, windows
-from techniques.cp.written_out import EQUAL, REFUSED, build
+from techniques.cp.written_out import EQUAL, REFUSED, Rolled, build
+from torch import nn
 
 import shardwise as sw
 from shardwise.model.row_facts import Differs
@@ -11,9 +12,10 @@ from shardwise.techniques.cp.search import Search
 from shardwise.techniques.cp.sequences import sequences_in
 
 
-def proof_of(how, degree=2):
-    inputs = {"input_ids": batch(1, 24)["input_ids"]}
-    return Search(build(how, torch.float32), next(sequences_in(((), inputs))), degree, "zigzag").run()
+def proof_of(how, degree=2, blocks=None):
+    inputs, model = {"input_ids": batch(1, 24)["input_ids"]}, build(how, torch.float32)
+    model.blocks = model.blocks if blocks is None else nn.ModuleList(blocks)
+    return Search(model, next(sequences_in(((), inputs))), degree, "zigzag").run()
 
 
 @pytest.mark.parametrize("how", EQUAL)
@@ -33,6 +35,33 @@ def test_what_only_looks_like_attention_is_named(how):
     with pytest.raises(Differs) as raised:
         proof_of(how)
     assert raised.value.name == "blocks.0.attention"
+
+
+def test_a_module_that_would_return_all_positions_is_named():
+    with pytest.raises(Differs) as raised:
+        proof_of("table", blocks=[Rolled(), Rolled()])
+    assert raised.value.name == "blocks.0"
+
+
+def test_dropped_weights_are_the_ranks_own():
+    assert proof_of("dropped").draws
+
+
+def test_names_of_implementations_stay():
+    """Code of models asks for them, as those that choose keys by an index do."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa"))
+    search = Search(model, next(sequences_in(((), {"input_ids": batch(1, 24)["input_ids"]}))), 2, "zigzag")
+    assert len(search.run().attention) == 2
+    assert model.config._attn_implementation == search.trial.module.config._attn_implementation == "sdpa"
 
 
 class Build:

@@ -22,6 +22,10 @@ class Written(nn.Module):
     def forward(self, x: Tensor, alibi: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         how, num = self.how, x.shape[1]
         q, k, v = (heads(layer(x)) for layer in (self.q, self.k, self.v))
+        if how == "keys of the length":
+            k = k * math.log(num)
+        if how == "values of the length":
+            v = v + num
         if how == "einsum":
             scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
         elif how == "flat":
@@ -107,13 +111,24 @@ class Speaker(nn.Module):
         return (output, weights) if self.how == "weights" else output
 
 
+class Rolled(nn.Module):
+    """A block that moves what a layer makes of its tokens, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *_: Tensor) -> tuple[Tensor, None]:
+        return self.layer(x).roll(1, 1), None
+
+
 EQUAL = [
     "table", "einsum", "flat", "alibi", "distances", "tril", "triu", "checked", "argument", "both ways", "best", "over heads",
     "float32", "dropped", "gated", "weights", "samples", "positions",
 ]  # fmt: skip
 """Those that are equal under cp."""
 
-REFUSED = ["length", "over queries", "gated by all"]
+REFUSED = ["length", "keys of the length", "values of the length", "over queries", "gated by all"]
 """Those whose attention is named."""
 
 

@@ -22,6 +22,7 @@ from shardwise.techniques.cp.sequences import Sequences, lengths_of_proof
 _SEARCHED = 2  # blocks of each kind that are run, where there are many
 _MANY = 8
 _TRIES = 200  # runs of repairs
+_GATHERS = 30  # plans for one module that may write attention out
 _EXCEPTIONS = 2  # calls of a module that are none of what the others like them are
 
 
@@ -98,16 +99,19 @@ class Search:
             for other in blocks[_SEARCHED - 1 :]
             for name in self.trial.foreign
         }
+        self._whole.clear()
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
         only = frozenset({"", *facts.cut, *facts.join, *facts.keys, *facts.islands})
         parts = rows_of(self.length, self.degree, self.order)
+        before: Whole | None = None
         for is_training in (True, False):
             trial.set_training(is_training)
-            whole = whole_run(trial, self.length, only, frozenset(facts.products))
-            for rows in (parts[0], parts[-1]):
+            whole = whole_run(trial, self.length, only, frozenset(facts.products), self.heads_over)
+            for rows in () if before is not None and before.is_like(whole) else (parts[0], parts[-1]):
                 found = run_on_rows(trial, whole, self.plan_for_all(kinds), self.length, rows, facts, self.heads_over)
                 if not _follows(found, facts):
                     raise Differs("", "some blocks do other things than those like them")
+            before = whole.without_modules()
 
     def plan_for_all(self, kinds: Sequence[Sequence[str]]) -> Plan:
         """The plan, for all blocks."""
@@ -211,6 +215,7 @@ class Search:
 
     def _new_trial(self, without: frozenset[str] = frozenset(), foreign: frozenset[str] | None = None) -> Trial:
         trial = Trial(self.module, self._call, training=True, without=without, foreign=foreign)
+        trial.forget_outputs()
         _shift_values(trial)
         return trial
 
@@ -247,6 +252,8 @@ class Search:
         found: list[Facts] = []
         training = self._run_whole(trial, is_training=True)
         modes = (True,) if training.is_like(self._run_whole(trial, is_training=False)) else (True, False)
+        if len(modes) == 1:
+            self._whole[False, self.length] = training  # one is kept
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
             for rows in rows_of(self.length, self.degree, self.order):
@@ -333,7 +340,8 @@ class Search:
         products, or as outputs of modules that it calls. None: there is none by which its output is right."""
         name, modules = wrong.name, dict(trial.module.named_modules())
         alike = [other for b in plan.cut if (other := in_block(name, block, b)) in modules]
-        for some in (*self._by_products(plan, name, alike), *self._by_keys(plan, name, block)):
+        plans = itertools.chain(self._by_products(plan, name, alike), self._by_keys(plan, name, block))
+        for some in itertools.islice(plans, _GATHERS):
             for other in self._with_masks_of_keys(some, block):
                 after = self._first_difference(trial, other)
                 if after is None or (after.name != name and self._goes_further(after, wrong)):
@@ -371,19 +379,24 @@ class Search:
                 yield dataclasses.replace(plan, keys=(*plan.keys, *keys))
 
     def _with_masks_of_keys(self, plan: Plan, block: str) -> Iterator[Plan]:
-        """Plans in which nothing, masks of several dims, or all that is of positions alone and not of queries, stays whole."""
+        """Plans in which nothing, masks of several dims, or all that is of positions alone and not of queries, stays whole; each once."""
         yield plan
+        args = [(path, x) for path, x in keyed_leaves(self.whole.inputs[block, 0]) if isinstance(x, Tensor)]
+        square = plan.square or any(list(x.shape).count(self.length) == 2 for _, x in args)
+        seen = [(plan.whole.get(block, ()), plan.square)]
         for least in (3, 2):
-            paths = [
+            paths = {
                 path
-                for path, x in keyed_leaves(self.whole.inputs[block, 0])
-                if isinstance(x, Tensor)
-                and x.dim() >= least
+                for path, x in args
+                if x.dim() >= least
                 and list(x.shape).count(self.length) == 1
                 and all(size in (1, x.shape[0], self.length) for size in x.shape)
-            ]
-            stay = {b: tuple({*plan.whole.get(b, ()), *paths}) for b in plan.cut} if paths else plan.whole
-            yield dataclasses.replace(plan, whole=stay, square=True)
+            }
+            whole = tuple(sorted({*plan.whole.get(block, ()), *paths}))
+            if (whole, square) not in seen:
+                seen.append((whole, square))
+                stay = {b: tuple(sorted({*plan.whole.get(b, ()), *paths})) for b in plan.cut}
+                yield dataclasses.replace(plan, whole=stay if paths else plan.whole, square=square)
 
     def _goes_further(self, after: Differs | None, before: Differs) -> bool:
         """Whether what differs now differs in another way, and not before what differed."""
