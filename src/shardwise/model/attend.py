@@ -35,6 +35,10 @@ class Attention(NamedTuple):
     mask: Tensor | None
     finish: Callable[[Tensor], Any] = lambda result: result
 
+    def has_mask_of(self, length: int) -> bool:
+        """Whether its mask, if any, is for as many keys, or the same for all of them."""
+        return self.mask is None or self.mask.shape[-1] in (1, length)
+
 
 class Attends(Protocol):
     """Computes attention where a rank has some rows."""

@@ -400,7 +400,7 @@ class _Rows(LayerCalls):
                 )
             self._compare(frame.name, "what its attention takes for keys", call.k, keys)
             self._compare(frame.name, "what its attention takes for values", call.v, values)
-            if call.mask is not None and call.mask.shape[-1] not in (1, keys.shape[-2]):
+            if call.mask is not None and not call.has_mask_of(keys.shape[-2]):
                 why = f"a mask {tuple(call.mask.shape)} that is made from the length of this rank's rows, for {keys.shape[-2]} keys"
                 raise Differs(frame.name, why, is_mask=True)
             if self._heads_over > 1:

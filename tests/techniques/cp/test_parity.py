@@ -296,6 +296,11 @@ def test_ranks_with_equal_samples_train(ranks):
         ("forward in the loss", ["a forward with gradients in the loss", "forward= of sw.TrainStep"]),
         ("own loop of a whole output", ["a training loop of your own", "sw.TrainStep"]),
         ("join of another tensor", ["join_sequence of a tensor (2, 11)", "this rank has 6 positions"]),
+        (
+            "join of an older forward",
+            ["join_sequence of a tensor (2, ", "of the last forward this rank has 6 positions"],
+        ),
+        ("a teacher", ["a tensor of 6 positions and one of 12", "sw.cut_sequence(model, teacher_logits)"]),
         ("a mean over each sample", ["no sum over positions", "'loss'", "sw.join_sequence"]),
         ("a shift in the loss", ["no sum over positions", "sw.shift_labels"]),
         ("a pooled output", ["no sum over positions"]),

@@ -139,7 +139,7 @@ class _Calls(TorchFunctionMode):
         number, self._num_attentions = self._num_attentions, self._num_attentions + 1
         if number not in self._of_rows:
             return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
-        if call.mask is not None and call.mask.shape[-1] not in (1, self._at.length):
+        if call.mask is not None and not call.has_mask_of(self._at.length):
             raise UnsupportedError(
                 f"attention with a mask {tuple(call.mask.shape)}, for {self._at.length} keys",
                 why="it gets the keys of all positions",
