@@ -57,7 +57,7 @@ def verdict_of(kind: str, layout: str, pool: Any, *, is_run: bool = True) -> dic
     try:
         with most_seconds(30):
             model = causal_lms.build(kind)
-    except (Exception, _TooLongError) as error:
+    except (Exception, TooLongError) as error:
         return {"verdict": "not built", "why": _line(error)}
     try:
         windows = causal_lms.windows(model, 2, 2 * num_data)
@@ -106,7 +106,7 @@ def proved(model: Any, inputs: dict[str, Any], layout: str) -> dict[str, Any]:
         words = f"{error.name} {type(named).__name__}".lower()
         is_state = named is not None and any(word in words for word in OF_STATE)
         return {"verdict": "refused", "why": _lines(error), "state": is_state}
-    except (Exception, _TooLongError) as error:
+    except (Exception, TooLongError) as error:
         return {"verdict": "refused", "why": _line(error)}
     facts = found["facts"]
     ways = {
@@ -122,7 +122,7 @@ def _lines(error: BaseException) -> str:
     return " ".join(line.strip() for line in lines[:2])
 
 
-class _TooLongError(BaseException):
+class TooLongError(BaseException):
     """It takes too long. Not an Exception, as code that is run may catch those."""
 
 
@@ -131,7 +131,7 @@ def most_seconds(seconds: int) -> Iterator[None]:
     """Within: what takes longer raises TimeoutError."""
 
     def stop(*_: Any) -> None:
-        raise _TooLongError(f"it takes more than {seconds} s")
+        raise TooLongError(f"it takes more than {seconds} s")
 
     signal.signal(signal.SIGPROF, stop)  # of its own work: other processes may take the cores
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from models import MODELS, Model  # noqa: E402
-from zoo import most_seconds  # noqa: E402
+from zoo import TooLongError, most_seconds  # noqa: E402
 
 import shardwise as sw  # noqa: E402
 from shardwise.layout import layout_of  # noqa: E402
@@ -32,16 +32,18 @@ def verdict_of(record: Model) -> tuple[str, str]:
     """``cut``, or what refused it, and more of it."""
     try:
         torch.manual_seed(0)
-        model = record.build()
+        model = record.build().double()
         batch = record.windows(1, 1)[0][0]
         with torch.no_grad():
             record.forward(model, batch)
     except Exception as error:
-        return "not run", f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        return "not run", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]}"
     example = Example(lambda copy: record.forward(copy, batch))
     try:
-        with most_seconds(60):
+        with most_seconds(20):
             found = proof(model, example, layout_of("cp=2", 2), sw.ContextParallel())
+    except TooLongError as error:
+        return "refused", str(error)
     except sw.ShardwiseError as error:
         words = str(error).partition("why: ")[2].partition("fix: ")[0].split()
         return f"refused: `{error.name}`" if error.name else "refused", " ".join(words)[:170]

@@ -66,11 +66,7 @@ def argument_of(
         return dim if start == 0 and size == num and x.shape[dim] >= length else None
     if kind == "getitem":
         x, index = args[0], _index_of(args)
-        if (
-            not isinstance(x, Tensor)
-            or Ellipsis in [i for i in index if not isinstance(i, Tensor)]
-            or None in [i for i in index if not isinstance(i, Tensor)]
-        ):
+        if not isinstance(x, Tensor) or any(i is Ellipsis or i is None for i in index):
             return None
         heads = [
             j
@@ -155,7 +151,13 @@ def _range_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, An
 
 
 def _index_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return args[1] if isinstance(args[1], tuple) else (args[1],)
+    """The index of each dim; with an ellipsis only where it stands for whole dims that can be counted."""
+    x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    at = [j for j, i in enumerate(index) if i is Ellipsis]
+    if len(at) == 1 and isinstance(x, Tensor) and all(i is Ellipsis or isinstance(i, (int, slice)) for i in index):
+        whole = (slice(None),) * (x.dim() - len(index) + 1)
+        return (*index[: at[0]], *whole, *index[at[0] + 1 :])
+    return index
 
 
 def _square_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[int, ...], Any]:

@@ -68,7 +68,7 @@ class Written(nn.Module):
         elif how == "float32":
             weights = scores.float().softmax(-1).to(x.dtype)
         else:
-            weights = scores.softmax(-1)
+            weights = scores.softmax(-1)[..., : k.shape[2]]
         if how == "dropped":
             weights = self.drop(weights)
         y = torch.einsum("bhqk,bhkd->bhqd", weights, v) if how == "einsum" else weights @ v
