@@ -2447,8 +2447,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-factor-of-another-call",
-        'dim = self._products.get(self._numbers.take("product"))',
-        'dim = self._products.get(self._numbers.take("product") - 1)',
+        'dim = dim_of(self._products, self._numbers.take("product"))',
+        'dim = dim_of(self._products, self._numbers.take("product") - 1)',
         "tests/techniques/cp/test_written_out.py -k 'parity and alibi'",
         "queries are gathered in the place of keys",
     ),

@@ -129,8 +129,9 @@ def of_rows(
         num = length if queries is not None else len(rows)
         return func(*before, (*size[:-2], num, length), *rest, **{key: x for key, x in kwargs.items() if key != "size"})
     x, size = args[0], list(_size_of(args, kwargs))
-    _refuse_other(queries is not None and queries < len(size) and size[queries] == length, func)
-    size[queries] = len(rows)
+    at = -1 if queries is None else queries
+    _refuse_other(0 <= at < len(size) and size[at] == length, func)
+    size[at] = len(rows)
     return func(x, tuple(size))
 
 

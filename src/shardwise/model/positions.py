@@ -24,7 +24,7 @@ from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
-from shardwise.model.products import is_product, second_of, with_second
+from shardwise.model.products import dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.trial import Trial
@@ -285,7 +285,7 @@ class _Rows(LayerCalls):
         ):
             return args, kwargs
         if self._known is not None:
-            dim = dict(self._known.products.get(frame.name, ())).get(number)
+            dim = dim_of(self._known.products.get(frame.name, []), number)
         elif frame.name in self._plan.products and ("product", number) not in self._plan.products[frame.name]:
             sizes = enumerate(zip(factor.shape, full.shape, strict=False))
             at = [dim for dim, (mine, all_) in sizes if mine == self._num_rows and all_ == self._length]

@@ -18,6 +18,11 @@ Products = list[list[int]]
 """Products in a module's own code whose second factor is gathered: ``[number, dim]`` each, by the number of the call in a forward."""
 
 
+def dim_of(products: Products, number: int) -> int | None:
+    """The dim along which the second factor of a product is gathered; None: it is not."""
+    return next((dim for at, dim in products if at == number), None)
+
+
 def is_product(func: Any) -> bool:
     """Whether a function multiplies two tensors, and sums over a dim of both."""
     return func in _SECOND or func is torch.einsum

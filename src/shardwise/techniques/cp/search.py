@@ -13,6 +13,7 @@ from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.positions import run_on_rows, whole_run
+from shardwise.model.products import dim_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs, Facts, Plan, Whole
 from shardwise.model.rows import Order, rows_of
@@ -167,7 +168,7 @@ class Search:
         self._factors = [
             x.numel() // (x.shape[0] * self.length)
             for (name, _, number), x in whole.products.items()
-            if number in dict(facts.products.get(name, ()))
+            if dim_of(facts.products.get(name, []), number) is not None
         ]
         self._keys = [
             x.numel() // (x.shape[0] * self.length)

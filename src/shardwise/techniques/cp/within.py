@@ -13,7 +13,7 @@ from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.leaves import DROPOUTS
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
-from shardwise.model.products import Products, is_product, second_of, with_second
+from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
 from shardwise.techniques.cp.exchanges import At, Ranks, gathered, with_gathered
 from shardwise.world.streams import PartStream
@@ -116,7 +116,7 @@ class _Calls(TorchFunctionMode):
     def __init__(self, cuts: Cuts, at: At, of_rows: list[int], made: Made, products: Products):
         super().__init__()
         self._cuts, self._at, self._of_rows, self._made = cuts, at, of_rows, made
-        self._products = dict(products)
+        self._products = products
         self._numbers, self._num_attentions, self.depth = Numbers(), 0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,7 +126,7 @@ class _Calls(TorchFunctionMode):
         if func is SDPA:
             return self.attend(of_sdpa(args, kwargs))
         if self._products and is_product(func):
-            dim = self._products.get(self._numbers.take("product"))
+            dim = dim_of(self._products, self._numbers.take("product"))
             return func(*args, **kwargs) if dim is None else self._busy(self._multiplied, func, args, kwargs, dim)
         if self._made and (kind := kind_of(func)) is not None:
             number = self._numbers.take(kind)
