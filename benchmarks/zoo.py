@@ -1,10 +1,13 @@
 """Trains every causal language model of the installed transformers under ``tp``, or ``cp``, and compares it with one process.
 
     python benchmarks/zoo.py --write docs/tp-families-table.md   # all at tp=2, every third on 4 ranks: 20 minutes on 2 cores
-    python benchmarks/zoo.py --layout cp=2 --write docs/cp-families-table.md
+    python benchmarks/zoo.py --layout cp=2 --keep cp.jsonl --write docs/cp-families-table.md   # every third on ranks: 15 minutes
     python benchmarks/zoo.py --only llama,gpt2 --layout dp_shard=2,tp=2
 
-A verdict is *equal* (loss, norm, every gradient, every update to 1e-12 in fp64, two micro-batches), *not built* or *not run*
+Under ``cp`` alone all kinds are proved, on one process, and every third one trains on ranks besides. ``--keep``: a file that gets each
+row as it is found; with it a run goes on where another one ended.
+
+A verdict is *proved* (that its sequences may be cut), *equal* (loss, norm, every gradient, every update to 1e-12 in fp64, two micro-batches), *not built* or *not run*
 (by one plain process; a property of how it was made small), *refused*, with the reason, or **wrong**. The share is that of
 the parameters that a rank holds at most.
 """
@@ -13,6 +16,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import io
+import json
 import os
 import signal
 import sys
@@ -32,6 +36,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import causal_lms  # noqa: E402
 
 import shardwise as sw  # noqa: E402
+from shardwise.layout import layout_of, num_ranks_of  # noqa: E402
+from shardwise.techniques.cp.probe import proof  # noqa: E402
+from shardwise.techniques.technique import Example  # noqa: E402
 from shardwise.testing import RankPool  # noqa: E402
 
 __all__ = ["main", "verdict_of"]
@@ -40,13 +47,17 @@ SWEEPS = {"tp=2": 1, "tp=4": 3, "dp_shard=2,tp=2": 3}
 """Layout -> of the kinds in order, every so many are run under it."""
 
 
-def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
-    """What came of one kind of model: ``verdict``, ``why`` and, where it ran, ``share`` and ``error``."""
+OF_STATE = ("mamba", "delta", "rwkv", "conv", "ssm", "recurrent", "linear", "lightning", "xlstm", "mlstm", "kda", "lru")
+"""Words in the names of modules, and of their classes, that hold a state, or a window, of tokens."""
+
+
+def verdict_of(kind: str, layout: str, pool: Any, *, is_run: bool = True) -> dict[str, Any]:
+    """What came of one kind of model: ``verdict``, ``why`` and, where it ran, ``share`` and ``error``. ``is_run``: on ranks."""
     num_data = 2 if "dp" in layout else 1
     try:
-        with _at_most(30):
+        with most_seconds(30):
             model = causal_lms.build(kind)
-    except Exception as error:
+    except (Exception, TooLongError) as error:
         return {"verdict": "not built", "why": _line(error)}
     try:
         windows = causal_lms.windows(model, 2, 2 * num_data)
@@ -54,6 +65,11 @@ def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
         sw.next_token_loss(model(**inputs), windows[0][0]).backward()
     except Exception as error:
         return {"verdict": "not run", "why": _line(error)}
+    row: dict[str, Any] = {}
+    if layout.startswith("cp="):
+        row = proved(model, inputs, layout)
+        if row["verdict"] != "proved" or not is_run:
+            return row
     whole = 8 * sum(param.numel() for param in model.parameters())
     try:
         report = sw.verify(
@@ -67,38 +83,75 @@ def verdict_of(kind: str, layout: str, pool: Any) -> dict[str, Any]:
     except sw.VerifyError as error:
         return {"verdict": "wrong", "why": str(error).splitlines()[0]}
     except sw.ShardwiseError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return {"verdict": "refused", "why": " ".join(line.strip() for line in lines[:2])}
+        return {"verdict": "refused", "why": _lines(error)}
     except Exception as error:  # of the plain process, whose numbers are all float64
         return {"verdict": "not run", "why": f"in float64: {_line(error)}"}
     worst = max(found.err for found in report.worst.values())
-    why = "experts, whole on every rank" if causal_lms.has_experts(model) else ""
+    why = row.get("why") or ("experts, whole on every rank" if causal_lms.has_experts(model) else "")
     return {"verdict": "equal", "why": why, "share": max(report.bytes_per_rank) / whole, "error": worst}
 
 
+def proved(model: Any, inputs: dict[str, Any], layout: str) -> dict[str, Any]:
+    """What the proof of context parallelism says of a model, with no ranks."""
+    try:
+        with most_seconds(40):
+            found = proof(
+                model,
+                Example(lambda copy: copy(**inputs)),
+                layout_of(layout, num_ranks_of(layout) or 1),
+                sw.ContextParallel(),
+            )
+    except sw.UnsupportedError as error:
+        named = dict(model.named_modules()).get(error.name or "")
+        words = f"{error.name} {type(named).__name__}".lower()
+        is_state = named is not None and any(word in words for word in OF_STATE)
+        return {"verdict": "refused", "why": _lines(error), "state": is_state}
+    except (Exception, TooLongError) as error:
+        return {"verdict": "refused", "why": _line(error)}
+    facts = found["facts"]
+    ways = {
+        "positions of its own": facts["positions"],
+        "attention written out": {**facts["products"], **facts["keys"]},
+        "output whole": facts["output"] == "whole",
+    }
+    return {"verdict": "proved", "why": ", ".join([found["method"], *(way for way, is_so in ways.items() if is_so)])}
+
+
+def _lines(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return " ".join(line.strip() for line in lines[:2])
+
+
+class TooLongError(BaseException):
+    """It takes too long. Not an Exception, as code that is run may catch those."""
+
+
 @contextlib.contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
+def most_seconds(seconds: int) -> Iterator[None]:
     """Within: what takes longer raises TimeoutError."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {seconds} s")
+        raise TooLongError(f"it takes more than {seconds} s")
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.signal(signal.SIGPROF, stop)  # of its own work: other processes may take the cores
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"[:100]
+    return f"{type(error).__name__.strip('_')}: {(str(error).splitlines() or [''])[0]}"[:100]
 
 
 def table(found: dict[str, dict[str, Any]], layout: str) -> str:
     """A section of a Markdown page: the totals, and a row for each kind."""
     count = Counter(row["verdict"] for row in found.values())
     ran = [row for row in found.values() if row["verdict"] == "equal"]
+    good = len(ran) + count["proved"]
+    states = sum(bool(row.get("state")) for row in found.values())
+    others = good + count["refused"] + count["wrong"] - states
     dense = [row for row in ran if not row["why"]]
     limit = 0.62 if layout == "tp=2" else 0.43  # on 4 ranks
     held = sum(row["share"] <= limit for row in dense)
@@ -107,12 +160,18 @@ def table(found: dict[str, dict[str, Any]], layout: str) -> str:
         f"## {layout}",
         "",
         f"transformers {version}: {len(found)} kinds of causal language models; "
-        + ", ".join(f"{count[key]} {key}" for key in ("equal", "refused", "wrong", "not run", "not built"))
+        + ", ".join(
+            f"{count[key]} {key}"
+            for key in ("equal", "proved", "refused", "wrong", "not run", "not built")
+            if key in count or key != "proved"
+        )
         + (
             f". {held} of {len(dense)} that are equal and have no experts hold at most {limit:g} of the parameters on a rank "
             f"({held / max(len(dense), 1):.0%})."
             if "tp" in layout
-            else "."
+            else f". {good} of {states + others} that run are cut without a fallback ({good / max(states + others, 1):.0%}); of "
+            f"the others {states} hold a state, or a window, of tokens in modules that are named, which is no attention: of those without "
+            f"such modules {good / max(others, 1):.0%} are cut."
         ),
         "",
         "| model | verdict | share per rank | largest error | |",
@@ -132,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layout", help=f"one layout of the ranks ({', '.join(SWEEPS)})")
     parser.add_argument("--only", help="only these kinds, with commas")
     parser.add_argument("--every", type=int, help="only every so many of the kinds (1; 3 on 4 ranks)")
+    parser.add_argument("--keep", type=Path, help="a file of rows, which are not found again")
     parser.add_argument("--write", type=Path, help="a page that gets the tables")
     args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
@@ -140,7 +200,12 @@ def main(argv: list[str] | None = None) -> int:
         for layout in [args.layout] if args.layout else SWEEPS:
             every = args.every or (1 if args.layout else SWEEPS[layout])
             kinds = args.only.split(",") if args.only else causal_lms.names()[::every]
-            found = {kind: _shown(kind, layout, pool) for kind in kinds}
+            found = {
+                kind: _kept(
+                    kind, layout, pool, args.keep, is_run=bool(args.only) or not causal_lms.names().index(kind) % 3
+                )
+                for kind in kinds
+            }
             sections.append(table(found, layout))
             print(sections[-1], flush=True)
             is_wrong |= any(row["verdict"] == "wrong" for row in found.values())
@@ -150,11 +215,24 @@ def main(argv: list[str] | None = None) -> int:
     return int(is_wrong)
 
 
-def _shown(kind: str, layout: str, pool: Any) -> dict[str, Any]:
+def _kept(kind: str, layout: str, pool: Any, keep: Path | None, *, is_run: bool) -> dict[str, Any]:
+    """The verdict of one kind, of an earlier run or of now."""
+    lines = keep.read_text(encoding="utf-8").splitlines() if keep is not None and keep.exists() else []
+    for line in lines:
+        if (row := json.loads(line))["kind"] == kind and row["layout"] == layout:
+            return dict(row)
+    row = {"kind": kind, "layout": layout, **_shown(kind, layout, pool, is_run=is_run)}
+    if keep is not None:
+        with keep.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    return row
+
+
+def _shown(kind: str, layout: str, pool: Any, *, is_run: bool) -> dict[str, Any]:
     """The verdict of one kind, which is printed."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        row = verdict_of(kind, layout, pool)
+        row = verdict_of(kind, layout, pool, is_run=is_run)
     shown = f"{row['share']:.2f} {row['error']:.0e}" if "share" in row else row["why"]
     seconds = time.perf_counter() - start
     print(f"{kind} {layout}: {row['verdict']} {shown} ({seconds:.0f} s)", file=sys.stderr, flush=True)

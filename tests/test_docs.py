@@ -328,6 +328,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return "python benchmarks/moving.py"
         case ["python", "benchmarks/zoo.py", *_]:
             return "python benchmarks/zoo.py --layout tp=2 --only gpt2"
+        case ["python", "benchmarks/context_modules.py", *_]:
+            return "python benchmarks/context_modules.py --help"
         case ["python", "tools/draw_pages.py"]:
             return f"python {ROOT / 'tools' / 'draw_pages.py'} --draw --to ."
         case ["python", "tools/hostile_table.py"]:

@@ -2,7 +2,6 @@
 user's own (:func:`attend`). Where a rank has some rows of a sequence, its queries are compared with the keys of all."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +34,10 @@ class Attention(NamedTuple):
     kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     mask: Tensor | None
     finish: Callable[[Tensor], Any] = lambda result: result
+
+    def has_mask_of(self, length: int) -> bool:
+        """Whether its mask, if any, is for as many keys, or the same for all of them."""
+        return self.mask is None or self.mask.shape[-1] in (1, length)
 
 
 class Attends(Protocol):
@@ -117,18 +120,30 @@ def mask_of_rows(mask: Tensor | None, rows: Tensor, length: int) -> Tensor | Non
 
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
-_CAUGHT = "shardwise|"
 _CATCHABLE = ("sdpa", "eager")
 
 
-def register_in_transformers(module: nn.Module) -> None:
-    """Adds implementations of attention to the registry of transformers, where a model uses it: they call :data:`now`."""
-    for name in _implementations(module):
-        if name in _CATCHABLE:
-            functions, masks = _registries()
-            if _CAUGHT + name not in functions:
-                functions.register(_CAUGHT + name, functools.partial(_of_transformers, name))
-                masks.register(_CAUGHT + name, functools.partial(_mask_of_transformers, masks[name]))
+def catch_transformers(module: nn.Module) -> None:
+    """Lets models of transformers call their attention, and make their masks, through :data:`now`: their keys are seen before they are repeated
+    for each head. Names in configurations stay, as code asks for them. Nothing changes where :data:`now` is not set."""
+    if not any(name in _CATCHABLE for name in _implementations(module)):
+        return
+    functions, masks = _registries()
+    if not _is_caught(functions["sdpa"]):
+        functions["sdpa"] = functools.partial(_of_transformers, "sdpa", functions["sdpa"])
+        functions.get_interface = functools.partial(_interface_of, functions.get_interface)
+    for name in _CATCHABLE:
+        if not _is_caught(masks[name]):
+            masks[name] = functools.partial(_mask_of_transformers, masks[name])
+
+
+def _is_caught(function: Any) -> bool:
+    return isinstance(function, functools.partial) and function.func in (_of_transformers, _mask_of_transformers)
+
+
+def _interface_of(plain: Callable[..., Any], name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation of attention by name; eager ones are functions in the files of their models."""
+    return functools.partial(_of_transformers, name, default) if name == "eager" else plain(name, default)  # type: ignore[no-any-return]
 
 
 def _registries() -> tuple[Any, Any]:
@@ -138,19 +153,10 @@ def _registries() -> tuple[Any, Any]:
     return modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def catch_transformers(module: nn.Module) -> None:
-    """Makes a model of transformers call its attention through :data:`now`, whatever it is computed by: its keys are seen before they
-    are repeated for each head. Its configurations name another implementation then, in memory only."""
-    register_in_transformers(module)
-    for name, configs in _implementations(module).items():
-        for config in configs if name in _CATCHABLE else ():
-            config._attn_implementation_internal = _CAUGHT + name
-
-
 def refuse_uncaught(module: nn.Module, what: str) -> None:
     """Raises UnsupportedError for an implementation of attention of transformers that is not caught. ``what`` was asked for."""
     for name in _implementations(module):
-        if not name.startswith(_CAUGHT) and name not in _CATCHABLE:
+        if name not in _CATCHABLE:
             raise UnsupportedError(
                 f"{what} of a {type(module).__name__} with attn_implementation={name!r}",
                 why="that kernel looks at the keys of this rank alone, and there is no seam by which it gets all of them",
@@ -170,7 +176,16 @@ def _implementations(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
-    """A mask, made for the queries of :attr:`Now.rows` alone: that of all queries would grow with the square of the length."""
+    """A mask, made for the queries of :attr:`Now.rows` alone: that of all queries would grow with the square of the length. Its functions
+    are not those of the model's code."""
+    attends, now.attends = now.attends, None
+    try:
+        return _mask_for_queries(plain, given)
+    finally:
+        now.attends = attends
+
+
+def _mask_for_queries(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
     rows, padding = now.rows, given.get("attention_mask")
     if now.makes_masks:
         given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -194,6 +209,7 @@ def _mask_of_transformers(plain: Callable[..., Any], **given: Any) -> Any:
 
 def _of_transformers(
     name: str,
+    plain: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -202,8 +218,6 @@ def _of_transformers(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     q, k, v, mask = query, key, value, attention_mask
-    is_eager = name == "eager"
-    plain = sys.modules[type(module).__module__].eager_attention_forward if is_eager else _registries()[0][name]
     if now.attends is None:
         return plain(module, q, k, v, mask, **kwargs)  # type: ignore[no-any-return]
     is_causal = kwargs.get("is_causal")

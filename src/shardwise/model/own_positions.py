@@ -20,10 +20,17 @@ _KINDS: dict[Any, str] = {
     Tensor.view: "view",
     Tensor.reshape: "view",
     torch.reshape: "view",
+    **dict.fromkeys((torch.ones, torch.zeros, torch.full), "square"),
+    **dict.fromkeys((Tensor.new_ones, Tensor.new_zeros, Tensor.new_full), "square"),
+    torch.tril: "triangle",
+    torch.triu: "triangle",
+    Tensor.tril: "triangle",
+    Tensor.triu: "triangle",
 }
 
 Made = list[list[Any]]
-"""Calls of a module that make positions, ``[kind, number, argument]`` each: the dim, or index, that has the length; of arange 0."""
+"""Calls of a module that make positions, ``[kind, number, argument]`` each: the dim, or index, that has the length, of arange 0; or two of
+them, ``[of queries, of keys]``: the first one gets the rows, the second all positions. None: there is none. A square of one number is made for all, or with ``[None, 0]`` of the rows and all."""
 
 
 def kind_of(func: Any) -> str | None:
@@ -44,9 +51,13 @@ class Numbers:
         return number
 
 
-def argument_of(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int, length: int) -> int | None:
+def argument_of(
+    kind: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int, length: int
+) -> int | list[int | None] | None:
     """Which argument of a call is the number ``num`` of the rows that the code has, and stands for the first ``num`` of ``length``
-    positions; None: none is. A shape that has all of ``length`` counts too (``view``)."""
+    positions; None: none is. Two are those of queries and keys, as of a table of both: a square of one number is made
+    for all, and its triangle gives the rows. A shape that has all of ``length`` counts too
+    (``view``)."""
     if kind == "arange":
         start, end, step = _range_of(args, kwargs)
         return 0 if (start, end, step) == (0, num, 1) else None
@@ -55,18 +66,21 @@ def argument_of(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
         return dim if start == 0 and size == num and x.shape[dim] >= length else None
     if kind == "getitem":
         x, index = args[0], _index_of(args)
-        if (
-            not isinstance(x, Tensor)
-            or Ellipsis in [i for i in index if not isinstance(i, Tensor)]
-            or None in [i for i in index if not isinstance(i, Tensor)]
-        ):
+        if not isinstance(x, Tensor) or any(i is Ellipsis or i is None for i in index):
             return None
         heads = [
             j
             for j, i in enumerate(index)
             if isinstance(i, slice) and i.start in (None, 0) and i.stop == num and i.step in (None, 1)
         ]
-        return heads[0] if len(heads) == 1 and x.shape[heads[0]] >= length else None
+        if not heads or len(heads) > 2 or any(x.shape[j] < length for j in heads):
+            return None
+        return heads[0] if len(heads) == 1 else [*heads]
+    if kind == "triangle":
+        x = args[0] if args else kwargs["input"]
+        return 0 if x.shape[-2:] == (length, length) else None
+    if kind == "square":
+        return 0 if _square_of(func, args, kwargs)[1][-2:] == (num, num) else None
     x, size = args[0], _size_of(args, kwargs)
     at = [j for j, n in enumerate(size) if n == length]
     return at[0] if len(at) == 1 and num in x.shape and length not in x.shape else None
@@ -74,36 +88,50 @@ def argument_of(kind: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], num
 
 def of_rows(
     kind: str,
-    argument: int,
+    argument: int | list[int | None],
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     rows: Tensor,
     length: int,
 ) -> Any:
-    """The result of a call that makes positions for ``rows``, of ``length``.
+    """The result of a call that makes positions for ``rows``, of ``length``; or for all of them.
 
     Raises:
         UnsupportedError: the call is another than the one that was seen.
     """
     kwargs = dict(kwargs)
+    queries, keys = argument if isinstance(argument, list) else (argument, None)
     if kind == "arange":
         _refuse_other(_range_of(args, kwargs) == (0, len(rows), 1), func)
-        dtype = kwargs.get("dtype") or torch.long
-        return rows.to(device=kwargs.get("device", rows.device), dtype=dtype)
+        made = rows if keys is None else torch.arange(length)
+        return made.to(device=kwargs.get("device", rows.device), dtype=kwargs.get("dtype") or torch.long)
     if kind == "narrow":
         x, dim, start, size = (*args, *kwargs.values())
-        _refuse_other(dim == argument and start == 0 and size == len(rows), func)
-        return x.index_select(dim, rows.to(x.device))
+        _refuse_other(dim in (queries, keys) and start == 0 and size == len(rows), func)
+        return x.index_select(dim, rows.to(x.device)) if keys is None else x.narrow(dim, 0, length)
     if kind == "getitem":
-        x, index = args[0], _index_of(args)
-        is_head = argument < len(index) and isinstance(index[argument], slice) and index[argument].stop == len(rows)
-        _refuse_other(is_head and x.shape[argument] >= length, func)
-        whole = tuple(slice(None) if j == argument else i for j, i in enumerate(index))
-        return func(x.index_select(argument, rows.to(x.device)), whole)
+        x, index = args[0], list(_index_of(args))
+        for dim in (queries, keys):
+            if dim is None:
+                continue
+            is_head = dim < len(index) and isinstance(index[dim], slice) and index[dim].stop == len(rows)
+            _refuse_other(is_head and x.shape[dim] >= length, func)
+            index[dim] = slice(None) if dim == queries else slice(0, length)
+        return func(x if queries is None else x.index_select(queries, rows.to(x.device)), tuple(index))
+    if kind == "triangle":  # of queries and keys
+        full = func(*args, **kwargs)
+        _refuse_other(full.shape[-2:] == (length, length), func)
+        return full.index_select(-2, rows.to(full.device))
+    if kind == "square":
+        before, size, rest = _square_of(func, args, kwargs)
+        _refuse_other(size[-2:] == (len(rows), len(rows)), func)
+        num = length if queries is not None else len(rows)
+        return func(*before, (*size[:-2], num, length), *rest, **{key: x for key, x in kwargs.items() if key != "size"})
     x, size = args[0], list(_size_of(args, kwargs))
-    _refuse_other(argument < len(size) and size[argument] == length, func)
-    size[argument] = len(rows)
+    at = -1 if queries is None else queries
+    _refuse_other(0 <= at < len(size) and size[at] == length, func)
+    size[at] = len(rows)
     return func(x, tuple(size))
 
 
@@ -124,7 +152,23 @@ def _range_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, An
 
 
 def _index_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return args[1] if isinstance(args[1], tuple) else (args[1],)
+    """The index of each dim; with an ellipsis only where it stands for whole dims that can be counted."""
+    x, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+    at = [j for j, i in enumerate(index) if i is Ellipsis]
+    if len(at) == 1 and isinstance(x, Tensor) and all(i is Ellipsis or isinstance(i, (int, slice)) for i in index):
+        whole = (slice(None),) * (x.dim() - len(index) + 1)
+        return (*index[: at[0]], *whole, *index[at[0] + 1 :])
+    return index
+
+
+def _square_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[int, ...], Any]:
+    """The size of a tensor that is made of one number, and what is given before and behind it; () if it has less than two dims."""
+    at = 0 if func in (torch.ones, torch.zeros, torch.full) else 1
+    before, size, rest = args[:at], args[at:], ()
+    if size and isinstance(size[0], (tuple, list)):
+        size, rest = tuple(size[0]), size[1:]
+    size = size or tuple(kwargs.get("size", ()))
+    return before, size if len(size) > 1 and all(isinstance(n, int) for n in size) else (), rest
 
 
 def _size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ between ranks is "what the whole run had there", so that no rank waits for anoth
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
+from shardwise.model.products import dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.trial import Trial
@@ -115,6 +117,9 @@ class _Rows(LayerCalls):
         if self._rows is None:
             if self._whole.keeps(name):
                 self._whole.outputs[frame.key] = output
+                self._whole.versions[frame.key] = {
+                    path: x._version for path, x in keyed_leaves(output) if isinstance(x, Tensor)
+                }
             return output
         if not self._whole.keeps(name):
             return output
@@ -123,17 +128,25 @@ class _Rows(LayerCalls):
             dims = self.facts.islands[name][1]
             output = map_keyed(lambda path, x: self._part(path, x, dims), output)
         if frame.is_right and name not in self._plan.unjudged:
+            versions = self._whole.versions[frame.key]
             for path, x in keyed_leaves(output):
-                if isinstance(x, Tensor):
+                if isinstance(x, Tensor) and (path not in versions or full[path]._version == versions[path]):
                     self._compare(name, f"its output {path}".rstrip(), x, full.get(path))
+                    if x.shape == full[path].shape and self._length in x.shape and self._gathers(name):
+                        raise Differs(name, "what it returns is of all positions, and not of this rank's")
                     if not name and x.shape != full[path].shape:
                         sizes = zip(x.shape, full[path].shape, strict=True)
                         self.facts.outputs[path] = next(dim for dim, (mine, all_) in enumerate(sizes) if mine != all_)
-        if name in self._plan.join:
-            dims = self.facts.join.setdefault(name, {})
-            known = None if self._known is None else self._known.join.get(name, {})
+        if name in self._plan.join or name in self._plan.keys:
+            of_kind = "join" if name in self._plan.join else "keys"
+            dims = getattr(self.facts, of_kind).setdefault(name, {})
+            known = None if self._known is None else getattr(self._known, of_kind).get(name, {})
             output = self._joined(name, output, self._whole.outputs[frame.key], dims, known)
         return output
+
+    def _gathers(self, name: str) -> bool:
+        """Whether a module's own code has all positions of keys: what it returns must be of this rank's."""
+        return name in self._plan.products or any(key.rpartition(".")[0] == name for key in self._plan.keys)
 
     def _cut(self, name: str, given: Any, full: Mapping[str, Any]) -> Any:
         """The arguments of a module, of which what has the length becomes rows. ``full``: those of the whole run."""
@@ -153,7 +166,7 @@ class _Rows(LayerCalls):
             at = [
                 dim for dim, size in enumerate(whole.shape if isinstance(whole, Tensor) else ()) if size == self._length
             ]
-            dim = at[0] if len(at) == 1 else None
+            dim = at[0] if len(at) == 1 or (len(at) == 2 and self._plan.square) else None
             if known is not None:
                 dim = known.get(path, dim)
             if dim is None or dim >= x.dim():
@@ -229,10 +242,11 @@ class _Rows(LayerCalls):
             return
         if not mine.is_floating_point() or mine.dtype != whole.dtype:
             raise Differs(name, f"{what} differs")
-        scale = float(full.detach().abs().max().clamp_min(1e-300)) if full.numel() else 1.0
-        off = float((mine - whole).detach().abs().max()) / scale if mine.numel() else 0.0
-        if not off <= _ALLOWED:
-            raise Differs(name, f"{what} is off by {off:.1e}")
+        off = _largest(mine - whole)
+        if not off <= _ALLOWED * _largest(whole):  # of a rank's rows, which are fewer
+            off /= max(_largest(full), 1e-300)
+            if not off <= _ALLOWED:
+                raise Differs(name, f"{what} is off by {off:.1e}")
 
     def rows_of(self, full: Tensor, shape: Any) -> Tensor | None:
         """This rank's rows of ``full``, along each dim in which ``shape`` is another, also where samples and positions lie in one dim;
@@ -251,7 +265,42 @@ class _Rows(LayerCalls):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, args, kwargs = lifted(func, args, kwargs or {})
+        if is_product(func) and self._is_own_code() and self.frames:
+            args, kwargs = self._product(self.frames[-1], func, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _product(self, frame: _Frame, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a product in a module's own code: its second factor is that of the whole run where all positions are needed."""
+        number, factor = frame.numbers.take("product"), second_of(func, args, kwargs)
+        key = (*frame.key, number)
+        if self._rows is None:
+            if self._whole.keeps(frame.name) or frame.name in self._whole.products_of:
+                self._whole.products[key] = factor
+            return args, kwargs
+        full = self._whole.products.get(key)
+        if (
+            not isinstance(factor, Tensor)
+            or not isinstance(full, Tensor)
+            or any(each.name in self._plan.islands for each in self.frames)
+        ):
+            return args, kwargs
+        if self._known is not None:
+            dim = dim_of(self._known.products.get(frame.name, []), number)
+        elif frame.name in self._plan.products and ("product", number) not in self._plan.products[frame.name]:
+            sizes = enumerate(zip(factor.shape, full.shape, strict=False))
+            at = [dim for dim, (mine, all_) in sizes if mine == self._num_rows and all_ == self._length]
+            dim = at[0] if len(at) == 1 and factor.dim() == full.dim() else None
+        else:
+            dim = None
+        if dim is None:
+            return args, kwargs
+        self._compare(frame.name, "what it multiplies with", factor, full)
+        if factor.shape == full.shape or dim != self._dim_of(frame.name, factor, full):
+            raise Differs(frame.name, f"what it multiplies with has {tuple(factor.shape)} for {tuple(full.shape)}")
+        made = self.facts.products.setdefault(frame.name, [])
+        if [number, dim] not in made:
+            made.append([number, dim])
+        return with_second(func, args, kwargs, full)
 
     def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         if not all(each.name for each in layer.further):
@@ -268,14 +317,17 @@ class _Rows(LayerCalls):
             args, kwargs = self._without_dropout(args, kwargs)
         if func == DEVICE and self._trial.name_of(args[0]) is not None:
             return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
-        if self._is_busy:
+        if not self._is_own_code():
             return func(*args, **kwargs)
         if func is SDPA:
             return self.attend(of_sdpa(*self._without_dropout(args, kwargs)))
         if (kind := kind_of(func)) is not None and (frame := self._maker()) is not None:
             number = frame.numbers.take(kind)
-            if (argument := self._argument(frame.name, kind, number, args, kwargs)) is not None:
-                assert self._rows is not None
+            argument = self._argument(frame.name, kind, number, func, args, kwargs)
+            if self._rows is None:
+                if argument is not None:
+                    self._whole.made.setdefault(frame.name, {})[kind, number] = None
+            elif argument is not None:
                 made = self.facts.positions.setdefault(frame.name, [])
                 if [kind, number, argument] not in made:
                     made.append([kind, number, argument])
@@ -286,19 +338,30 @@ class _Rows(LayerCalls):
                     raise Differs(frame.name, error.given) from error
         return func(*args, **kwargs)
 
+    def _is_own_code(self) -> bool:
+        """Whether the model's code runs, and no kernel, mask or call that makes positions."""
+        return not self._is_busy and now.attends is self
+
     def _maker(self) -> _Frame | None:
         """The forward whose own code runs, if its module makes positions."""
-        if self._rows is None or any(frame.name in self._plan.islands for frame in self.frames):
+        if self._rows is None:
+            return self.frames[-1] if self.frames else None
+        if any(frame.name in self._plan.islands for frame in self.frames):
             return None
         return self.frames[-1] if self.frames and self.frames[-1].name in self._plan.positions else None
 
-    def _argument(self, name: str, kind: str, number: int, args: Any, kwargs: Any) -> int | None:
+    def _argument(
+        self, name: str, kind: str, number: int, func: Any, args: Any, kwargs: Any
+    ) -> int | list[int | None] | None:
         if self._known is not None:
             known = self._known.positions.get(name, [])
             return next((arg for of, at, arg in known if (of, at) == (kind, number)), None)
         if kind == "view" and self._inside:
             return None
-        return argument_of(kind, args, kwargs, self._num_rows, self._length)
+        argument = argument_of(kind, func, args, kwargs, self._num_rows, self._length)
+        if isinstance(argument, int) and (kind, number) in self._plan.products.get(name, ()):
+            return [None, argument]
+        return argument
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -317,7 +380,8 @@ class _Rows(LayerCalls):
         with self.busy():
             if self._rows is None:
                 result = call.kernel(call.q, call.k, call.v, None)
-                self._whole.attention[key] = call.q, call.k, call.v, result
+                kept = (call.q[:0], None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
+                self._whole.attention[key] = kept[0], call.k, call.v, kept[1]
                 return call.finish(result)
             if key not in self._whole.attention:
                 raise Differs(frame.name, "it attends more often than on all positions")
@@ -330,9 +394,13 @@ class _Rows(LayerCalls):
                 return call.finish(call.kernel(call.q, call.k, call.v, None))
             if number not in of_rows:
                 of_rows.append(number)
+            if call.v.shape == values.shape:
+                raise Differs(
+                    frame.name, "what its attention takes for values is of all positions, and its keys are not"
+                )
             self._compare(frame.name, "what its attention takes for keys", call.k, keys)
             self._compare(frame.name, "what its attention takes for values", call.v, values)
-            if call.mask is not None and call.mask.shape[-1] not in (1, keys.shape[-2]):
+            if call.mask is not None and not call.has_mask_of(keys.shape[-2]):
                 why = f"a mask {tuple(call.mask.shape)} that is made from the length of this rank's rows, for {keys.shape[-2]} keys"
                 raise Differs(frame.name, why, is_mask=True)
             if self._heads_over > 1:
@@ -340,7 +408,8 @@ class _Rows(LayerCalls):
                 result = self._by_heads(frame.name, call, queries, keys, values)
             else:
                 result = call.kernel(call.q, keys, values, self._rows)
-            self._compare(frame.name, "what its attention gives", result, whole)
+            if whole is not None:  # else what its block returns is compared
+                self._compare(frame.name, "what its attention gives", result, whole)
             return call.finish(result)
 
     def _without_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -364,25 +433,43 @@ class _Rows(LayerCalls):
         return result.index_select(-2, self._rows)
 
 
+def _largest(x: Tensor) -> float:
+    """The largest absolute number of a tensor."""
+    return float(torch.linalg.vector_norm(x.detach(), float("inf"))) if x.numel() else 0.0
+
+
 def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
     """A fixed function of each row with as many outputs as a layer has: the sum of two inputs, with signs, for each; of an embedding, a
     sine of the index."""
-    generator = torch.Generator().manual_seed(zlib.crc32(layer.weight.encode()))
     if layer.is_embedding:
+        generator = torch.Generator().manual_seed(zlib.crc32(layer.weight.encode()))
         return torch.sin((x[..., None] + 1) * torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3)
-    at = torch.randint(0, x.shape[-1], (2, num_outputs), generator=generator)
-    signs = torch.randn(2, num_outputs, generator=generator, dtype=torch.float64).sign() * 0.7
+    at, signs = _of_layer(layer.weight, x.shape[-1], num_outputs)
     return x[..., at[0]] * signs[0] + x[..., at[1]] * signs[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _of_layer(weight: str, num_inputs: int, num_outputs: int) -> tuple[Tensor, Tensor]:
+    """Two inputs, and their signs, for each output of a layer."""
+    generator = torch.Generator().manual_seed(zlib.crc32(weight.encode()))
+    at = torch.randint(0, num_inputs, (2, num_outputs), generator=generator)
+    return at, torch.randn(2, num_outputs, generator=generator, dtype=torch.float64).sign() * 0.7
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def whole_run(trial: Trial, length: int, only: frozenset[str] | None = None) -> Whole:
+def whole_run(
+    trial: Trial,
+    length: int,
+    only: frozenset[str] | None = None,
+    products_of: frozenset[str] = frozenset(),
+    heads_over: int = 1,
+) -> Whole:
     """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
-    None: all."""
-    whole = Whole(only)
-    _run(trial, _Rows(trial, whole, Plan(), length, None))
+    None: all. ``products_of``: others of which factors are kept. ``heads_over``: as rows will be run."""
+    whole = Whole(only, products_of)
+    _run(trial, _Rows(trial, whole, Plan(), length, None, heads_over=heads_over))
     return whole
 
 

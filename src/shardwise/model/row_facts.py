@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.own_positions import Made
+from shardwise.model.products import Products
 
 Dims = dict[str, int]
 """Path of a tensor in arguments, or in an output -> its dim of positions."""
@@ -23,6 +24,10 @@ class Plan:
         join: modules whose output is joined to the whole stream again.
         islands: modules that run on the whole stream on every rank.
         positions: modules whose calls that make positions get those of the rows.
+        products: module that writes attention out -> its calls that are exceptions, ``(kind, number)``: in it the second factor of products
+            is of all positions, but of these; positions that it makes are those of the rows, but of these: they are of all.
+        keys: modules within blocks whose output is of all positions, as of the layers that make keys and values.
+        square: what has two dims of positions is cut along the first one, that of queries.
         unjudged: modules that may return something else, such as an order of tokens: what is made of it is compared.
         masks_of_rows: masks that transformers makes are those of the rows.
     """
@@ -32,6 +37,9 @@ class Plan:
     join: tuple[str, ...] = ()
     islands: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
+    products: Mapping[str, tuple[tuple[str, int], ...]] = dataclasses.field(default_factory=dict)
+    keys: tuple[str, ...] = ()
+    square: bool = False
     unjudged: tuple[str, ...] = ()
     masks_of_rows: bool = True
 
@@ -43,9 +51,11 @@ class Facts:
     Attributes:
         cut: module -> for each of its calls, what is cut at its entry, and what is on rows already.
         join: module -> what is joined in its output.
+        keys: the same, of modules within blocks.
         islands: module -> what is joined at its entry, and what is cut of its output.
         positions: module -> its calls that make positions.
         attention: module that calls attention -> the numbers of the calls whose keys are rows.
+        products: module that writes attention out -> its products whose second factor is of all positions.
         output: ``rows``, ``whole``, or "" if it has no floating tensor.
         outputs: what of the model's output is on rows.
         masks_of_rows: as of the plan.
@@ -54,9 +64,11 @@ class Facts:
 
     cut: dict[str, list[list[Dims]]] = dataclasses.field(default_factory=dict)
     join: dict[str, Dims] = dataclasses.field(default_factory=dict)
+    keys: dict[str, Dims] = dataclasses.field(default_factory=dict)
     islands: dict[str, list[Dims]] = dataclasses.field(default_factory=dict)
     positions: dict[str, Made] = dataclasses.field(default_factory=dict)
     attention: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    products: dict[str, Products] = dataclasses.field(default_factory=dict)
     output: str = ""
     outputs: Dims = dataclasses.field(default_factory=dict)
     masks_of_rows: bool = True
@@ -81,7 +93,18 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
 
 
 class Whole:
-    """What the run on all positions had; of the modules ``only``, if there are many blocks."""
+    """What the run on all positions had; of the modules ``only``, if there are many blocks, and of products in ``products_of``.
+
+    Attributes:
+        inputs, outputs: module and the number of its call -> its arguments, and what it returned.
+        versions: how often each tensor of an output had been changed in place by then: what the model's code changes later is not judged.
+        attention: and the number of a call of attention in it -> queries, keys, values and result; of some modules keys and values alone,
+            unless heads are divided.
+        products: and the number of a product in its own code -> its second factor.
+        made: module -> its calls that make positions, ``(kind, number)``.
+        functions: the names of the functions that were called, in order.
+        ends, kept: tensors that the model returned, and kept.
+    """
 
     def is_like(self, other: "Whole") -> bool:
         """Whether the same functions were called in both, with the same results."""
@@ -94,14 +117,28 @@ class Whole:
             )
         )
 
-    def __init__(self, only: frozenset[str] | None = None) -> None:
-        self._only = only
+    def __init__(self, only: frozenset[str] | None = None, products_of: frozenset[str] = frozenset()) -> None:
+        self._only, self.products_of = only, products_of
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
-        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self.versions: dict[tuple[str, int], dict[str, int]] = {}
+        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
+        self.products: dict[tuple[str, int, int], Any] = {}
+        self.made: dict[str, dict[tuple[str, int], None]] = {}
         self.functions: list[str] = []
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
+
+    def without_modules(self) -> "Whole":
+        """What :meth:`is_like` compares."""
+        other = Whole(self._only)
+        other.functions, other.ends = self.functions, self.ends
+        return other
+
+    @property
+    def is_of_some(self) -> bool:
+        """Whether only what some modules have is kept."""
+        return self._only is not None
 
     def keeps(self, name: str) -> bool:
         """Whether what a module has is kept."""

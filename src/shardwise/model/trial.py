@@ -175,6 +175,7 @@ class Trial:
     def run_within(self, mode: contextlib.AbstractContextManager[Any]) -> tuple[Any, Run]:
         """Runs the copy within ``mode``, which makes the calls of its layers, without gradients. Returns its output, and a record with
         tensors of the output and of what the run has kept."""
+        gc.collect(1)  # as in run()
         seen = Run()
         with contextlib.ExitStack() as stack:
             attributes = self._enter(stack, has_gradients=False)
@@ -209,6 +210,10 @@ class Trial:
             for tensor in _tensors_of(value):
                 found.setdefault(id(tensor), (names.get(id(tensor), modules.get(id(home), str(home))), tensor))
         seen.keeps, seen.kept = True, list(found.values())
+
+    def forget_outputs(self) -> None:
+        """Frees the random outputs of layers; a later run draws them again."""
+        self._values.clear()
 
     def set_training(self, is_training: bool) -> None:
         """Puts the copy in training mode, or in eval mode: other code may run, and write other buffers."""

@@ -291,6 +291,14 @@ def _use(case, world):
             for part in window:
                 model(part["input_ids"])
                 sw.join_sequence(model, torch.zeros(2, 11))
+    if case == "join of an older forward":  # rank 0 has 6 positions of 11 and of 12
+        with sw.window(model, [batch(1, 11), given]) as window:
+            first, _ = [model(part["input_ids"]) for part in window]
+            sw.join_sequence(model, first)
+    if case == "a teacher":
+        teacher = build("plain")
+        forward = lambda m, b: m(b["input_ids"]) - teacher(b["input_ids"])  # noqa: E731
+        sw.TrainStep(model, optim, loss=loss_of, count=count, forward=forward)([given])
     if case == "cut before a forward":
         sw.cut_sequence(model, given)
 

@@ -119,11 +119,11 @@ PROVED = {
     "rows of a table": {"kind": "rows of a table"},
     "kernel": {"kind": "kernel"},
     "pooled": {"pools": True},
+    "manual": {"kind": "manual"},
+    "mask in attention": {"kind": "mask in attention"},
 }
 REFUSED = {
     "log of the length": ("blocks.0.attention", {"kind": "log of the length"}),
-    "manual": ("blocks.0.attention", {"kind": "manual"}),
-    "mask in attention": ("blocks.0.attention", {"kind": "mask in attention"}),
     "token shift": ("blocks.0", {"extra": "token shift"}),
     "convolution": ("blocks.0", {"extra": "convolution"}),
     "batch norm": ("blocks.0.batch_norm", {"extra": "batch norm"}),

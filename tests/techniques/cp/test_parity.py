@@ -55,6 +55,7 @@ def compared(ranks, name, layout, micro=4, **options):
 QUICK = {
     ("packed", "dp_shard=2,cp=2"), ("rotary", "cp=4"), ("plain", "cp=2"), ("pooled", "dp_replicate=2,cp=2"), ("grouped", "cp=2,tp=2"),
     ("manual", "cp=2"), ("kernel", "cp=2"), ("rows of a table", "cp=2"),
+    ("token shift", "cp=2"),
 }  # fmt: skip
 
 
@@ -80,6 +81,7 @@ CELLS = [
     ("rotary", "cp=2", {"remat": "full"}, False),
     ("rows of a table", "dp_shard=2,cp=2", {"remat": "selective"}, True),
     ("manual", "cp=2", {"remat": "full"}, True),
+    ("token shift", "cp=2", {"remat": "full"}, True),
     ("plain", "cp=2", {"sharding": sw.Sharding(engine="ddp")}, False),
     ("pooled", "dp_replicate=2,cp=2", {"sharding": sw.Sharding(engine="ddp")}, True),
     ("packed", "cp=2,tp=2", {"remat": "full"}, True),
@@ -234,7 +236,7 @@ def test_every_length(ranks, name, method):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["manual", "pooled", "packed"])
+@pytest.mark.parametrize("name", ["manual", "token shift", "pooled", "packed"])
 def test_every_length_of_others(ranks, name):
     option = sw.ContextParallel(fallback="gather")
     lengths = range(2 if name == "packed" else 1, 41)
@@ -294,6 +296,11 @@ def test_ranks_with_equal_samples_train(ranks):
         ("forward in the loss", ["a forward with gradients in the loss", "forward= of sw.TrainStep"]),
         ("own loop of a whole output", ["a training loop of your own", "sw.TrainStep"]),
         ("join of another tensor", ["join_sequence of a tensor (2, 11)", "this rank has 6 positions"]),
+        (
+            "join of an older forward",
+            ["join_sequence of a tensor (2, ", "of the last forward this rank has 6 positions"],
+        ),
+        ("a teacher", ["a tensor of 6 positions and one of 12", "sw.cut_sequence(model, teacher_logits)"]),
         ("a mean over each sample", ["no sum over positions", "'loss'", "sw.join_sequence"]),
         ("a shift in the loss", ["no sum over positions", "sw.shift_labels"]),
         ("a pooled output", ["no sum over positions"]),

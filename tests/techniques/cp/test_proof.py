@@ -42,11 +42,13 @@ def test_zigzag_gives_each_rank_as_many_keys_under_a_causal_mask():
 @pytest.mark.parametrize("name", PROVED)
 def test_what_is_proved(name, degree):
     _, facts = searched(name, degree)
-    assert not facts.islands and len(facts.attention) == 2
+    assert not facts.islands and len(facts.products if name == "manual" else facts.attention) == 2
     assert facts.output == ("whole" if name == "pooled" else "rows") == ("rows" if not facts.join else "whole")
     made = {
         "rotary": [["arange", 0, 0]],
         "rows of a table": [["getitem", 0, 0], ["narrow", 0, 0]],
+        "manual": [["getitem", 0, [0, 1]]],
+        "mask in attention": [["getitem", 0, [0, 1]]],
     }
     assert facts.positions == ({f"blocks.{i}.attention": made[name] for i in (0, 1)} if name in made else {})
 
@@ -249,6 +251,11 @@ def broken(facts):
             for other in (number + 1, number + 7):
                 changed = [*calls[:i], [kind, other, argument], *calls[i + 1 :]]
                 yield f"{kind} {other} of {module}", "positions", module, changed
+    for module, calls in facts.products.items():
+        for i, (number, dim) in enumerate(calls):
+            yield f"product {number} of {module} dropped", "products", module, [*calls[:i], *calls[i + 1 :]]
+            yield f"product {number} of {module} along another dim", "products", module, [[number, dim - 1]]
+            yield f"another product of {module}", "products", module, [*calls[:i], [number + 2, dim], *calls[i + 1 :]]
     for module in facts.attention:
         yield f"attention of {module} to its own rows", "attention", module, []
         yield f"attention 1 of {module}", "attention", module, [1]

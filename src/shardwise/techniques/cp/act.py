@@ -6,6 +6,7 @@ is cut to this rank's rows; attention exchanges; what follows stays on rows, to 
 
 import functools
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise._torch.autograd import runs_again
-from shardwise._torch.collectives import group_name
-from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
+from shardwise._torch.collectives import gather_over, group_name
+from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model import canonical_modules
 from shardwise.model.attend import Attention, catch_transformers, now
 from shardwise.model.attention import attentions, write_out
@@ -24,7 +25,7 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.cp.rule import ContextParallelEntry
-from shardwise.techniques.cp.within import clear_after, make_island, watch, with_drops, with_positions
+from shardwise.techniques.cp.within import clear_after, join_keys, make_island, watch, with_drops, with_positions
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
 from shardwise.world import World
@@ -121,11 +122,26 @@ class _Cuts:
 
     def begin(self, runtime: Any) -> None:
         self._runtime, self._check_inputs = runtime, input_check(runtime, "cp")
-        runtime.explainers.append(_explain)
+        runtime.explainers.append(self.explain)
         if self._entry.output == "whole":
             runtime.share_of_sums /= self._size
         else:
             runtime.split_sequences(self)
+
+    def explain(self, error: BaseException) -> ShardwiseError | None:
+        """The ShardwiseError for what a use of cut sequences has raised in the user's code; None: it is of something else."""
+        if self.last is None or not isinstance(error, (RuntimeError, ValueError)):
+            return _explain(error)
+        num, length = self.num_rows(self.last.length), self.last.length
+        numbers = {int(number) for number in re.findall(r"\d+", first_line(error))}
+        samples = next(iter(self._lengths), (1, 1))[1 - self._entry.dim]
+        if num == length or not any({times * num, times * length} <= numbers for times in (1, samples)):
+            return _explain(error)
+        return UsageError(
+            f"a tensor of {num} positions and one of {length}, under {self._layout}: {first_line(error)}",
+            why=f"what the model returns has this rank's {num} positions; what was made without it, such as a plain teacher's output, has all {length}",
+            fix="cut what has all of them: sw.cut_sequence(model, teacher_logits)",
+        )
 
     def num_rows(self, length: int) -> int:
         """How many positions of sequences of ``length`` this rank has."""
@@ -145,15 +161,17 @@ class _Cuts:
         calls: dict[str, dict[str, Any]] = {}
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
-            if edit.action in ("attention", "positions"):
+            if edit.action in ("attention", "positions", "products"):
                 found = edit.args["calls"]
                 calls.setdefault(edit.module, {})[edit.action] = found[0] if edit.action == "attention" else found
             elif edit.action == "island":
                 make_island(target, self, edit.args["inputs"], edit.args["outputs"])
             elif edit.action == "join":
                 target.register_forward_hook(functools.partial(self._join, edit.args["dims"]))
+            elif edit.action == "keys":
+                join_keys(target, self, edit.args["dims"])
         for name, of_module in calls.items():
-            watch(modules[name], self, of_module.get("attention", []), of_module.get("positions", []))
+            watch(modules[name], self, *(of_module.get(key, []) for key in ("attention", "positions", "products")))
         compiled = {edit.module for edit in recipe.edits if edit.action == "compile"}
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":
@@ -386,7 +404,11 @@ class _Cuts:
     def join(self, x: Tensor, dim: int) -> Tensor:
         """All positions of what each rank has of its own of the last forward that was cut."""
         num = None if self.last is None else self.num_rows(self.last.length)
-        if self.last is None or x.shape[dim] != num:
+        is_other = self.last is None or x.shape[dim] != num
+        if self.last is not None:  # of nearly equal lengths some ranks have as many positions: then all raise
+            told = gather_over(torch.tensor([float(is_other)], device=x.device), self.ranks.group, self.ranks.size)
+            is_other = bool(told.any())
+        if self.last is None or is_other:
             raise UsageError(
                 f"join_sequence of a tensor {tuple(x.shape)} along dim {dim}",
                 why="the model was not run on cut sequences yet"

@@ -4,6 +4,7 @@ the other way.
 Parts of ranks are filled up to one size inside of an exchange only, so that any length can be cut.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -149,33 +150,49 @@ def attend_over_heads(call: Attention, at: At, ranks: Ranks) -> Tensor:
 
 
 def attend_gathered(call: Attention, at: At, ranks: Ranks) -> Tensor:
-    """Attention of this rank's queries over gathered keys and values. What backward needs of those is kept as this rank's part, and
-    gathered once more, whatever kernel computes."""
-    keys, values = (Gather.apply(x, *at, tuple(ranks), x.dim() - 2) for x in (call.k, call.v))
+    """Attention of this rank's queries over gathered keys and values."""
+    return with_gathered(
+        lambda keys, values: call.kernel(call.q, keys, values, at.rows),
+        (call.k, call.v),
+        (call.k.dim() - 2, call.v.dim() - 2),
+        at,
+        ranks,
+    )
+
+
+def with_gathered(
+    compute: Callable[..., Any], given: Sequence[Tensor], dims: Sequence[int], at: At, ranks: Ranks
+) -> Any:
+    """What is computed of all positions of tensors, gathered along ``dims``. What backward needs of those is kept as this rank's part, and
+    gathered once more, whatever computes."""
+    full = [Gather.apply(x, *at, tuple(ranks), dim) for x, dim in zip(given, dims, strict=True)]
     if torch.compiler.is_compiling():  # the graph's partitioner decides what is kept
-        return call.kernel(call.q, keys, values, at.rows)
+        return compute(*full)
     parts = {
-        x.untyped_storage().data_ptr(): part.detach() for x, part in ((keys, call.k), (values, call.v)) if x.numel()
+        x.untyped_storage().data_ptr(): (part.detach(), dim)
+        for x, part, dim in zip(full, given, dims, strict=True)
+        if x.numel()
     }
 
     def pack(x: Tensor) -> Any:
         part = parts.get(x.untyped_storage().data_ptr()) if x.numel() else None
-        return x if part is None else _Again(part, x.size(), x.stride(), x.storage_offset())
+        return x if part is None else _Again(*part, x.size(), x.stride(), x.storage_offset())
 
     def unpack(kept: Any) -> Tensor:
         if not isinstance(kept, _Again):
             return kept  # type: ignore[no-any-return]
-        whole = ranks.gathered(kept.part, at, kept.part.dim() - 2)
+        whole = ranks.gathered(kept.part, at, kept.dim)
         return whole.as_strided(kept.size, kept.stride, kept.offset)
 
     with saved_tensors_hooks(pack, unpack):
-        return call.kernel(call.q, keys, values, at.rows)
+        return compute(*full)
 
 
 class _Again(NamedTuple):
     """A view of gathered rows, to be made of this rank's part once more."""
 
     part: Tensor
+    dim: int
     size: Any
     stride: Any
     offset: Any

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
+from shardwise.layout import Layout
 from shardwise.model.attend import refuse_uncaught
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import by_name, line_of
@@ -41,12 +42,13 @@ def probe(
     """
     if draft.layout.cp == 1:
         return {}
-    find = functools.partial(_facts, module, example, draft, context_parallel)
+    find = functools.partial(proof, module, example, draft.layout, context_parallel)
     return found_by_one_rank(world, example, "the proof that positions may be cut over cp", find)
 
 
-def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextParallel) -> dict[str, Any]:
-    degree = draft.layout.cp
+def proof(module: nn.Module, example: Example, layout: Layout, option: ContextParallel) -> dict[str, Any]:
+    """What :func:`probe` finds, on one process."""
+    degree = layout.cp
     what = f"cp={degree}"
     refuse_uncaught(module, what)
     if not find_block_lists(module):
@@ -58,7 +60,7 @@ def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextPar
     arguments = example.shows(functools.partial(_arguments_of, module))
     try:
         with torch.inference_mode(False):
-            return _found(module, arguments, draft, option)
+            return _found(module, arguments, layout, option)
     except ShardwiseError:
         raise
     except Differs as wrong:
@@ -71,8 +73,8 @@ def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextPar
         ) from error
 
 
-def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: ContextParallel) -> dict[str, Any]:
-    degree, wrong, unfit = draft.layout.cp, list[tuple[str, Differs]](), None
+def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: ContextParallel) -> dict[str, Any]:
+    degree, wrong, unfit = layout.cp, list[tuple[str, Differs]](), None
     for sequences in sequences_in(arguments):
         for method in _methods(option):
             order = option.order if option.order != "auto" else "zigzag" if method == "gather" else "contiguous"
@@ -82,7 +84,7 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 degree,
                 order,  # type: ignore[arg-type]
                 heads_over=degree if method == "ulysses" else 1,
-                tp=draft.layout.tp,
+                tp=layout.tp,
                 fallback=option.fallback == "gather" and method in ("gather", option.method),
             )
             try:
@@ -99,7 +101,7 @@ def _found(module: nn.Module, arguments: Arguments, draft: Draft, option: Contex
                 continue
             is_first = sequences.dims[sequences.path][0] == 0  # where samples often are, which no module mixes
             if not any(call[0] for calls in facts.cut.values() for call in calls) or (
-                is_first and not any(facts.attention.values())
+                is_first and not any(facts.attention.values()) and not facts.products
             ):
                 wrong.append((method, Differs("", "no argument of its blocks grows with the length of its sequences")))
                 continue

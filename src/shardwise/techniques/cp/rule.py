@@ -13,6 +13,8 @@ _WHY = {
     "join": "the positions of all ranks, for the code behind the blocks, which mixes them",
     "island": "it mixes positions, so it runs on all of them on every rank",
     "attention": "its queries are this rank's, its keys and values those of all positions",
+    "products": "it writes attention out: what its queries are multiplied with is of all positions",
+    "keys": "it makes keys, or values: its output is of all positions",
     "positions": "it makes positions itself: they are those of this rank",
 }
 
@@ -84,8 +86,10 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         (name, "cut", {"calls": dims, "known": [facts["known"].get(name, [])]}) for name, dims in found["cut"].items()
     ]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
+    edits += [(name, "keys", {"dims": dims}) for name, dims in found["keys"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
     edits += [(name, "attention", {"calls": [calls]}) for name, calls in found["attention"].items()]
+    edits += [(name, "products", {"calls": calls}) for name, calls in found["products"].items()]
     edits += [(name, "positions", {"calls": calls}) for name, calls in found["positions"].items()]
     draft.edits += [
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])
@@ -122,7 +126,7 @@ def lines(recipe: Recipe) -> list[str]:
     entry = recipe.entry("cp", ContextParallelEntry)
     edits = recipe.edits_of("cp")
     num = {action: sum(edit.action == action for edit in edits) for action in _WHY}
-    calls = sum(len(edit.args["calls"][0]) for edit in edits if edit.action == "attention")
+    calls = sum(len(edit.args["calls"][0]) for edit in edits if edit.action == "attention") + num["products"]
     how = {
         "gather": "keys and values are gathered, and gathered again in backward",
         "ulysses": "queries, keys and values change from positions to heads, and back behind it",

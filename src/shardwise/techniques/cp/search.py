@@ -1,6 +1,7 @@
 """Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UsageError
-from shardwise.model.attend import catch_transformers, now, register_in_transformers
+from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.positions import run_on_rows, whole_run
+from shardwise.model.products import dim_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs, Facts, Plan, Whole
 from shardwise.model.rows import Order, rows_of
@@ -21,6 +23,8 @@ from shardwise.techniques.cp.sequences import Sequences, lengths_of_proof
 _SEARCHED = 2  # blocks of each kind that are run, where there are many
 _MANY = 8
 _TRIES = 200  # runs of repairs
+_GATHERS = 30  # plans for one module that may write attention out
+_EXCEPTIONS = 2  # calls of a module that are none of what the others like them are
 
 
 @dataclasses.dataclass
@@ -73,6 +77,7 @@ class Search:
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
         self.known.clear()
+        self._written = set[str]()  # modules of which it was tried whether they write attention out
         now.makes_masks = True  # at the first length; at the second none where the example needs none
         try:
             self.trial = self._trial(without)
@@ -95,16 +100,19 @@ class Search:
             for other in blocks[_SEARCHED - 1 :]
             for name in self.trial.foreign
         }
+        self._whole.clear()
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
-        only = frozenset({"", *facts.cut, *facts.join, *facts.islands})
+        only = frozenset({"", *facts.cut, *facts.join, *facts.keys, *facts.islands})
         parts = rows_of(self.length, self.degree, self.order)
+        before: Whole | None = None
         for is_training in (True, False):
             trial.set_training(is_training)
-            whole = whole_run(trial, self.length, only)
-            for rows in (parts[0], parts[-1]):
+            whole = whole_run(trial, self.length, only, frozenset(facts.products), self.heads_over)
+            for rows in () if before is not None and before.is_like(whole) else (parts[0], parts[-1]):
                 found = run_on_rows(trial, whole, self.plan_for_all(kinds), self.length, rows, facts, self.heads_over)
                 if not _follows(found, facts):
                     raise Differs("", "some blocks do other things than those like them")
+            before = whole.without_modules()
 
     def plan_for_all(self, kinds: Sequence[Sequence[str]]) -> Plan:
         """The plan, for all blocks."""
@@ -124,9 +132,11 @@ class Search:
             plan,
             cut=spread(plan.cut),
             whole={name: plan.whole[like] for like in plan.whole for name in spread([like])},
+            keys=spread(plan.keys),
             join=tuple(last.get(name, name) for name in plan.join),
             islands=spread(plan.islands),
             positions=spread(plan.positions),
+            products={name: plan.products[like] for like in plan.products for name in spread([like])},
             unjudged=spread(plan.unjudged),
         )
 
@@ -140,7 +150,7 @@ class Search:
         others = self.degree - 1
         if self.heads_over > 1:
             return sum(4 * others * (q + (k + v) // 2) // self.degree for q, k, v in self._widths)
-        return sum(3 * others * (k + v) for _, k, v in self._widths)
+        return others * (3 * (sum(k + v for _, k, v in self._widths) + sum(self._factors)) + 2 * sum(self._keys))
 
     def _note_heads(self, facts: Facts) -> None:
         """Notes the heads of queries and keys of each call of attention; raises Differs where ranks of tp and cp cannot share them."""
@@ -155,6 +165,17 @@ class Search:
             for (name, _, number), (q, k, v, _) in whole.attention.items()
             if number in facts.attention.get(name, ())
         ]
+        self._factors = [
+            x.numel() // (x.shape[0] * self.length)
+            for (name, _, number), x in whole.products.items()
+            if dim_of(facts.products.get(name, []), number) is not None
+        ]
+        self._keys = [
+            x.numel() // (x.shape[0] * self.length)
+            for (name, _), output in whole.outputs.items()
+            for path, x in keyed_leaves(output)
+            if path in facts.keys.get(name, ())
+        ]
         for name, number in [(name, number) for name, calls in facts.attention.items() for number in calls]:
             q, k, *_ = whole.attention[name, 0, number]
             over = self.heads_over * self.tp
@@ -167,7 +188,7 @@ class Search:
 
     def _trial(self, without: frozenset[str]) -> Trial:
         """A trial at the first length at which the model runs, and another one at which it does."""
-        register_in_transformers(self.module)  # before a trial, which puts back what it finds changed
+        catch_transformers(self.module)  # before a trial, which puts back what it finds changed
         lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
         trial, error, runs = None, None, list[int]()
         for self.length in lengths:
@@ -195,7 +216,7 @@ class Search:
 
     def _new_trial(self, without: frozenset[str] = frozenset(), foreign: frozenset[str] | None = None) -> Trial:
         trial = Trial(self.module, self._call, training=True, without=without, foreign=foreign)
-        catch_transformers(trial.module)
+        trial.forget_outputs()
         _shift_values(trial)
         return trial
 
@@ -232,6 +253,8 @@ class Search:
         found: list[Facts] = []
         training = self._run_whole(trial, is_training=True)
         modes = (True,) if training.is_like(self._run_whole(trial, is_training=False)) else (True, False)
+        if len(modes) == 1:
+            self._whole[False, self.length] = training  # one is kept
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
             for rows in rows_of(self.length, self.degree, self.order):
@@ -281,8 +304,7 @@ class Search:
             raise wrong
         if plan.masks_of_rows:
             other = dataclasses.replace(plan, masks_of_rows=False)
-            after = self._first_difference(trial, other)
-            if after is None or (after.name, after.why) != (name, wrong.why):
+            if self._goes_further(self._first_difference(trial, other), wrong):
                 return other
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
         if wrong.is_mask and block is not None:
@@ -292,8 +314,11 @@ class Search:
                     return other
         if name not in plan.positions:
             other = dataclasses.replace(plan, positions=(*plan.positions, name))
-            after = self._first_difference(trial, other)
-            if after is None or (after.name, after.why) != (name, wrong.why):
+            if self._goes_further(self._first_difference(trial, other), wrong):
+                return other
+        if block is not None and self.heads_over == 1 and name not in self._written:
+            self._written.add(name)
+            if (other := self._with_all_positions(trial, plan, wrong, block)) is not None:
                 return other
         if block is None:
             if plan.join:
@@ -311,14 +336,87 @@ class Search:
         islands = tuple(each for each in plan.islands if not is_in_block(each, island))
         return dataclasses.replace(plan, islands=(*islands, island), masks_of_rows=False)  # which need all of them
 
+    def _with_all_positions(self, trial: Trial, plan: Plan, wrong: Differs, block: str) -> Plan | None:
+        """A plan in which a module that writes attention out has all positions of its keys and values, and of nothing else: as second factors of
+        products, or as outputs of modules that it calls. None: there is none by which its output is right."""
+        name, modules = wrong.name, dict(trial.module.named_modules())
+        alike = [other for b in plan.cut if (other := in_block(name, block, b)) in modules]
+        plans = itertools.chain(self._by_products(plan, name, alike), self._by_keys(plan, name, block))
+        for some in itertools.islice(plans, _GATHERS):
+            for other in self._with_masks_of_keys(some, block):
+                after = self._first_difference(trial, other)
+                if after is None or (after.name != name and self._goes_further(after, wrong)):
+                    return other
+        return None
+
+    def _by_products(self, plan: Plan, name: str, alike: Sequence[str]) -> Iterator[Plan]:
+        """Plans in which second factors of products of a module are of all positions, but for some exceptions."""
+        products = [
+            ("product", number)
+            for (of, call, number), x in self.whole.products.items()
+            if (of, call) == (name, 0) and isinstance(x, Tensor) and self.length in x.shape
+        ]
+        calls = [*products, *self.whole.made.get(name, ())]
+        plan = dataclasses.replace(plan, positions=(*dict.fromkeys((*plan.positions, *alike)),))
+        for num in range(_EXCEPTIONS + 1 if calls else 0):
+            for some in itertools.combinations(calls, num):
+                yield dataclasses.replace(plan, products={**plan.products, **dict.fromkeys(alike, some)})
+
+    def _by_keys(self, plan: Plan, name: str, block: str) -> Iterator[Plan]:
+        """Plans in which outputs of one or two modules that a module calls are of all positions."""
+        children = [
+            of
+            for of, call in self.whole.outputs
+            if call == 0
+            and is_in_block(of, name)
+            and "." not in of.removeprefix(f"{name}.")
+            and any(
+                isinstance(x, Tensor) and self.length in x.shape for _, x in keyed_leaves(self.whole.outputs[of, 0])
+            )
+        ]
+        for num in (1, 2):
+            for some in itertools.combinations(children, num):
+                keys = tuple(in_block(child, block, b) for b in plan.cut for child in some)
+                yield dataclasses.replace(plan, keys=(*plan.keys, *keys))
+
+    def _with_masks_of_keys(self, plan: Plan, block: str) -> Iterator[Plan]:
+        """Plans in which nothing, masks of several dims, or all that is of positions alone and not of queries, stays whole; each once."""
+        yield plan
+        args = [(path, x) for path, x in keyed_leaves(self.whole.inputs[block, 0]) if isinstance(x, Tensor)]
+        square = plan.square or any(list(x.shape).count(self.length) == 2 for _, x in args)
+        seen = [(plan.whole.get(block, ()), plan.square)]
+        for least in (3, 2):
+            paths = {
+                path
+                for path, x in args
+                if x.dim() >= least
+                and list(x.shape).count(self.length) == 1
+                and all(size in (1, x.shape[0], self.length) for size in x.shape)
+            }
+            whole = tuple(sorted({*plan.whole.get(block, ()), *paths}))
+            if (whole, square) not in seen:
+                seen.append((whole, square))
+                stay = {b: tuple(sorted({*plan.whole.get(b, ()), *paths})) for b in plan.cut}
+                yield dataclasses.replace(plan, whole=stay if paths else plan.whole, square=square)
+
+    def _goes_further(self, after: Differs | None, before: Differs) -> bool:
+        """Whether what differs now differs in another way, and not before what differed."""
+        if after is None or after.name == before.name:
+            return after is None or after.why != before.why
+        ended = [name for name, _ in self.whole.outputs]
+        return ended.index(after.name) > ended.index(before.name)
+
     def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
         """A plan in which a module, and those around it within its block, may return something else, if the block is right; else None."""
-        names = list(plan.unjudged)
+        names, wrong = list(plan.unjudged), Differs(name, "")
+        if name in names:
+            return None
         while name != block:
             names.append(name)
             other = dataclasses.replace(plan, unjudged=tuple(names))
             after = self._first_difference(trial, other)
-            if after is None or not (is_in_block(name, after.name) or name == after.name):
+            is_around = after is not None and (is_in_block(name, after.name) or name == after.name)
+            if not is_around and self._goes_further(after, wrong):
                 return other
             if not is_in_block(name, block):
                 break
@@ -381,8 +479,10 @@ def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
     return Facts(
         cut=spread(facts.cut),
         join=join,
+        keys=spread(facts.keys),
         islands=spread(facts.islands),
         positions=spread(facts.positions),
+        products=spread(facts.products),
         attention=spread(facts.attention),
         output=facts.output,
         outputs=facts.outputs,

@@ -41,7 +41,7 @@ class Sequences:
                 return x
             for dim in self.dims.get(path, ()):
                 times = [-(-length // x.shape[dim]) if d == dim else 1 for d in range(x.dim())]
-                x = x.repeat(times).narrow(dim, 0, length)
+                x = x.repeat(times).narrow(dim, 0, length).contiguous()  # as code may expect
             if 0 not in self.dims.get(path, ()) and x.dim() and x.shape[0] == self._num_samples:
                 x = x[:2]
             return x.double() if x.is_floating_point() else x

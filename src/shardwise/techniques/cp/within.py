@@ -13,8 +13,9 @@ from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.leaves import DROPOUTS
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
+from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
-from shardwise.techniques.cp.exchanges import At, Ranks, gathered
+from shardwise.techniques.cp.exchanges import At, Ranks, gathered, with_gathered
 from shardwise.world.streams import PartStream
 
 
@@ -110,11 +111,12 @@ class _Drops(TorchFunctionMode):
 
 class _Calls(TorchFunctionMode):
     """Within the forward of a module: attention exchanges, and positions that its code makes are those of this rank, by the numbers
-    of the calls."""
+    of the calls; the second factor of products is gathered."""
 
-    def __init__(self, cuts: Cuts, at: At, of_rows: list[int], made: Made):
+    def __init__(self, cuts: Cuts, at: At, of_rows: list[int], made: Made, products: Products):
         super().__init__()
         self._cuts, self._at, self._of_rows, self._made = cuts, at, of_rows, made
+        self._products = products
         self._numbers, self._num_attentions, self.depth = Numbers(), 0, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,6 +125,9 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is SDPA:
             return self.attend(of_sdpa(args, kwargs))
+        if self._products and is_product(func):
+            dim = dim_of(self._products, self._numbers.take("product"))
+            return func(*args, **kwargs) if dim is None else self._busy(self._multiplied, func, args, kwargs, dim)
         if self._made and (kind := kind_of(func)) is not None:
             number = self._numbers.take(kind)
             for of, at, argument in self._made:
@@ -134,7 +139,7 @@ class _Calls(TorchFunctionMode):
         number, self._num_attentions = self._num_attentions, self._num_attentions + 1
         if number not in self._of_rows:
             return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
-        if call.mask is not None and call.mask.shape[-1] not in (1, self._at.length):
+        if call.mask is not None and not call.has_mask_of(self._at.length):
             raise UnsupportedError(
                 f"attention with a mask {tuple(call.mask.shape)}, for {self._at.length} keys",
                 why="it gets the keys of all positions",
@@ -145,6 +150,22 @@ class _Calls(TorchFunctionMode):
         with self._cuts.stream.entered():  # it has some of the queries, or of the heads
             return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
 
+    def _multiplied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Any:
+        """A product with all positions of its second factor."""
+        factor = second_of(func, args, kwargs)
+        if not isinstance(factor, Tensor) or factor.dim() <= dim or factor.shape[dim] != self._at.rows.shape[0]:
+            raise UnsupportedError(
+                f"a product with {'a tensor ' + str(tuple(factor.shape)) if isinstance(factor, Tensor) else 'other things'}, for {self._at.rows.shape[0]} positions",
+                why="on the example it was of positions, which are gathered, and now the code takes another way",
+                fix="pass example= with a micro-batch as training gives it",
+            )
+
+        def compute(whole: Tensor) -> Any:
+            more, named = with_second(func, args, kwargs, whole)
+            return func(*more, **named)
+
+        return with_gathered(compute, (factor,), (dim,), self._at, self._cuts.ranks)
+
     def _busy(self, call: Callable[..., Any], *args: Any) -> Any:
         """The result of a call of ours, whose functions are not those of the model's code."""
         before, now.attends = now.attends, None
@@ -154,8 +175,9 @@ class _Calls(TorchFunctionMode):
             now.attends = before
 
 
-def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made) -> None:
-    """Lets attention in a module's own code exchange, and positions that it makes be those of this rank."""
+def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made, products: Products) -> None:
+    """Lets attention in a module's own code exchange, also where it is written out in products, and positions that it makes be those of this
+    rank."""
     inner = module.forward
     running: list[_Calls] = []
 
@@ -165,7 +187,7 @@ def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made) -> None
         if at is None:
             cuts.refuse_again(module)
             return inner(*args, **kwargs)
-        calls = _Calls(cuts, at, of_rows, made)
+        calls = _Calls(cuts, at, of_rows, made, products)
         before, now.attends = now.attends, calls
         running.append(calls)
         try:
@@ -176,7 +198,7 @@ def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made) -> None
             now.attends = before
 
     module.forward = forward
-    for child in _called_children(module) if made else ():
+    for child in _called_children(module) if made or products else ():
         _not_own(child, running)
 
 
@@ -205,6 +227,21 @@ def _called_children(module: nn.Module) -> list[nn.Module]:
         is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
         found += _called_children(child) if is_list else [child]
     return found
+
+
+def join_keys(module: nn.Module, cuts: Cuts, dims: Mapping[str, int]) -> None:
+    """Lets what a module returns be of all positions."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        at = _current.at if _current.at is not None else cuts.at
+        output = inner(*args, **kwargs)
+        if at is None:
+            return output
+        return map_keyed(lambda path, x: gathered(x, at, cuts.ranks, dims[path]) if path in dims else x, output)
+
+    module.forward = forward
 
 
 def make_island(module: nn.Module, cuts: Cuts, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> None:
