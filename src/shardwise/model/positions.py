@@ -41,7 +41,7 @@ class _Frame:
     num_attentions: int = 0
 
 
-class _Rows(LayerCalls):
+class Rows(LayerCalls):
     """Within: a model runs, whole (``rows`` None) or on some rows.
 
     Args:
@@ -378,11 +378,13 @@ def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def whole_run(trial: Trial, length: int, only: frozenset[str] | None = None) -> Whole:
+def whole_run(
+    trial: Trial, length: int, only: frozenset[str] | None = None, kind: "type[Rows] | None" = None
+) -> Whole:
     """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
     None: all."""
     whole = Whole(only)
-    _run(trial, _Rows(trial, whole, Plan(), length, None))
+    _run(trial, (kind or Rows)(trial, whole, Plan(), length, None))
     return whole
 
 
@@ -394,14 +396,16 @@ def run_on_rows(
     rows: Tensor,
     known: Facts | None = None,
     heads_over: int = 1,
+    kind: "type[Rows] | None" = None,
 ) -> Facts:
     """Runs the model as the rank with these rows would. ``known``: facts that are followed; else they are looked for. ``heads_over``:
-    attention is computed in so many parts of its heads, for all positions each.
+    attention is computed in so many parts of its heads, for all positions each. ``kind``: of the run, for other exchanges than those of
+    attention.
 
     Raises:
         Differs: a module computes something else, or does not run.
     """
-    mode = _Rows(trial, whole, plan, length, rows, known, heads_over)
+    mode = (kind or Rows)(trial, whole, plan, length, rows, known, heads_over)
     try:
         _run(trial, mode)
     except (Differs, ShardwiseError):
@@ -412,7 +416,7 @@ def run_on_rows(
     return mode.facts
 
 
-def _run(trial: Trial, mode: _Rows) -> None:
+def _run(trial: Trial, mode: Rows) -> None:
     """Runs the model within a mode, and compares its output, and what it keeps, with those of the whole run."""
     before = now.attends, now.rows
     mode.facts.masks_of_rows = mode._plan.masks_of_rows
@@ -460,7 +464,7 @@ def first_names(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _watched(module: nn.Module, mode: _Rows) -> Iterator[None]:
+def _watched(module: nn.Module, mode: Rows) -> Iterator[None]:
     """Within: ``mode`` sees the calls of all modules."""
     handles = []
 

@@ -22,7 +22,7 @@ from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
-from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
+from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.cp.rule import ContextParallelEntry
 from shardwise.techniques.cp.within import clear_after, make_island, watch, with_drops, with_positions
 from shardwise.techniques.same_inputs import input_check

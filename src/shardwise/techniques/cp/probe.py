@@ -16,8 +16,8 @@ from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
-from shardwise.techniques.cp.search import Search, is_of_a_run
-from shardwise.techniques.cp.sequences import Arguments, sequences_in
+from shardwise.techniques.row_search import Search, is_of_a_run
+from shardwise.techniques.sequences import Arguments, arguments_of, constants_of, sequences_in
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.world import World
@@ -55,7 +55,7 @@ def _facts(module: nn.Module, example: Example, draft: Draft, option: ContextPar
             why="it has no list of blocks: sequences are cut where the first of them is entered",
             fix="keep the repeated layers in an nn.ModuleList or nn.Sequential; or leave cp out of the layout",
         )
-    arguments = example.shows(functools.partial(_arguments_of, module))
+    arguments = example.shows(functools.partial(arguments_of, module))
     try:
         with torch.inference_mode(False):
             return _found(module, arguments, draft, option)
@@ -154,37 +154,4 @@ def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
         why=f"what it computes for a position depends on other positions, and not by attention alone: on some of them {wrong.why}",
         fix=_FIX,
         name=wrong.name or None,
-    )
-
-
-def constants_of(arguments: Any) -> dict[str, str]:
-    """Path -> number, text or flag, as text, of the arguments of a model that are no tensors."""
-    return {path: repr(x) for path, x in keyed_leaves(arguments) if isinstance(x, bool | int | float | str)}
-
-
-class _Called(BaseException):
-    """The model was called: with these arguments. Not an Exception, as user's code may catch those."""
-
-    def __init__(self, args: Any, kwargs: Any):
-        super().__init__()
-        self.arguments = args, kwargs
-
-
-def _arguments_of(module: nn.Module, run: Callable[[nn.Module], Any]) -> Arguments:
-    """The arguments that an example's ``run`` calls the model with. Nothing of the model is run."""
-
-    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _Called(args, kwargs)
-
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
-        run(module)
-    except _Called as called:
-        return by_name(module, *called.arguments)
-    finally:
-        handle.remove()
-    raise UsageError(
-        "an example with which the model was not called",
-        why="what it is called with shows how its sequences may be cut",
-        fix="let forward= call the model itself: model(...)",
     )

@@ -14,7 +14,7 @@ from shardwise.model.leaves import DROPOUTS
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.pytrees import map_keyed
-from shardwise.techniques.cp.exchanges import At, Ranks, gathered
+from shardwise.techniques.row_exchanges import At, Ranks, gathered
 from shardwise.world.streams import PartStream
 
 

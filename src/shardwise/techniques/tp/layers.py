@@ -289,7 +289,7 @@ def within_layers(
     inner = module.forward
     own = (AdaptedLinear.forward, AdoptedLinear.forward, PackedLinear.forward)
     computes = type(module).forward in own and "forward" not in vars(module)
-    if (computes or _is_plain(module)) and len(layers) == 1:
+    if (computes or is_plain(module)) and len(layers) == 1:
         (layer,) = layers.values()
 
         def forward(input: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ def within_layers(
     module.forward = calling
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether a module is a layer and nothing else: ``nn.Linear``, ``nn.Embedding``, or GPT-2's ``Conv1D``."""
     if "forward" in vars(module):
         return False
