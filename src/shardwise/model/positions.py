@@ -378,9 +378,7 @@ def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def whole_run(
-    trial: Trial, length: int, only: frozenset[str] | None = None, kind: "type[Rows] | None" = None
-) -> Whole:
+def whole_run(trial: Trial, length: int, only: frozenset[str] | None = None, kind: "type[Rows] | None" = None) -> Whole:
     """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
     None: all."""
     whole = Whole(only)

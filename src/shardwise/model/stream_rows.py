@@ -19,7 +19,7 @@ from shardwise.model.layers import Layer, flat
 from shardwise.model.names import canonical_tensors
 from shardwise.model.positions import Rows
 from shardwise.model.pytrees import keyed_leaves, map_keyed
-from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
+from shardwise.model.row_facts import Differs, Dims, Facts, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,7 @@ class StreamPlan(Plan):
         plain: of ``scatters``, module that is nothing but that layer -> its weight.
         parts: module of ``cut`` -> paths of arguments without positions, of whose gradient each rank has a part.
         needs_whole: weights of layers that are cut over ranks, which need all rows.
+        parted: module -> paths of arguments of which each rank is given a part along another dim: they need all rows too.
     """
 
     sites: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -41,6 +42,7 @@ class StreamPlan(Plan):
     plain: Mapping[str, str] = dataclasses.field(default_factory=dict)
     parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     needs_whole: frozenset[str] = frozenset()
+    parted: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -49,7 +51,8 @@ class StreamFacts(Facts):
 
     Attributes:
         sites: module -> what is joined at its entry.
-        gathers, scatters: weight of a layer -> the dim of positions of its input, or output.
+        gathers, scatters: weight of a layer -> the dim of positions of its input, or output. ``-1 - dim``, here and elsewhere: samples and
+            positions lie in it.
         direct: weight of a layer -> its input is what was joined, in all of its calls.
         on_rows: parameter -> the module whose code uses it with rows.
         with_whole: parameter -> a module whose code uses it with what every rank has.
@@ -145,6 +148,8 @@ class StreamRows(Rows):
             frame.is_right = self._is_same((args, kwargs), full)
         self._label_ends((args, kwargs), full)
         for path, x in keyed_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and path in self._plan.parted.get(name, ()) and self._label_of(x).is_rows:
+                raise Differs(name, f"its argument {path} is cut over ranks, and has some positions alone")
             if isinstance(x, Tensor) and path in self._plan.parts.get(name, ()):
                 self._set(x, _ON_ROWS)
                 self.facts.parts[name] = sorted({*self.facts.parts.get(name, ()), path})
@@ -202,9 +207,13 @@ class StreamRows(Rows):
         at = [dim for dim, (mine, all_) in enumerate(zip(x.shape, whole.shape, strict=True)) if mine != all_]
         if len(at) != 1:
             raise Differs(name, f"a tensor {tuple(whole.shape)} has positions along several dims")
-        dims[path] = at[0]
+        dims[path] = self._place(whole, at[0])
         self._note_joined(whole)
         return whole
+
+    def _place(self, whole: Tensor, dim: int) -> int:
+        """The dim of positions; ``-1 - dim`` where samples lie in it too."""
+        return dim if whole.shape[dim] == self._length else -1 - dim
 
     def _note_joined(self, whole: Tensor) -> None:
         self._joined_data[whole.data_ptr()] = whole.numel(), whole._version
@@ -251,7 +260,7 @@ class StreamRows(Rows):
         at = [dim for dim, size in enumerate(y.shape[:-1]) if size and size % self._length == 0]
         if len(at) != 1:
             raise Differs(name, f"{weight} gives a tensor {tuple(y.shape)}, not one of {self._length} positions")
-        self.facts.scatters[weight] = at[0]
+        self.facts.scatters[weight] = self._place(y, at[0])
         self.facts.moved += y.numel()
         times = y.shape[at[0]] // self._length
         assert self._rows is not None
@@ -283,7 +292,9 @@ class StreamRows(Rows):
         params = frozenset().union(*(label.params for _, label in of_given))
         if any(label.is_rows for _, label in of_given):
             if any(label.is_whole and x.is_floating_point() for x, label in of_given):
-                raise Differs(name, f"{getattr(func, '__name__', func)} of what every rank has whole and of some positions")
+                raise Differs(
+                    name, f"{getattr(func, '__name__', func)} of what every rank has whole and of some positions"
+                )
             self._note_use(params, self.facts.on_rows)
             label = _ON_ROWS
         elif any(label.is_whole for _, label in of_given):
@@ -322,5 +333,3 @@ class StreamRows(Rows):
     @staticmethod
     def _tensors(tree: Any) -> list[Tensor]:
         return [x for _, x in keyed_leaves(tree) if isinstance(x, Tensor)]
-
-

@@ -2,23 +2,23 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
+from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import refuse_uncaught
 from shardwise.model.blocks import find_block_lists
-from shardwise.model.calling import by_name, line_of
+from shardwise.model.calling import line_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
+from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.row_search import Search, is_of_a_run
 from shardwise.techniques.sequences import Arguments, arguments_of, constants_of, sequences_in
-from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 

@@ -2,6 +2,7 @@
 them a site at which it is joined, and islands that run on all positions."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,13 +27,13 @@ class _Site(NamedTuple):
     """A place at which the stream is joined before a region.
 
     Attributes:
-        entry: the region's module is joined at its entry, ...
+        entry: place of a module, within the block, at whose entry it is joined, ...
         stay: ... but for these paths of its arguments.
-        outputs: modules whose output is joined.
-        inputs: the input of its layers is joined.
+        outputs: the outputs of modules are joined, that are the inputs of its layers.
+        inputs: the inputs of its layers are joined.
     """
 
-    entry: bool = False
+    entry: str = ""
     stay: tuple[str, ...] = ()
     outputs: bool = False
     inputs: bool = False
@@ -54,8 +55,21 @@ class StreamSearch(Search):
 
     def __post_init__(self) -> None:
         self.kind = StreamRows
-        frozen = {name for name, owner, attr in canonical_tensors(self.module, "_parameters") if _is_frozen(owner, attr)}
+        frozen = {
+            name for name, owner, attr in canonical_tensors(self.module, "_parameters") if _is_frozen(owner, attr)
+        }
         self._free = frozenset({*frozen, *self.partial} - self.cut)
+
+    def starts(self) -> set[str]:
+        """Weights of the layers that regions start from."""
+        return {weight for region in self.found.regions for weight in region.sources}
+
+    @property
+    def num_samples(self) -> int:
+        """Of the runs of the proof."""
+        given = dict(keyed_leaves(self.sequences.of_length(self.length)))
+        x = given[self.sequences.path]
+        return int(x.shape[1 - self.sequences.dims[self.sequences.path][0]])
 
     def _plan(self, trial: Trial) -> Plan:
         names = {name for name, _ in trial.module.named_modules()}
@@ -64,6 +78,7 @@ class StreamSearch(Search):
         self._regions = [r for r in self.found.regions if any(is_in_block(r.layers[0], b) for b in self._blocks)]
         regions = self.found.regions
         self._base = StreamPlan(
+            parted={r.module: tuple(_paths(r)) for r in self._regions},
             cut=tuple(self._blocks),
             whole=self._whole_arguments(),
             join=tuple(blocks[-1] for blocks in self._lists if blocks),
@@ -88,7 +103,10 @@ class StreamSearch(Search):
         assert isinstance(facts, StreamFacts)
         for name, module in facts.on_rows.items():
             if name in self.cut or (name in facts.with_whole and name not in self._free):
-                raise Differs(module, f"the gradient of {name} is a part here, and not elsewhere: it is used with some positions, and with all")
+                raise Differs(
+                    module,
+                    f"the gradient of {name} is a part here, and not elsewhere: it is used with some positions, and with all",
+                )
         return facts
 
     def _with_sites(self, trial: Trial, sites: dict[int, _Site]) -> StreamPlan:
@@ -99,7 +117,7 @@ class StreamSearch(Search):
             region = self._regions[number]
             rows = [w for w in region.rows if not is_norm(w)]
             if site.entry:
-                entries[region.module] = site.stay
+                entries[self._block_of(region.layers[0]) + site.entry] = site.stay
             plan["join"] += self._makers(region) or [] if site.outputs else []
             plan["gathers"] += self._columns(region) if site.inputs else []
             plan["scatters"] += rows
@@ -136,14 +154,15 @@ class StreamSearch(Search):
         return not is_around and not any(after.name == name or is_in_block(after.name, name) for name in inside)
 
     def _candidates(self, region: Region) -> Iterator[_Site]:
-        if region.module not in ("", *self._blocks):
-            yield _Site(entry=True)
-            if region.arguments or region.narrowed:  # which each rank has a part of
-                return
-            paths = [path for path, x in self._of_length(region.module) if x.is_floating_point()]
+        block, parted = self._block_of(region.layers[0]), _paths(region)
+        for module in dict.fromkeys([region.module, _around(self._columns(region))]):
+            if not is_in_block(module, block):
+                continue
+            yield _Site(entry=in_block(module, block, ""))
+            paths = [path for path, x in self._of_length(module) if x.is_floating_point() and path not in parted]
             for path in paths if len(paths) > 1 else ():
-                yield _Site(entry=True, stay=(path,))
-        if region.arguments or region.narrowed:
+                yield _Site(entry=in_block(module, block, ""), stay=(path,))
+        if parted:  # which each rank has a part of, for the region's module
             return
         if self._makers(region):
             yield _Site(outputs=True)
@@ -199,7 +218,9 @@ class StreamSearch(Search):
             return
         if isinstance(wrong, NeedsWhole):
             region = next((r for r in self._regions if wrong.layer in r.layers), None)
-            self._make_island(block if region is None or region.module in ("", *self._blocks) else region.module, block, wrong)
+            self._make_island(
+                block if region is None or region.module in ("", *self._blocks) else region.module, block, wrong
+            )
             return
         for path in self._base.whole.get(block, ()):
             whole = {b: tuple(p for p in paths if p != path) for b, paths in self._base.whole.items()}
@@ -282,6 +303,20 @@ class StreamSearch(Search):
             scatters=spread_over(kinds, plan.scatters),
             plain=plain,
         )
+
+
+def _paths(region: Region) -> set[str]:
+    """Paths of the arguments of a region's module of which each rank is given a part."""
+    places = [*region.arguments, *region.narrowed]
+    first = [f"[0][{place[0]}]" if isinstance(place[0], int) else f"[1][{place[0]!r}]" for place in places]
+    return {path + "".join(f"[{key!r}]" for key in place[1:]) for path, place in zip(first, places, strict=True)}
+
+
+def _around(layers: Sequence[str]) -> str:
+    """The innermost module that layers are in, by their weights."""
+    owners = [weight.split(".")[:-1] for weight in layers]
+    same = list(itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*owners, strict=False)))
+    return ".".join(parts[0] for parts in same)
 
 
 def _is_frozen(owner: nn.Module, attr: str) -> bool:
