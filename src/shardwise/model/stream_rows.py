@@ -218,7 +218,7 @@ class StreamRows(Rows):
     def _note_joined(self, whole: Tensor) -> None:
         self._joined_data[whole.data_ptr()] = whole.numel(), whole._version
         self._set(whole, _WHOLE if whole.is_floating_point() else _NONE)
-        self.facts.moved += whole.numel() * whole.is_floating_point()
+        self.facts.moved += whole.numel() // self._length * whole.is_floating_point()
 
     # ---- layers
 
@@ -261,7 +261,7 @@ class StreamRows(Rows):
         if len(at) != 1:
             raise Differs(name, f"{weight} gives a tensor {tuple(y.shape)}, not one of {self._length} positions")
         self.facts.scatters[weight] = self._place(y, at[0])
-        self.facts.moved += y.numel()
+        self.facts.moved += y.numel() // self._length
         times = y.shape[at[0]] // self._length
         assert self._rows is not None
         y = y.index_select(at[0], (torch.arange(times)[:, None] * self._length + self._rows).flatten())

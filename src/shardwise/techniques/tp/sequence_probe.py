@@ -59,7 +59,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         "constants": constants_of(arguments),
         "ends": sequence.ends,
         "draws": sequence.draws,
-        "moved": sequence.moved // (samples * search.length),
+        "moved": sequence.moved // samples,
     }
 
 
