@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.model.attend import Attention
 from shardwise.model.layers import Layer, flat
+from shardwise.model.leaves import DROPOUTS
 from shardwise.model.names import canonical_tensors
 from shardwise.model.positions import Rows
 from shardwise.model.pytrees import keyed_leaves, map_keyed
@@ -267,6 +268,13 @@ class StreamRows(Rows):
         y = y.index_select(at[0], (torch.arange(times)[:, None] * self._length + self._rows).flatten())
         self._set(y, _ON_ROWS)
         return y
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        draws = self.facts.draws
+        result = super().other(func, args, kwargs)
+        if self.facts.draws != draws:  # of rows: all else is dropped alike on every rank, or is tp's
+            self.facts.draws = func in DROPOUTS and self._label_of(result).is_rows
+        return result
 
     def attend(self, call: Attention) -> Any:
         """As the model computes it: over all positions, or over this rank's alone, which is not the same."""

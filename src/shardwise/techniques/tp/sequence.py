@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.leaves import DROPOUTS
-from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.model.pytrees import changed_at, keyed_leaves, keys_of, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cut_forward import (
     CutForward,
@@ -272,28 +272,21 @@ class _Drops(TorchFunctionMode):
 
 def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mapping[str, int]) -> None:
     """Lets a module get all rows of these arguments."""
-    inner = module.forward
+    inner, places = module.forward, _places(dims)
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if joined.at is None:
-            return inner(*args, **kwargs)
-        missing = {*dims}
-
-        def join(path: str, x: Any) -> Any:
-            if path not in dims:
-                return x
-            missing.discard(path)
-            return joined.join(x, dims[path])
-
-        args, kwargs = map_keyed(join, (args, kwargs))
-        if missing:
-            raise UnsupportedError(
-                f"a call without its argument {min(missing)}, which it had on the example",
-                why="before it the positions of all ranks along tp are joined",
-                fix="pass example= with a micro-batch as training gives it",
-                name=name,
-            )
+        if joined.at is not None:
+            try:
+                for keys, dim in places:
+                    args, kwargs = changed_at((args, kwargs), keys, lambda x, dim=dim: joined.join(x, dim))
+            except LookupError as error:
+                raise UnsupportedError(
+                    f"a call without its argument {error}, which it had on the example",
+                    why="before it the positions of all ranks along tp are joined",
+                    fix="pass example= with a micro-batch as training gives it",
+                    name=name,
+                ) from None
         return inner(*args, **kwargs)
 
     module.forward = forward
@@ -301,14 +294,14 @@ def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mappi
 
 def _join_outputs(module: nn.Module, joined: JoinedStream, dims: Mapping[str, int]) -> None:
     """Lets what a module returns be of all rows."""
-    inner = module.forward
+    inner, places = module.forward, _places(dims)
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         output = inner(*args, **kwargs)
-        if joined.at is None:
-            return output
-        return map_keyed(lambda path, x: joined.join(x, dims[path]) if path in dims else x, output)
+        for keys, dim in places if joined.at is not None else ():
+            output = changed_at(output, keys, lambda x, dim=dim: joined.join(x, dim))
+        return output
 
     module.forward = forward
 
@@ -318,22 +311,28 @@ def _make_island(
 ) -> None:
     """Lets a module run on all rows on every rank, with whole gradients."""
     inner, ranks = module.forward, joined.ranks
+    given, made = _places(inputs), _places(outputs)
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         at = joined.at
         if at is None:
             return inner(*args, **kwargs)
-        args, kwargs = map_keyed(
-            lambda path, x: moved(x, at, ranks, inputs[path], "gather", "rows") if path in inputs else x, (args, kwargs)
-        )
+        for keys, dim in given:
+            args, kwargs = changed_at(
+                (args, kwargs), keys, lambda x, dim=dim: moved(x, at, ranks, dim, "gather", "rows")
+            )
         joined.forget()
         joined.is_on_rows = False
         with on_all_positions():
             output = inner(*args, **kwargs)
         joined.is_on_rows = True
-        return map_keyed(
-            lambda path, x: moved(x, at, ranks, outputs[path], "rows", "gather") if path in outputs else x, output
-        )
+        for keys, dim in made:
+            output = changed_at(output, keys, lambda x, dim=dim: moved(x, at, ranks, dim, "rows", "gather"))
+        return output
 
     module.forward = forward
+
+
+def _places(dims: Mapping[str, int]) -> list[tuple[list[Any], int]]:
+    return [(keys_of(path), dim) for path, dim in dims.items()]

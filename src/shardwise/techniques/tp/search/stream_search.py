@@ -235,8 +235,10 @@ class StreamSearch(Search):
                 self._base = dataclasses.replace(self._base, parts=parts)
                 return
         if (other := self._unjudged(trial, plan, wrong.name, block)) is not None:
-            self._base = dataclasses.replace(self._base, unjudged=other.unjudged)
-            return
+            after = self._first_difference(trial, other)
+            if after is None or self._block_of(after.name) != block:
+                self._base = dataclasses.replace(self._base, unjudged=other.unjudged)
+                return
         self._make_island(wrong.name, block, wrong)
 
     def _helps(self, trial: Trial, plan: StreamPlan, wrong: Differs) -> bool:
