@@ -212,6 +212,21 @@ class StreamRows(Rows):
         self._note_joined(whole)
         return whole
 
+    def _part(self, path: str, x: Any, dims: Dims) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        at = [dim for dim, size in enumerate(x.shape) if size and size % self._length == 0]
+        if len(at) != 1:  # such as weights of attention: it stays whole
+            return x
+        dims[path] = self._place(x, at[0])
+        return self._cut_off(x, at[0])
+
+    def _cut_off(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's rows, also where samples and positions lie in one dim."""
+        assert self._rows is not None
+        times = x.shape[dim] // self._length
+        return x.index_select(dim, (torch.arange(times)[:, None] * self._length + self._rows).flatten())
+
     def _place(self, whole: Tensor, dim: int) -> int:
         """The dim of positions; ``-1 - dim`` where samples lie in it too."""
         return dim if whole.shape[dim] == self._length else -1 - dim
@@ -263,9 +278,7 @@ class StreamRows(Rows):
             raise Differs(name, f"{weight} gives a tensor {tuple(y.shape)}, not one of {self._length} positions")
         self.facts.scatters[weight] = self._place(y, at[0])
         self.facts.moved += y.numel() // self._length
-        times = y.shape[at[0]] // self._length
-        assert self._rows is not None
-        y = y.index_select(at[0], (torch.arange(times)[:, None] * self._length + self._rows).flatten())
+        y = self._cut_off(y, at[0])
         self._set(y, _ON_ROWS)
         return y
 
