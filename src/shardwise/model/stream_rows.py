@@ -125,6 +125,7 @@ class StreamRows(Rows):
         self._layer_calls: dict[str, int] = {}
         self._labels: dict[int, tuple[weakref.ref[Tensor], _Label]] = {}
         self._joined_data: dict[int, tuple[int, int]] = {}  # what was joined: address -> numbers, version
+        self._is_within = False  # the forward that ends is in a block
         self._is_layer = False  # the call that runs is one, and has its label
         self._buffers: dict[str, tuple[Tensor | None, int]] = {}
 
@@ -157,7 +158,8 @@ class StreamRows(Rows):
         return args, kwargs
 
     def after(self, name: str, output: Any) -> Any:
-        if self._rows is not None and name in self._plan.plain:
+        self._is_within = self._is_cut()
+        if self._rows is not None and name in self._plan.plain and self._is_within:
             output = map_keyed(lambda _, x: self._scattered(name, self._plan.plain[name], x), output)
         key = self.frames[-1].key
         output = super().after(name, output)
@@ -172,6 +174,11 @@ class StreamRows(Rows):
                 self._note_ends(output)
         self.num_ended += 1
         return output
+
+    def _is_cut(self) -> bool:
+        """Whether the code that runs is in a block, and in no island: what is around the innermost forward."""
+        is_in_block = any(frame.name in self._plan.cut for frame in self.frames)
+        return is_in_block and not any(frame.name in self._plan.islands for frame in self.frames[:-1])
 
     def _note_ends(self, output: Any) -> None:
         for path, x in keyed_leaves(output):
@@ -213,7 +220,7 @@ class StreamRows(Rows):
         return whole
 
     def _part(self, path: str, x: Any, dims: Dims) -> Any:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or not self._is_within:
             return x
         at = [dim for dim, size in enumerate(x.shape) if size and size % self._length == 0]
         if len(at) != 1:  # such as weights of attention: it stays whole
@@ -265,7 +272,7 @@ class StreamRows(Rows):
         bias = {layer.bias} - {None} if is_scattered else set()
         self._note_use({name for name in layer.names if name} - bias, uses)
         self._note_use(bias, self.facts.on_rows)
-        if is_scattered and layer.weight not in self._plan.plain.values():
+        if is_scattered and layer.weight not in self._plan.plain.values() and self._is_cut():
             y = self._scattered(name, layer.weight, y)
         return y
 

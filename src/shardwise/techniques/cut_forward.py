@@ -118,6 +118,7 @@ class CutForward:
         self.at: At | None = None
         self.last: At | None = None
         self.is_running = False
+        self._is_on_rows = False  # what is behind the last block that ran
         self._runtime: Any = None
         self._knows_graph = False
         self._num_calls: dict[str, int] = {}  # of blocks, in this forward
@@ -163,7 +164,7 @@ class CutForward:
 
     def clear(self) -> None:
         """No forward runs."""
-        self.at, self._seen, self.is_running = None, {}, False
+        self.at, self._seen, self.is_running, self._is_on_rows = None, {}, False, False
 
     def refuse_own_checkpoint(self, output: Any) -> None:
         """Raises UnsupportedError, once, for an output that is made by a checkpoint of the model's own."""
@@ -238,7 +239,8 @@ class CutForward:
                     name=name,
                 )
             dim = dims.get(path, on_rows.get(path))
-            if dim is None or (path in on_rows and x.shape[dim] == at.rows.shape[0] != at.length):
+            num = at.rows.shape[0]
+            if dim is None or (path in on_rows and x.shape[dim] == num and (num != at.length or self._is_on_rows)):
                 return x  # a block that is on rows may be the first one, where others are left out
             if x.shape[dim] != at.length:
                 raise UnsupportedError(
@@ -254,6 +256,7 @@ class CutForward:
             return seen[2]
 
         args, kwargs = map_keyed(cut, (args, kwargs))
+        self._is_on_rows = True
         return args, {**kwargs, "_at": at}
 
     def leave_block(self, name: str, dims: Mapping[str, int], module: nn.Module, args: Any, output: Any) -> Any:
@@ -261,6 +264,7 @@ class CutForward:
         at = self.at
         if at is None:
             return output
+        self._is_on_rows = False
         self.was_joined(name)
         return map_keyed(lambda path, x: self.joined(x, dims[path], at) if path in dims else x, output)
 

@@ -24,7 +24,8 @@ from techniques.tp.test_parity import compared as compared_with_model
 import shardwise as sw
 
 
-def compared(ranks, how, layout, micro=4, **options):
+def compared(ranks, how, layout, **options):
+    micro = 1 if "compile" in options else 4  # a graph for each length
     return sw.verify(
         Build(how),
         layout,
@@ -49,7 +50,7 @@ def test_models(ranks, how):
 
 CELLS = [
     ("kv-2", "dp_shard=2,tp=2", {"remat": "full"}, False),
-    ("shift", "tp=2", {"compile": sw.Compile(backend="aot_eager", fullgraph=True)}, False),
+    ("shift", "tp=2", {"compile": sw.Compile(backend="aot_eager", fullgraph=True)}, True),
     ("", "dp_replicate=2,tp=2", {"norm_type": float("inf")}, False),
     ("full-width norm", "tp=4", {}, True),
     ("root between", "tp=4", {"remat": "selective"}, True),
@@ -126,6 +127,12 @@ def test_every_length(ranks, how, layout, num):
     assert max(ranks.run(every_length, num, how, layout, [1, 2, 3, 5, 1, 6, 9])) < 1e-12
 
 
+def test_compiled_blocks(ranks):
+    """With islands, and without a break of the graph."""
+    compile = sw.Compile(backend="aot_eager", fullgraph=True)
+    assert max(ranks.run(every_length, 2, "shift", "tp=2", [13, 13], compile=compile)) < 1e-12
+
+
 def test_own_loop_answer_and_evaluation(ranks):
     for errors in ranks.run(own_loop, 2, "shift", "tp=2"):
         assert max(errors) < 1e-12
@@ -151,7 +158,6 @@ def test_buffers_hold_what_they_do_in_one_process(ranks, how):
 REFUSED = {
     "cp": "both cut the positions of a sequence",
     "compiled dropout": "ranks draw numbers of their own for their positions",
-    "compiled whole": "outside of what is compiled",
     "no blocks": "no list of blocks",
     "nothing cut": "no layers of its blocks are cut over tp",
     "left out": "blocks that were left out",

@@ -150,6 +150,8 @@ class CutLayer:
         x, joined = shared.whole(x), shared.joined
         if self._gathers is not None and joined is not None:
             x = joined.join(x, self._gathers)
+        elif joined is not None:
+            joined.refuse_rows()
         if self._sums_input:
             x = shared.sum_gradient(x, again=self._shares_input, is_joined=self._is_joined)
         if compute is not None:
@@ -238,6 +240,8 @@ class CutHead:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None = None) -> Tensor:
         """All outputs, on every rank. ``compute``: of a layer with further parameters."""
+        if self._shared.joined is not None:
+            self._shared.joined.refuse_rows()
         with self._shared.calling():
             x = self._shared.sum_gradient(x)
             if compute is not None:

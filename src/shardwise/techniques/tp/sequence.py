@@ -52,6 +52,7 @@ class JoinedStream:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.is_on_rows = False  # the code that runs: what it drops is this rank's
+        self.is_cut = False  # the stream behind the last block that ran
         self._joined: list[
             tuple[Tensor, int, Tensor, int, At]
         ] = []  # rows and their version; all of them, dim, positions
@@ -61,6 +62,11 @@ class JoinedStream:
     def at(self) -> At | None:
         """The positions of this rank in the block that runs; None: all."""
         return current.at
+
+    def refuse_rows(self) -> None:
+        """Raises UnsupportedError for a layer that is called behind the blocks, where the stream was not joined."""
+        if self.is_cut and self.at is None:
+            raise _other_way()
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """All rows of ``x``, with a whole gradient."""
@@ -98,6 +104,14 @@ class JoinedStream:
         """What was joined is not needed any more."""
         self._joined.clear()
         self._ways.clear()
+
+
+def _other_way() -> UnsupportedError:
+    return UnsupportedError(
+        "a forward with sequence_parallel=True whose output is of other positions than on the example",
+        why="the code took another way: blocks that were left out, at which the positions of all ranks are joined",
+        fix="let the last block run in each forward; or leave sequence_parallel out for this model",
+    )
 
 
 def _version(x: Tensor) -> int:
@@ -185,6 +199,7 @@ class SequenceCuts(CutForward):
 
     def was_joined(self, name: str) -> None:
         self._ended.add(name)
+        self._joined.is_cut = False
 
     def is_cut(self) -> bool:
         """Those of a step or an evaluation, and those with gradients of a loop of the user's own. Others are whole on every rank."""
@@ -196,7 +211,7 @@ class SequenceCuts(CutForward):
     def clear(self) -> None:
         super().clear()
         self._joined.forget()
-        self._joined.is_on_rows = False
+        self._joined.is_cut = self._joined.is_on_rows = False
         if self._stream is not None:
             self._stream.leave()
 
@@ -214,8 +229,7 @@ class SequenceCuts(CutForward):
                 why="by it the length of the sequences is known, of which each rank along tp has some positions between layers",
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
-        if source.shape[self._data.dim] > 1:  # one position cannot be cut
-            self.at = self.last = self.positions(source.shape[self._data.dim], source.device)
+        self.at = self.last = self.positions(source.shape[self._data.dim], source.device)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         at = self.at
@@ -229,16 +243,13 @@ class SequenceCuts(CutForward):
             x = given.get(path)
             is_other |= isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] != at.length
         if is_other:
-            raise UnsupportedError(
-                "a forward with sequence_parallel=True whose output is of other positions than on the example",
-                why="the code took another way: blocks that were left out, at which the positions of all ranks are joined",
-                fix="let the last block run in each forward; or leave sequence_parallel out for this model",
-            )
+            raise _other_way()
 
     def _enter(
         self, name: str, calls: Any, known: set[str], parts: set[str], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         given = self.enter_block(name, calls, known, module, args, kwargs)
+        self._joined.is_cut = given is not None
         if given is None or not parts:
             return given
         group = self.ranks.group
@@ -323,10 +334,10 @@ def _make_island(
                 (args, kwargs), keys, lambda x, dim=dim: moved(x, at, ranks, dim, "gather", "rows")
             )
         joined.forget()
-        joined.is_on_rows = False
+        joined.is_cut = joined.is_on_rows = False
         with on_all_positions():
             output = inner(*args, **kwargs)
-        joined.is_on_rows = True
+        joined.is_cut = joined.is_on_rows = True
         for keys, dim in made:
             output = changed_at(output, keys, lambda x, dim=dim: moved(x, at, ranks, dim, "rows", "gather"))
         return output
