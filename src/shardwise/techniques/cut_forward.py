@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise._torch.autograd import runs_again
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.calling import FOR_LOSS, by_name
+from shardwise.model.leaves import DROPOUTS
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.row_exchanges import At, Ranks
+from shardwise.world.streams import PartStream
 
 
 class _Current:
@@ -58,6 +61,24 @@ def on_all_positions() -> Iterator[None]:
         yield
     finally:
         current.at = before
+
+
+class OwnDrops(TorchFunctionMode):
+    """Within: dropout of what has this rank's positions draws numbers of the rank; all other numbers are equal on the ranks, as which
+    blocks, or samples, are left out must be. ``is_on_rows``: whether a tensor has them."""
+
+    def __init__(self, stream: PartStream, is_on_rows: Callable[[Tensor], bool]):
+        super().__init__()
+        self._stream, self._is_on_rows = stream, is_on_rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in DROPOUTS or self._stream.is_entered:
+            return func(*args, **kwargs)
+        if not self._is_on_rows(args[0] if args else kwargs["input"]):
+            return func(*args, **kwargs)
+        with self._stream.entered():
+            return func(*args, **kwargs)
 
 
 def clear_after(root: nn.Module, clear: Callable[[], None]) -> None:

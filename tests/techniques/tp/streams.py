@@ -46,7 +46,7 @@ class MLP(nn.Module):
     def forward(self, x):
         x = x * self.gain if self.how == "used both ways" else x
         y = self.down(F.gelu(self.up(self.norm(x))))
-        return y if self.gate is None else y, (0 if self.gate is None else self.gate(x))
+        return y, (0 if self.gate is None else self.gate(x))
 
 
 class Shift(nn.Module):

@@ -79,7 +79,19 @@ def test_options(ranks, how, layout, options):
     assert compared(ranks, how, layout, **options)
 
 
-FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "bert", "mixtral", "nanogpt", "opt", "bloom", "deepseek-v3", "vocabularies: tied")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gpt2",
+    "bert",
+    "mixtral",
+    "nanogpt",
+    "opt",
+    "bloom",
+    "deepseek-v3",
+    "vocabularies: tied",
+)
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,16 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("how", list(FOUND))
+@pytest.mark.parametrize(
+    ("how", "degree"),
+    [
+        pytest.param(
+            how, degree, marks=[] if degree == (4 if how in ("shift", "inline") else 2) else [pytest.mark.soak]
+        )
+        for how in FOUND
+        for degree in (2, 4)
+    ],
+)
 def test_sites_and_islands(how, degree):
     """A gate on all positions would have a whole gradient beside those of parts: so it works on rows. A parameter that is used on rows and
     elsewhere is used on all of them; so is a buffer written."""
@@ -81,7 +89,7 @@ class Late(Block):
         super().__init__("shift" if number >= 4 else "")
 
 
-@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("is_alike", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_many_blocks(is_alike):
     model = Words()
     model.blocks = nn.ModuleList(Block("") if is_alike else Late(number) for number in range(10))
@@ -135,7 +143,9 @@ def broken(plan, facts):
 NUM_FAULTS = {"shift": 14, "inline": 14, "norm of the root": 15}
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in NUM_FAULTS else [pytest.mark.soak]) for how in EXACT])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[] if how in NUM_FAULTS else [pytest.mark.soak]) for how in EXACT]
+)
 def test_no_broken_plan_passes(how):
     found, facts = searched(build(how, torch.float32))
     parts = rows_of(found.length, 2, "contiguous")

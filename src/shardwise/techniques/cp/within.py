@@ -10,11 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.leaves import DROPOUTS
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.pytrees import map_keyed
-from shardwise.techniques.cut_forward import current
+from shardwise.techniques.cut_forward import OwnDrops, current
 from shardwise.techniques.row_exchanges import At, Ranks, gathered
 from shardwise.world.streams import PartStream
 
@@ -33,10 +32,10 @@ class Cuts(Protocol):
         """Raises UnsupportedError for a module that runs in backward, without its positions."""
 
 
-def drops_within(cuts: Cuts) -> Callable[[At], TorchFunctionMode]:
+def drops_within(cuts: Cuts) -> Callable[[At], OwnDrops]:
     """Makes a context for what runs in a block, for :func:`~shardwise.techniques.cut_forward.with_positions`. Not where it is compiled: there
     all its random numbers are this rank's, as a graph cannot change between streams."""
-    return lambda at: _Drops(cuts, at)
+    return lambda at: OwnDrops(cuts.stream, lambda x: at.rows.shape[0] in x.shape)
 
 
 def with_drops(root: nn.Module, cuts: Cuts) -> None:
@@ -47,29 +46,10 @@ def with_drops(root: nn.Module, cuts: Cuts) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cuts.at is None:
             return inner(*args, **kwargs)
-        with _Drops(cuts, cuts.at):
+        with drops_within(cuts)(cuts.at):
             return inner(*args, **kwargs)
 
     root.forward = forward
-
-
-class _Drops(TorchFunctionMode):
-    """Within: dropout of what has this rank's positions draws numbers of the rank; all other numbers are equal on the ranks, as which
-    blocks, or samples, are left out must be."""
-
-    def __init__(self, cuts: Cuts, at: At):
-        super().__init__()
-        self._stream, self._num_rows = cuts.stream, at.rows.shape[0]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in DROPOUTS or self._stream.is_entered:
-            return func(*args, **kwargs)
-        x = args[0] if args else kwargs["input"]
-        if self._num_rows not in x.shape:
-            return func(*args, **kwargs)
-        with self._stream.entered():
-            return func(*args, **kwargs)
 
 
 class _Calls(TorchFunctionMode):

@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
-from shardwise.model.leaves import DROPOUTS
 from shardwise.model.pytrees import changed_at, keyed_leaves, keys_of, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cut_forward import (
     CutForward,
+    OwnDrops,
     clear_after,
     current,
     on_all_positions,
@@ -260,25 +259,9 @@ class SequenceCuts(CutForward):
         """Within: a block runs."""
         assert self._stream is not None
         self._joined.is_on_rows = True
-        with _Drops(self._joined, self._stream):
+        with OwnDrops(self._stream, lambda _: self._joined.is_on_rows):
             yield
         self._joined.is_on_rows = False
-
-
-class _Drops(TorchFunctionMode):
-    """Within: dropout of this rank's rows draws numbers of the rank; all other numbers are equal on the ranks, as which blocks, or samples,
-    are left out must be."""
-
-    def __init__(self, joined: JoinedStream, stream: PartStream):
-        super().__init__()
-        self._joined, self._stream = joined, stream
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in DROPOUTS or self._stream.is_entered or not self._joined.is_on_rows:
-            return func(*args, **kwargs)
-        with self._stream.entered():
-            return func(*args, **kwargs)
 
 
 def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mapping[str, int]) -> None:
