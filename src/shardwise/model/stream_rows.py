@@ -114,14 +114,14 @@ _WRITES = (Tensor.__setitem__,)
 class StreamRows(Rows):
     """A run whose exchanges are those of sequence parallelism."""
 
-    _plan: StreamPlan
+    _plan: Any  # a StreamPlan
+    facts: Any  # StreamFacts
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.facts: StreamFacts = StreamFacts()
+        self.facts = StreamFacts()
         if not isinstance(self._plan, StreamPlan):
             self._plan = StreamPlan()
-        self.num_ended = 0  # modules that ended as they should
         self._layer_calls: dict[str, int] = {}
         self._labels: dict[int, tuple[weakref.ref[Tensor], _Label]] = {}
         self._joined_data: dict[int, tuple[int, int]] = {}  # what was joined: address -> numbers, version
@@ -172,7 +172,6 @@ class StreamRows(Rows):
             self._compare_buffers()
             if self._rows is not None:
                 self._note_ends(output)
-        self.num_ended += 1
         return output
 
     def _is_cut(self) -> bool:
@@ -269,7 +268,7 @@ class StreamRows(Rows):
         self._set(y, _ON_ROWS if is_rows else _WHOLE)
         is_scattered = layer.weight in self._plan.scatters
         uses = self.facts.on_rows if is_rows else self.facts.with_whole
-        bias = {layer.bias} - {None} if is_scattered else set()
+        bias = {layer.bias} if is_scattered and layer.bias is not None else set()
         self._note_use({name for name in layer.names if name} - bias, uses)
         self._note_use(bias, self.facts.on_rows)
         if is_scattered and layer.weight not in self._plan.plain.values() and self._is_cut():

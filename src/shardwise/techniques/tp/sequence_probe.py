@@ -91,7 +91,7 @@ def _found(
         assert isinstance(sequence, StreamFacts)
         if sequence.scatters:
             return search, sequence
-        wrong.append(next(iter(search.met), Differs("", "no layers of its blocks are cut over tp")))
+        wrong.append(search.met[0] if search.has_regions else Differs("", "no layers of its blocks are cut over tp"))
     raise next(iter(wrong), unfit or Differs("", "none of its arguments has positions"))
 
 

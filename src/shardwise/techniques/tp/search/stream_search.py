@@ -71,6 +71,11 @@ class StreamSearch(Search):
         x = given[self.sequences.path]
         return int(x.shape[1 - self.sequences.dims[self.sequences.path][0]])
 
+    @property
+    def has_regions(self) -> bool:
+        """Whether layers of blocks are cut."""
+        return bool(self._regions)
+
     def _plan(self, trial: Trial) -> Plan:
         names = {name for name, _ in trial.module.named_modules()}
         self._lists = [[b for b in each.blocks if b in names] for each in find_block_lists(self.module)]
@@ -126,8 +131,8 @@ class StreamSearch(Search):
                 callers = self.found.callers.get(weight, (owner,))
                 if tuple(callers) == (owner,) and is_plain(trial.module.get_submodule(owner)):
                     plain[owner] = weight
-        lists = {key: tuple(dict.fromkeys(names)) for key, names in plan.items()}
-        return dataclasses.replace(base, **lists, sites=entries, plain=plain)
+        join, gathers, scatters = (tuple(dict.fromkeys(plan[key])) for key in ("join", "gathers", "scatters"))
+        return dataclasses.replace(base, join=join, gathers=gathers, scatters=scatters, sites=entries, plain=plain)
 
     def _found_site(self, trial: Trial, wrong: NeedsWhole) -> bool:
         """Whether there is a site for the regions of a layer, and those like them in other blocks."""
