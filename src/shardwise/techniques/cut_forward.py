@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise._torch.autograd import runs_again
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
-from shardwise.model.calling import FOR_LOSS, by_name
+from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
 from shardwise.model.leaves import DROPOUTS
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
@@ -252,6 +252,8 @@ class CutForward:
         def cut(path: str, x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
+            if path not in known and path.rpartition("['")[2].removesuffix("']") in {*TARGETS, *FOR_LOSS}:
+                return x  # handed on to blocks, which have no loss
             if path not in known:
                 raise UnsupportedError(
                     f"a block with an argument {path} that is a tensor, which it did not have on the example",

@@ -9,7 +9,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
 from shardwise.model.row_facts import Differs
-from shardwise.model.stream_rows import StreamFacts
+from shardwise.model.stream_rows import NeedsWhole, StreamFacts
 from shardwise.techniques.row_search import is_of_a_run
 from shardwise.techniques.sequences import Arguments, arguments_of, constants_of, sequences_in
 from shardwise.techniques.technique import Example
@@ -91,7 +91,9 @@ def _found(
         assert isinstance(sequence, StreamFacts)
         if sequence.scatters:
             return search, sequence
-        wrong.append(search.met[0] if search.has_regions else Differs("", "no layers of its blocks are cut over tp"))
+        of_values = [each for each in search.met if not isinstance(each, NeedsWhole)]
+        met = [*of_values[-1:], *search.met] if search.has_regions else []
+        wrong.append(next(iter(met), Differs("", "no layers of its blocks are cut over tp")))
     raise next(iter(wrong), unfit or Differs("", "none of its arguments has positions"))
 
 
