@@ -80,10 +80,10 @@ class StreamSearch(Search):
         names = {name for name, _ in trial.module.named_modules()}
         self._lists = [[b for b in each.blocks if b in names] for each in find_block_lists(self.module)]
         self._blocks = [block for blocks in self._lists for block in blocks]
-        self._regions = [r for r in self.found.regions if any(is_in_block(r.layers[0], b) for b in self._blocks)]
+        self._regions = [part for region in self.found.regions for part in self._in_blocks(region)]
         regions = self.found.regions
         self._base = StreamPlan(
-            parted={r.module: tuple(_paths(r)) for r in self._regions},
+            parted={r.module: tuple(_paths(r)) for r in regions},
             cut=tuple(self._blocks),
             whole=self._whole_arguments(),
             join=tuple(blocks[-1] for blocks in self._lists if blocks),
@@ -114,13 +114,31 @@ class StreamSearch(Search):
                 )
         return facts
 
+    def _in_blocks(self, region: Region) -> Iterator[Region]:
+        """A region, or the part of it in each block if it is in several, as where blocks share a table of biases."""
+        if self._block_of(region.module):
+            yield region
+            return
+        for block in self._blocks:
+            inside = [w for w in region.layers if is_in_block(w, block)]
+            if inside:
+                yield dataclasses.replace(
+                    region,
+                    module=_around(inside),
+                    columns={w: rows for w, rows in region.columns.items() if w in inside},
+                    rows=tuple(w for w in region.rows if w in inside),
+                    whole=tuple(w for w in region.whole if w in inside),
+                    arguments={},
+                    narrowed=(),
+                )
+
     def _with_sites(self, trial: Trial, sites: dict[int, _Site]) -> StreamPlan:
         plan, base = {"join": [*self._base.join], "gathers": [], "scatters": []}, self._base
         entries: dict[str, tuple[str, ...]] = {}
         plain: dict[str, str] = {}
         for number, site in sites.items():
             region = self._regions[number]
-            rows = [w for w in region.rows if not is_norm(w)]
+            rows = _scattered(region)
             if site.entry:
                 entries[self._block_of(region.layers[0]) + site.entry] = site.stay
             plan["join"] += self._makers(region) or [] if site.outputs else []
@@ -137,7 +155,7 @@ class StreamSearch(Search):
     def _found_site(self, trial: Trial, wrong: NeedsWhole) -> bool:
         """Whether there is a site for the regions of a layer, and those like them in other blocks."""
         number = next((i for i, r in enumerate(self._regions) if wrong.layer in r.layers), None)
-        if number is None or number in self._sites or not self._can_scatter(self._regions[number]):
+        if number is None or number in self._sites or not _scattered(self._regions[number]):
             return False
         region = self._regions[number]
         like = [i for i, other in enumerate(self._regions) if i not in self._sites and self._are_alike(region, other)]
@@ -175,9 +193,6 @@ class StreamSearch(Search):
 
     def _columns(self, region: Region) -> list[str]:
         return [w for w in (*region.columns, *region.whole) if not is_norm(w) and w not in region.inner]
-
-    def _can_scatter(self, region: Region) -> bool:
-        return not {*region.rows} & {*region.whole}
 
     def _makers(self, region: Region) -> list[str] | None:
         """The modules in the same block whose outputs are the inputs of a region's layers; None: some are not such outputs."""
@@ -310,6 +325,11 @@ class StreamSearch(Search):
             scatters=spread_over(kinds, plan.scatters),
             plain=plain,
         )
+
+
+def _scattered(region: Region) -> list[str]:
+    """Weights of the layers behind which the region ends: of which each rank has a part of the outputs, and nothing goes on with all of them."""
+    return [w for w in region.rows if not is_norm(w) and w not in region.whole]
 
 
 def _paths(region: Region) -> set[str]:
