@@ -6,8 +6,10 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
+from shardwise.model.block_kinds import is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
+from shardwise.model.names import canonical_tensors
 from shardwise.model.row_facts import Differs
 from shardwise.model.stream_rows import NeedsWhole, StreamFacts
 from shardwise.techniques.row_search import is_of_a_run
@@ -97,6 +99,23 @@ def _found(
     raise next(iter(wrong), unfit or Differs("", "none of its arguments has positions"))
 
 
+def _unused(search: StreamSearch, found: StreamFacts) -> list[str]:
+    """Parameters of blocks that no run has used, such as those of an expert that got no tokens, beside which all others are used on rows."""
+    names = [name for name, _, _ in canonical_tensors(search.module, "_parameters")]
+    used = found.on_rows.keys() | found.with_whole.keys() | search.cut
+    result = []
+    for name in names:
+        block = next((block for block in found.cut if is_in_block(name, block)), None)
+        around = name.rpartition(".")[0]
+        while name not in used and block is not None and len(around) > len(block):
+            beside = {other for other in used if is_in_block(other, around)}
+            if beside:
+                result += [name] if beside <= found.on_rows.keys() - found.with_whole.keys() else []
+                break
+            around = around.rpartition(".")[0]
+    return result
+
+
 def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> None:
     for _, _, args in facts["edits"]:
         weight = args.get("weight")
@@ -106,7 +125,7 @@ def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> Non
             args["scatters"] = found.scatters[weight]
         if found.direct.get(weight) and (weight in search.starts()):
             args["is_joined"] = True
-    facts["partial"] = list(dict.fromkeys([*facts["partial"], *found.on_rows]))
+    facts["partial"] = list(dict.fromkeys([*facts["partial"], *found.on_rows, *_unused(search, found)]))
     edits = [
         (
             name,

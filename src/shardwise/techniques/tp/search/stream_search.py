@@ -78,15 +78,18 @@ class StreamSearch(Search):
 
     def _plan(self, trial: Trial) -> Plan:
         names = {name for name, _ in trial.module.named_modules()}
-        self._lists = [[b for b in each.blocks if b in names] for each in find_block_lists(self.module)]
+        lists = [[b for b in each.blocks if b in names] for each in find_block_lists(self.module)]
+        whole = self._whole_arguments(lists)
+        # Lists through which no stream of this length goes are left as they are.
+        self._lists = [blocks for blocks in lists if any(len(whole[b]) < len(self._of_length(b)) for b in blocks)]
         self._blocks = [block for blocks in self._lists for block in blocks]
         self._regions = [part for region in self.found.regions for part in self._in_blocks(region)]
         regions = self.found.regions
         self._base = StreamPlan(
             parted={r.module: tuple(_paths(r)) for r in regions},
             cut=tuple(self._blocks),
-            whole=self._whole_arguments(),
-            join=tuple(blocks[-1] for blocks in self._lists if blocks),
+            whole={block: whole[block] for block in self._blocks},
+            join=tuple(blocks[-1] for blocks in self._lists),
             masks_of_rows=False,
             needs_whole=frozenset(
                 {w for r in regions for w in r.layers if not is_norm(w)} | {t.weight for t in self.found.tables}
@@ -278,10 +281,10 @@ class StreamSearch(Search):
 
     # ---- arguments of blocks
 
-    def _whole_arguments(self) -> dict[str, tuple[str, ...]]:
+    def _whole_arguments(self, lists: Sequence[Sequence[str]]) -> dict[str, tuple[str, ...]]:
         """Block -> its arguments with positions that are the same for all blocks, such as rotary tables: they may stay whole."""
         found = {}
-        for blocks in self._lists:
+        for blocks in lists:
             given = {block: dict(self._of_length(block)) for block in blocks}
             for i, block in enumerate(blocks):
                 others = [x for other in (blocks[i - 1 : i] or blocks[i + 1 : i + 2]) for x in given[other].values()]
@@ -290,7 +293,8 @@ class StreamSearch(Search):
                     for path, x in given[block].items()
                     if x.is_floating_point() and not any(x is other for other in others)
                 ]
-                stream = (stream if others else []) or [p for p, x in given[block].items() if x.is_floating_point()][:1]
+                if len(blocks) == 1:
+                    stream = stream[:1]
                 found[block] = tuple(path for path in given[block] if path not in stream)
         return found
 
