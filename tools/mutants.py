@@ -2526,7 +2526,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sp-whole-gradient-summed",
         '        whole = moved(x, at, self.ranks, dim, "gather", "rows")\n',
         '        whole = moved(x, at, self.ranks, dim, "gather", "sum")\n',
-        "tests/techniques/tp/test_sequence.py -k 'test_models and list-twice or test_norm_inside'",
+        "tests/techniques/tp/test_sequence.py -k 'test_models and inside'",
         "gradients of a norm in front of cut layers count once for each rank",
     ),
     Mutant(
