@@ -2517,7 +2517,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sp-norms-not-summed",
-        '    facts["partial"] = list(dict.fromkeys([*facts["partial"], *found.on_rows]))\n',
+        '    facts["partial"] = list(dict.fromkeys([*facts["partial"], *found.on_rows, *_unused(search, found)]))\n',
         "",
         "tests/techniques/tp/test_sequence.py -k 'test_models and inline'",
         "norms differ from rank to rank",
