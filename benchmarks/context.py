@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.launch import launch_local
-from shardwise.techniques.cp import exchanges
+from shardwise.techniques import row_exchanges as exchanges
 
 __all__ = ["measure_kept", "measure_sent", "measure_times", "table"]
 

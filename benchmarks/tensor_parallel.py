@@ -2,6 +2,7 @@
 
     python benchmarks/tensor_parallel.py                                       # prints two tables; some minutes on 2 cores
     python benchmarks/tensor_parallel.py --write docs/tensor-parallel.md       # and puts them into the page
+    python benchmarks/tensor_parallel.py --sequence [--write ...]              # what sequence parallelism sends and keeps; seconds
 
 Both sides run the same 24 small blocks on the same batches in the same processes, turn by turn: forward, and backward of
 a sum. torch's side is what its tutorial shows: ``ColwiseParallel`` for q, k, v and up, ``RowwiseParallel`` for out and
@@ -9,6 +10,8 @@ down. Before anything is timed, output and gradients of each side in fp64 equal 
 Collectives are counted in one forward and backward.
 
 The search is timed without ranks: for the shapes of Llama 70B, on meta, for 8 ranks.
+
+With ``--sequence`` nothing is timed: collectives and bytes of one block and micro-batch are counted, with and without sequence parallelism.
 """
 
 import argparse
@@ -33,7 +36,7 @@ from shardwise.model.calling import run_on
 from shardwise.recipe import extents
 from shardwise.techniques.tp.search.cut_search import search
 
-__all__ = ["CONTENDERS", "measure", "measure_search", "table"]
+__all__ = ["CONTENDERS", "measure", "measure_search", "measure_sequence", "table", "table_of_sequence"]
 
 WIDTH, HEADS, NUM_BLOCKS, BATCH, LENGTH = 64, 4, 24, 2, 16
 
@@ -206,6 +209,100 @@ def measure_search(num_layers: int = 80, degree: int = 8, width: int = 8192) -> 
     return {"seconds": seconds, "mib": more / 1024, "regions": len(found.regions)}
 
 
+# ---- sequence parallelism ------------------------------------------------------------------------------------------
+
+_SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: (n - 1) / n,
+}
+_LONG = 96  # positions
+
+
+class _Counted(TorchDispatchMode):
+    """Within: counts the collectives of layers by kind, and the bytes that a rank sends by them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self._num_ranks, self.bytes, self.kinds = num_ranks, 0.0, dict.fromkeys(_SENT, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for kind, times in _SENT.items() if func.namespace == "_c10d_functional" else ():
+            if f".{kind}" in str(func):
+                self.kinds[kind] += 1
+                self.bytes += args[0].numel() * args[0].element_size() * times(self._num_ranks)
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept:
+    """Within: bytes of what autograd keeps, each storage once: all of it, and what is between regions, as norms keep it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found, self._between = dict[int, Tensor](), set[int]()
+        self._is_between = False
+        for child in module.modules():
+            if isinstance(child, nn.LayerNorm):
+                child.register_forward_pre_hook(lambda *_: setattr(self, "_is_between", True))
+                child.register_forward_hook(lambda *_: setattr(self, "_is_between", False))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dim() > 2 and x.is_floating_point():  # and no weight
+            at = x.untyped_storage().data_ptr()
+            self._found[at] = x
+            self._between |= {at} if self._is_between else set()
+        return x
+
+    def bytes(self) -> tuple[int, int]:
+        sizes = {at: x.untyped_storage().nbytes() for at, x in self._found.items()}
+        return sum(sizes.values()), sum(sizes[at] for at in self._between)
+
+
+def measure_sequence(is_cut: bool, num_blocks: int = 4) -> dict[str, float]:
+    """Of a block and micro-batch: collectives and bytes that a rank sends, bytes that it keeps for backward. Numbers are those of one process."""
+    with sw.init("tp=-1", device="cpu") as world:
+        x = (
+            _input(0, torch.float64)[:, :1].repeat(1, _LONG, 1)
+            + torch.linspace(0, 1, _LONG, dtype=torch.float64)[:, None]
+        )
+        wanted = _build(num_blocks, torch.float64)(x)
+        parallel = sw.TensorParallel(sequence_parallel=is_cut)
+        module = sw.parallelize(
+            _build(num_blocks, torch.float64), world, example={"x": x[:, :24]}, tensor_parallel=parallel
+        )
+        kept = _Kept(module)
+        with sw.accumulate(module, is_last=False), _Counted(world.size) as counted:
+            with torch.autograd.graph.saved_tensors_hooks(kept, lambda x: x):
+                y = module(x)
+            y.square().sum().backward()
+        _close(y.detach(), wanted, "the output")
+        total, between = kept.bytes()
+        found = {"sent": counted.bytes, "kept": total, "between": between, **counted.kinds}
+        return {key: value / num_blocks for key, value in found.items()}
+
+
+def table_of_sequence(found: dict[tuple[int, bool], dict[str, float]]) -> str:
+    """A Markdown table of what :func:`measure_sequence` gave, by number of ranks and whether sequences are cut."""
+    lines = [
+        f"| a block of width {WIDTH}, {BATCH} samples of {_LONG} positions in float64 | sums | gathers | sums to rows | sent, KiB | kept between "
+        "regions, KiB | kept in all, KiB |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for (num, is_cut), of in found.items():
+        name = f"`tp={num}`, `sequence_parallel=True`" if is_cut else f"`tp={num}`"
+        kinds = " | ".join(f"{of[kind]:.3g}" for kind in _SENT)
+        sizes = " | ".join(f"{of[key] / 1024:.0f}" for key in ("sent", "between", "kept"))
+        lines.append(f"| {name} | {kinds} | {sizes} |")
+    return "\n".join(lines)
+
+
+def _sequence() -> str:
+    path, found = f"{Path(__file__).resolve()}:measure_sequence", {}
+    for num in (2, 4):
+        for is_cut in (False, True):
+            found[num, is_cut] = launch_local(path, nproc=num, args=(is_cut,))[0]
+    return table_of_sequence(found)
+
+
 # ---- the tables ----------------------------------------------------------------------------------------------------
 
 
@@ -241,18 +338,26 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40, help="timed runs of each contender (40)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (2)")
-    parser.add_argument("--write", type=Path, help="a page whose <!-- tp --> part is replaced by the tables")
+    parser.add_argument(
+        "--write", type=Path, help="a page whose <!-- tp --> part, or <!-- sp -->, is replaced by the tables"
+    )
+    parser.add_argument(
+        "--sequence", action="store_true", help="count what sequence parallelism sends and keeps, instead"
+    )
     args = parser.parse_args(argv)
     if args.rounds < 2:
         parser.error(f"--rounds={args.rounds}: a median and a spread need at least 2")
-    found = launch_local(f"{Path(__file__).resolve()}:measure_search", nproc=1)[0]
-    ranks = launch_local(f"{Path(__file__).resolve()}:measure", nproc=args.ranks, args=(args.rounds,))
-    text = table(ranks, found)
+    if args.sequence:
+        mark, text = "sp", _sequence()
+    else:
+        found = launch_local(f"{Path(__file__).resolve()}:measure_search", nproc=1)[0]
+        ranks = launch_local(f"{Path(__file__).resolve()}:measure", nproc=args.ranks, args=(args.rounds,))
+        mark, text = "tp", table(ranks, found)
     print(text)
     if args.write:
-        before, _, rest = args.write.read_text(encoding="utf-8").partition("<!-- tp -->\n")
-        after = rest.partition("<!-- /tp -->")[2]
-        args.write.write_text(f"{before}<!-- tp -->\n{text}\n<!-- /tp -->{after}", encoding="utf-8")
+        before, _, rest = args.write.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
+        after = rest.partition(f"<!-- /{mark} -->")[2]
+        args.write.write_text(f"{before}<!-- {mark} -->\n{text}\n<!-- /{mark} -->{after}", encoding="utf-8")
     return 0
 
 

@@ -187,7 +187,7 @@ def test_a_node_that_does_not_fit_says_what_does(text, words):
         ("hsdp=4", "write dp_replicate=N,dp_shard=M"),
         ("tensor-model-parallel-size=2", "write tp=2"),
         ("mp=2", "write tp=2"),
-        ("sp=2", "leave it out: there is no sequence parallelism"),
+        ("sp=2", "leave it out, and write tp=N with parallel.tensor_parallel.sequence_parallel=true"),
         ("expert_model_parallel_size=2", "leave it out: there is no expert parallelism yet"),
         ("context_parallel_size=2", "write cp=2, which cuts the positions"),
         ("pipeline_parallel_degree=2", "leave it out: there is no pipeline parallelism yet"),

@@ -18,7 +18,7 @@ AXIS_ANSWERS: Mapping[str, str] = {
     "hsdp": "write dp_replicate=N,dp_shard=M, which shards over M ranks and keeps N such copies; dp_replicate=-1,dp_shard=node "
     "shards within each node",
     "tp": "write tp={}, which cuts layers over ranks with the same samples (tensor parallelism)",
-    "sp": "leave it out: there is no sequence parallelism; under tp, activations between layers are whole on each rank",
+    "sp": "leave it out, and write tp=N with parallel.tensor_parallel.sequence_parallel=true: the ranks of tp share positions between their layers",
     "ep": "leave it out: there is no expert parallelism yet; dp_shard shards experts as other parameters",
     "cp": "write cp={}, which cuts the positions of every sample over ranks (context parallelism); parallel.context_parallel says how attention exchanges",
     "pp": "leave it out: there is no pipeline parallelism yet; dp_shard and tp spread a model over ranks",

@@ -109,7 +109,7 @@ _KEEP = Word(
 _TP = fixed("parallel.layout=dp_shard=-1,tp={}", "2")
 _CP = fixed("parallel.layout=dp_shard=-1,cp={}", "2")
 _TYPE = choice("launch.device", cpu="cpu", cuda="cuda", gpu="cuda", auto="")
-_LATER = {axis: none(AXIS_ANSWERS[axis], "2") for axis in ("pp", "ep", "sp")}
+_LATER = {axis: none(AXIS_ANSWERS[axis], "2") for axis in ("pp", "ep")}
 _DP = none(f"in parallel.layout {AXIS_ANSWERS['dp']}", "2")
 _SHARDS = fixed("parallel.layout=dp_shard={}", "8")
 _COPIES = fixed("parallel.layout=dp_replicate={}", "2")
@@ -361,7 +361,7 @@ _MEGATRON = {
     **dict.fromkeys(("pipeline_model_parallel_size", "pipeline_parallel_size", "virtual_pipeline_model_parallel_size"), _LATER["pp"]),
     "context_parallel_size": _CP,
     **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size"), _LATER["ep"]),
-    "sequence_parallel": none(AXIS_ANSWERS["sp"]),
+    "sequence_parallel": switch("parallel.tensor_parallel.sequence_parallel=true"),
     "data_parallel_size": _DP,
     "use_distributed_optimizer": fixed("parallel.layout=dp_shard=-1", "", "which is the default, and shards parameters and gradients too"),
 }  # fmt: skip

@@ -43,7 +43,7 @@ class _Frame:
     num_attentions: int = 0
 
 
-class _Rows(LayerCalls):
+class Rows(LayerCalls):
     """Within: a model runs, whole (``rows`` None) or on some rows.
 
     Args:
@@ -465,11 +465,12 @@ def whole_run(
     only: frozenset[str] | None = None,
     products_of: frozenset[str] = frozenset(),
     heads_over: int = 1,
+    kind: "type[Rows] | None" = None,
 ) -> Whole:
     """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
-    None: all. ``products_of``: others of which factors are kept. ``heads_over``: as rows will be run."""
+    None: all. ``products_of``: others of which factors are kept. ``heads_over``, ``kind``: as rows will be run."""
     whole = Whole(only, products_of)
-    _run(trial, _Rows(trial, whole, Plan(), length, None, heads_over=heads_over))
+    _run(trial, (kind or Rows)(trial, whole, Plan(), length, None, None, heads_over))
     return whole
 
 
@@ -481,14 +482,16 @@ def run_on_rows(
     rows: Tensor,
     known: Facts | None = None,
     heads_over: int = 1,
+    kind: "type[Rows] | None" = None,
 ) -> Facts:
     """Runs the model as the rank with these rows would. ``known``: facts that are followed; else they are looked for. ``heads_over``:
-    attention is computed in so many parts of its heads, for all positions each.
+    attention is computed in so many parts of its heads, for all positions each. ``kind``: of the run, for other exchanges than those of
+    attention.
 
     Raises:
         Differs: a module computes something else, or does not run.
     """
-    mode = _Rows(trial, whole, plan, length, rows, known, heads_over)
+    mode = (kind or Rows)(trial, whole, plan, length, rows, known, heads_over)
     try:
         _run(trial, mode)
     except (Differs, ShardwiseError):
@@ -499,7 +502,7 @@ def run_on_rows(
     return mode.facts
 
 
-def _run(trial: Trial, mode: _Rows) -> None:
+def _run(trial: Trial, mode: Rows) -> None:
     """Runs the model within a mode, and compares its output, and what it keeps, with those of the whole run."""
     before = now.attends, now.rows
     mode.facts.masks_of_rows = mode._plan.masks_of_rows
@@ -547,7 +550,7 @@ def first_names(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 @contextlib.contextmanager
-def _watched(module: nn.Module, mode: _Rows) -> Iterator[None]:
+def _watched(module: nn.Module, mode: Rows) -> Iterator[None]:
     """Within: ``mode`` sees the calls of all modules."""
     handles = []
 

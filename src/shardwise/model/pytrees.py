@@ -1,9 +1,11 @@
 """Walks the containers in which modules pass tensors: tuples, lists, mappings, torch's pytrees, and dataclasses."""
 
+import ast
 import copy
 import dataclasses
 import enum
 import functools
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -41,6 +43,32 @@ def keyed_leaves(value: Any, path: str = "") -> list[tuple[str, Any]]:
     if children is None:
         return [(path, value)]
     return [found for key, child in children for found in keyed_leaves(child, f"{path}[{key!r}]")]
+
+
+def keys_of(path: str) -> list[Any]:
+    """The keys in a path of :func:`keyed_leaves`."""
+    return [ast.literal_eval(key) for key in re.findall(r"\[([^\]]*)\]", path)]
+
+
+def changed_at(value: Any, keys: list[Any], change: Callable[[Any], Any]) -> Any:
+    """``value`` with what ``change`` makes of the leaf at :func:`keys_of` a path. torch.compile can trace it, for tuples, lists and
+    dictionaries.
+
+    Raises:
+        LookupError: it has no such leaf.
+    """
+    if not keys:
+        return change(value)
+    if type(value) is dict:
+        return {**value, keys[0]: changed_at(value[keys[0]], keys[1:], change)}
+    if type(value) in (tuple, list):
+        items = list(value)
+        items[keys[0]] = changed_at(items[keys[0]], keys[1:], change)
+        return tuple(items) if type(value) is tuple else items
+    path = "".join(f"[{key!r}]" for key in keys)
+    if all(path != other for other, _ in keyed_leaves(value)):
+        raise KeyError(path)
+    return map_keyed(lambda other, x: change(x) if other == path else x, value)
 
 
 def map_keyed(call: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:

@@ -74,6 +74,10 @@ class Facts:
     masks_of_rows: bool = True
     draws: bool = dataclasses.field(default=False, compare=False)
 
+    def add(self, other: "Facts") -> None:
+        """Adds what another rank, or mode, has done besides."""
+        self.draws |= other.draws
+
 
 class Differs(Exception):  # noqa: N818 - it is not raised to users
     """A module does on rows what it does not on all.
@@ -128,6 +132,8 @@ class Whole:
         self.functions: list[str] = []
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
+        self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
+        self.buffers: dict[str, Tensor] = {}  # that were written
 
     def without_modules(self) -> "Whole":
         """What :meth:`is_like` compares."""

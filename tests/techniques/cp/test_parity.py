@@ -17,8 +17,8 @@ from techniques.cp.on_ranks import (
 from techniques.cp.sequences import PROVED, REFUSED, build, count, loss_of, windows
 
 import shardwise as sw
-from shardwise.techniques.cp.search import Search
-from shardwise.techniques.cp.sequences import sequences_in
+from shardwise.techniques.row_search import Search
+from shardwise.techniques.sequences import sequences_in
 
 LAYOUTS = {"cp=2": 2, "cp=4": 4, "dp_shard=2,cp=2": 4, "dp_replicate=2,cp=2": 4, "cp=2,tp=2": 4}
 

@@ -13,8 +13,8 @@ import shardwise as sw
 from shardwise.model.positions import run_on_rows
 from shardwise.model.row_facts import Differs
 from shardwise.model.rows import most_rows, rows_of
-from shardwise.techniques.cp.search import Search
-from shardwise.techniques.cp.sequences import sequences_in
+from shardwise.techniques.row_search import Search
+from shardwise.techniques.sequences import sequences_in
 
 
 def searched(name, degree=2, order="zigzag", heads_over=1, fallback=False):

@@ -8,8 +8,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.model.row_facts import Differs
-from shardwise.techniques.cp.search import Search
-from shardwise.techniques.cp.sequences import sequences_in
+from shardwise.techniques.row_search import Search
+from shardwise.techniques.sequences import sequences_in
 
 
 def proof_of(how, degree=2, blocks=None):

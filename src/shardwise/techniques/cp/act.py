@@ -5,16 +5,13 @@ is cut to this rank's rows; attention exchanges; what follows stays on rows, to 
 """
 
 import functools
-import inspect
 import re
-import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import runs_again
 from shardwise._torch.collectives import gather_over, group_name
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model import canonical_modules
@@ -23,9 +20,10 @@ from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
-from shardwise.techniques.cp.exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.cp.rule import ContextParallelEntry
-from shardwise.techniques.cp.within import clear_after, join_keys, make_island, watch, with_drops, with_positions
+from shardwise.techniques.cp.within import drops_within, join_keys, make_island, watch, with_drops
+from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, with_positions
+from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
 from shardwise.world import World
@@ -39,27 +37,7 @@ class ContextParallelAct(Act):
 
     def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         cut = {edit.module for edit in recipe.edits_of("cp") if edit.action in ("cut", "join")}
-        for edit in recipe.edits:
-            if edit.action == "compile" and any(
-                name.startswith(f"{edit.module}." if edit.module else "") for name in cut
-            ):
-                raise UnsupportedError(
-                    "Compile of a module around blocks whose sequences are cut over cp",
-                    why="sequences are cut at the entry of each block, outside of what is compiled",
-                    fix='compile the blocks: compile="blocks"',
-                    name=edit.module or None,
-                )
-
-        own = next(
-            (name for name, child in canonical_modules(module) if getattr(child, "gradient_checkpointing", False)), None
-        )
-        if own is not None and cut:
-            raise UsageError(
-                "a model under cp that checkpoints its blocks itself",
-                why="what it runs again in backward would not know which positions this rank has",
-                fix='model.gradient_checkpointing_disable(), and parallelize(..., remat="full")',
-                name=own or None,
-            )
+        check_blocks(module, recipe, cut, "cp")
 
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         if recipe.edits_of("cp"):
@@ -71,58 +49,31 @@ class ContextParallelAct(Act):
             cuts.begin(runtime)
 
 
-def _explain(error: BaseException) -> ShardwiseError | None:
-    """The ShardwiseError for a difference of two runs of a checkpoint in the user's code, and not of ``remat``; else None."""
-    frames = traceback.extract_tb(error.__traceback__)
-    is_ours = any("shardwise/techniques/remat" in frame.filename for frame in frames)
-    return _own_checkpoint() if type(error).__name__ == "CheckpointError" and not is_ours else None
-
-
-def _own_checkpoint() -> UnsupportedError:
-    return UnsupportedError(
-        "a model under cp that checkpoints a part of its forward itself",
-        why="what it runs again in backward does not know which positions this rank has",
-        fix='take torch.utils.checkpoint out of it (model.gradient_checkpointing_disable()), and use parallelize(..., remat="full")',
-    )
-
-
-class _Cuts:
-    """The cut sequences of one model.
-
-    Attributes:
-        at: the positions of this rank in the forward that runs; None: it is whole, or none runs.
-        last: those of the last forward that was cut.
-    """
+class _Cuts(CutForward):
+    """The cut sequences of one model."""
 
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         axis, entry = world.axis("cp"), recipe.entry("cp", ContextParallelEntry)
         self._entry, self._size, self._layout = entry, axis.size, recipe.grid
-        self.ranks = Ranks(group_name(axis.group), axis.size, axis.rank, entry.order)  # type: ignore[arg-type]
+        ranks = Ranks(group_name(axis.group), axis.size, axis.rank, entry.order)  # type: ignore[arg-type]
+        super().__init__(ranks, "cp", entry.source, entry.dim, entry.constants)
         self.exchange: Callable[[Attention, At, Ranks], Tensor] = (
             attend_over_heads if entry.method == "ulysses" else attend_gathered
         )
-        self.draws, self.is_running = entry.draws, False
+        self.draws = entry.draws
         self._joins = any(edit.action == "join" for edit in recipe.edits_of("cp"))
-        self._num_calls: dict[str, int] = {}  # of blocks, in this forward
         self._joined = False  # in this forward
-        self._knows_graph = False
-        self._checked: list[Any] = []  # losses
-        self.at: At | None = None
-        self.last: At | None = None
         self.stream = PartStream(world.device, axis.rank, "cp")
-        self._runtime: Any = None
-        self._seen: dict[int, tuple[Tensor, int, Tensor]] = {}  # what was cut in this forward, and its rows
         self._lengths = dict[
             tuple[int, int], int
         ]()  # first two dims of the forwards of this micro-batch -> that of positions
         self._batch: Any = None
-        self._positions = dict[tuple[int, torch.device], At]()
         catch_transformers(module)
         self._apply(module, recipe)
 
     def begin(self, runtime: Any) -> None:
-        self._runtime, self._check_inputs = runtime, input_check(runtime, "cp")
-        runtime.explainers.append(self.explain)
+        super().begin(runtime)
+        self._check_inputs = input_check(runtime, "cp")
         if self._entry.output == "whole":
             runtime.share_of_sums /= self._size
         else:
@@ -131,12 +82,12 @@ class _Cuts:
     def explain(self, error: BaseException) -> ShardwiseError | None:
         """The ShardwiseError for what a use of cut sequences has raised in the user's code; None: it is of something else."""
         if self.last is None or not isinstance(error, (RuntimeError, ValueError)):
-            return _explain(error)
+            return super().explain(error)
         num, length = self.num_rows(self.last.length), self.last.length
         numbers = {int(number) for number in re.findall(r"\d+", first_line(error))}
         samples = next(iter(self._lengths), (1, 1))[1 - self._entry.dim]
         if num == length or not any({times * num, times * length} <= numbers for times in (1, samples)):
-            return _explain(error)
+            return super().explain(error)
         return UsageError(
             f"a tensor of {num} positions and one of {length}, under {self._layout}: {first_line(error)}",
             why=f"what the model returns has this rank's {num} positions; what was made without it, such as a plain teacher's output, has all {length}",
@@ -145,7 +96,7 @@ class _Cuts:
 
     def num_rows(self, length: int) -> int:
         """How many positions of sequences of ``length`` this rank has."""
-        return len(self._at(length, torch.device("cpu")).rows) if self.ranks.has_rows(length) else 0
+        return len(self.positions(length, torch.device("cpu")).rows) if self.ranks.has_rows(length) else 0
 
     # ---- what runs
 
@@ -157,7 +108,7 @@ class _Cuts:
                 write_out(modules[name], is_cut=False)  # type: ignore[arg-type]
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._end_forward)
-        clear_after(module, self._clear)
+        clear_after(module, self.clear)
         calls: dict[str, dict[str, Any]] = {}
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
@@ -167,7 +118,7 @@ class _Cuts:
             elif edit.action == "island":
                 make_island(target, self, edit.args["inputs"], edit.args["outputs"])
             elif edit.action == "join":
-                target.register_forward_hook(functools.partial(self._join, edit.args["dims"]))
+                target.register_forward_hook(functools.partial(self.leave_block, edit.module, edit.args["dims"]))
             elif edit.action == "keys":
                 join_keys(target, self, edit.args["dims"])
         for name, of_module in calls.items():
@@ -176,8 +127,8 @@ class _Cuts:
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":
                 target, is_compiled = modules[edit.module], edit.module in compiled
-                with_positions(target, self, is_compiled=is_compiled)
-                hook = functools.partial(self._cut, edit.module, edit.args["calls"], {*edit.args["known"][0]})
+                with_positions(target, drops_within(self) if self.draws and not is_compiled else None)
+                hook = functools.partial(self.enter_block, edit.module, edit.args["calls"], {*edit.args["known"][0]})
                 target.register_forward_pre_hook(hook, with_kwargs=True)
                 if is_compiled and self.draws:
                     target.register_forward_pre_hook(lambda *_: self.stream.enter() if self.at is not None else None)
@@ -186,10 +137,10 @@ class _Cuts:
             with_drops(module, self)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._clear()
+        self.clear()
         self.is_running, self._joined = True, False
         self._num_calls.clear()
-        if not self._is_cut():
+        if not self.is_cut():
             return
         self._check_inputs(args, kwargs)
         given = dict(keyed_leaves(by_name(module, args, kwargs)))
@@ -210,16 +161,16 @@ class _Cuts:
                 why="that its sequences may be cut was proved by running the model on the example, and its code may treat these in another way",
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
-        self._refuse_other_constants(module, by_name(module, args, kwargs))
+        self.source_of(module, args, kwargs)
         length = source.shape[self._entry.dim]
         if self._runtime.micro_batch is not self._batch or self._batch is None:
             self._batch = self._runtime.micro_batch
             self._lengths.clear()
         self._lengths[source.shape[0], source.shape[1]] = self._entry.dim
-        self.at = self.last = self._at(length, source.device)
+        self.at = self.last = self.positions(length, source.device)
         now.rows = self.at.rows if self._entry.masks_of_rows else None
 
-    def _is_cut(self) -> bool:
+    def is_cut(self) -> bool:
         """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
         the user's own. Others are whole on every rank."""
         runtime = self._runtime
@@ -234,15 +185,6 @@ class _Cuts:
                 fix="call the model in forward= of sw.TrainStep; or in the loss under torch.no_grad()",
             )
         return True
-
-    def _at(self, length: int, device: torch.device) -> At:
-        key = length, device
-        if key not in self._positions:
-            if len(self._positions) > 64:
-                self._positions.clear()
-            with torch.inference_mode(False):
-                self._positions[key] = self.ranks.at(length, device)
-        return self._positions[key]
 
     def _refuse_other_output(self, at: At, output: Any) -> None:
         """Refuses an output that is of other positions than on the example, as where the block was left out at which they are joined."""
@@ -259,103 +201,27 @@ class _Cuts:
                 fix="let the last block run in each forward; or leave cp out for this model",
             )
 
-    def _clear(self) -> None:
-        """No forward runs."""
-        self.at, self._seen, now.rows, self.is_running = None, {}, None, False
+    def clear(self) -> None:
+        super().clear()
+        now.rows = None
         self.stream.leave()
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         at = self.at
-        self._clear()
+        self.clear()
         if at is not None:
             self._refuse_other_output(at, output)
-        if at is not None and torch.is_grad_enabled() and not self._knows_graph:
-            self._knows_graph = True
-            if any(runs_again(x) for _, x in keyed_leaves(output) if isinstance(x, Tensor)):
-                raise _own_checkpoint()
+            self.refuse_own_checkpoint(output)
         if at is None or self.ranks.has_rows(at.length):
             return None
         dims = self._entry.outputs
         return map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims and x.dim() else x, output)
 
-    def _cut(
-        self,
-        name: str,
-        calls: Sequence[Sequence[Mapping[str, int]]],
-        known: set[str],
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """The arguments of a block: this rank's rows of what grows with the length; and its positions."""
-        at = self.at
-        if at is None:
-            self.refuse_again(module)
-            return None
-        number = self._num_calls.get(name, 0)
-        self._num_calls[name] = number + 1
-        dims, on_rows = calls[min(number, len(calls) - 1)]
+    def joined(self, x: Tensor, dim: int, at: At) -> Tensor:
+        return gathered(x, at, self.ranks, dim)
 
-        def cut(path: str, x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if path not in known:
-                raise UnsupportedError(
-                    f"a block with an argument {path} that is a tensor, which it did not have on the example",
-                    why="whether it grows with the length of the sequences is not known",
-                    fix="pass example= with a micro-batch as training gives it",
-                    name=name,
-                )
-            dim = dims.get(path, on_rows.get(path))
-            if dim is None or (path in on_rows and x.shape[dim] == at.rows.shape[0] != at.length):
-                return x  # a block that is on rows may be the first one, where others are left out
-            if x.shape[dim] != at.length:
-                raise UnsupportedError(
-                    f"a block with an argument {path} of {x.shape[dim]} positions, for sequences of {at.length}",
-                    why="on the example both were equal, and it would be cut at other positions",
-                    fix="leave cp out for models with sequences of two lengths",
-                    name=name,
-                )
-            version = 0 if x.is_inference() else x._version
-            seen = self._seen.get(id(x))
-            if seen is None or seen[1] != version:
-                seen = self._seen[id(x)] = x, version, x.index_select(dim, at.rows)
-            return seen[2]
-
-        args, kwargs = map_keyed(cut, (args, kwargs))
-        return args, {**kwargs, "_at": at}
-
-    def _join(self, dims: Mapping[str, int], module: nn.Module, args: Any, output: Any) -> Any:
-        at = self.at
-        if at is None:
-            return output
+    def was_joined(self, name: str) -> None:
         self._joined = True
-        return map_keyed(lambda path, x: gathered(x, at, self.ranks, dims[path]) if path in dims else x, output)
-
-    def refuse_again(self, module: nn.Module) -> None:
-        """Raises UnsupportedError for a module that runs while the model does not, with gradients that count: in backward."""
-        if (
-            not self.is_running
-            and torch.is_grad_enabled()
-            and self._runtime is not None
-            and self._runtime.accumulation is not None
-        ):
-            raise _own_checkpoint()
-
-    def _refuse_other_constants(self, module: nn.Module, given: Any) -> None:
-        """Refuses numbers, texts and flags that the example did not have: the code may take another way."""
-        parameters = inspect.signature(module.forward).parameters
-        for path, x in keyed_leaves(given):
-            name = path.removeprefix("[1]['").removesuffix("']")
-            if not isinstance(x, bool | int | float | str) or name in FOR_LOSS or name == "use_cache":
-                continue
-            default = parameters[name].default if name in parameters else None
-            if repr(x) != self._entry.constants.get(path, repr(default)):
-                raise UsageError(
-                    f"a forward with {path}={x!r}, which the example did not have",
-                    why="that its sequences may be cut was proved for the example, and the code may take another way with it",
-                    fix="set it where the example has it too: in the model's configuration, or in example=",
-                )
 
     def part_of(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """What the loss reads: this rank's rows of what has samples and positions as the model's sequences have."""
@@ -428,5 +294,5 @@ class _Cuts:
 
     def rows_of(self, x: Tensor, dim: int) -> Tensor:
         """This rank's rows of a tensor of all positions."""
-        rows = self._at(x.shape[dim], x.device).rows
+        rows = self.positions(x.shape[dim], x.device).rows
         return x.index_select(dim, rows if self.ranks.has_rows(x.shape[dim]) else rows[:0])

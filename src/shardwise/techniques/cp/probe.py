@@ -2,24 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
+from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.layout import Layout
 from shardwise.model.attend import refuse_uncaught
 from shardwise.model.blocks import find_block_lists
-from shardwise.model.calling import by_name, line_of
+from shardwise.model.calling import line_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
-from shardwise.techniques.cp.search import Search, is_of_a_run
-from shardwise.techniques.cp.sequences import Arguments, sequences_in
 from shardwise.techniques.one_rank import found_by_one_rank
+from shardwise.techniques.row_search import Search, is_of_a_run
+from shardwise.techniques.sequences import Arguments, arguments_of, constants_of, sequences_in
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 
@@ -57,7 +57,7 @@ def proof(module: nn.Module, example: Example, layout: Layout, option: ContextPa
             why="it has no list of blocks: sequences are cut where the first of them is entered",
             fix="keep the repeated layers in an nn.ModuleList or nn.Sequential; or leave cp out of the layout",
         )
-    arguments = example.shows(functools.partial(_arguments_of, module))
+    arguments = example.shows(functools.partial(arguments_of, module))
     try:
         with torch.inference_mode(False):
             return _found(module, arguments, layout, option)
@@ -156,37 +156,4 @@ def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
         why=f"what it computes for a position depends on other positions, and not by attention alone: on some of them {wrong.why}",
         fix=_FIX,
         name=wrong.name or None,
-    )
-
-
-def constants_of(arguments: Any) -> dict[str, str]:
-    """Path -> number, text or flag, as text, of the arguments of a model that are no tensors."""
-    return {path: repr(x) for path, x in keyed_leaves(arguments) if isinstance(x, bool | int | float | str)}
-
-
-class _Called(BaseException):
-    """The model was called: with these arguments. Not an Exception, as user's code may catch those."""
-
-    def __init__(self, args: Any, kwargs: Any):
-        super().__init__()
-        self.arguments = args, kwargs
-
-
-def _arguments_of(module: nn.Module, run: Callable[[nn.Module], Any]) -> Arguments:
-    """The arguments that an example's ``run`` calls the model with. Nothing of the model is run."""
-
-    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
-        raise _Called(args, kwargs)
-
-    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    try:
-        run(module)
-    except _Called as called:
-        return by_name(module, *called.arguments)
-    finally:
-        handle.remove()
-    raise UsageError(
-        "an example with which the model was not called",
-        why="what it is called with shows how its sequences may be cut",
-        fix="let forward= call the model itself: model(...)",
     )

@@ -10,12 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.leaves import DROPOUTS
 from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
-from shardwise.techniques.cp.exchanges import At, Ranks, gathered, with_gathered
+from shardwise.techniques.cut_forward import OwnDrops, current
+from shardwise.techniques.row_exchanges import At, Ranks, gathered, with_gathered
 from shardwise.world.streams import PartStream
 
 
@@ -33,32 +33,10 @@ class Cuts(Protocol):
         """Raises UnsupportedError for a module that runs in backward, without its positions."""
 
 
-class _Current:
-    """The positions that the running block was given; one for all models, as blocks of two do not run at once."""
-
-    at: At | None = None
-
-
-_current = _Current()
-
-
-def with_positions(block: nn.Module, cuts: Cuts, *, is_compiled: bool) -> None:
-    """Lets the forward of a block take its positions as one more argument, for what runs in it. Where it is compiled, all its random numbers
-    are this rank's, as a graph cannot change between streams."""
-    inner = block.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, _at: At | None = None, **kwargs: Any) -> Any:
-        before, _current.at = _current.at, _at
-        try:
-            if _at is None or is_compiled or not cuts.draws:
-                return inner(*args, **kwargs)
-            with _Drops(cuts, _at):
-                return inner(*args, **kwargs)
-        finally:
-            _current.at = before
-
-    block.forward = forward
+def drops_within(cuts: Cuts) -> Callable[[At], OwnDrops]:
+    """Makes a context for what runs in a block, for :func:`~shardwise.techniques.cut_forward.with_positions`. Not where it is compiled: there
+    all its random numbers are this rank's, as a graph cannot change between streams."""
+    return lambda at: OwnDrops(cuts.stream, lambda x: at.rows.shape[0] in x.shape)
 
 
 def with_drops(root: nn.Module, cuts: Cuts) -> None:
@@ -69,44 +47,10 @@ def with_drops(root: nn.Module, cuts: Cuts) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if cuts.at is None:
             return inner(*args, **kwargs)
-        with _Drops(cuts, cuts.at):
+        with drops_within(cuts)(cuts.at):
             return inner(*args, **kwargs)
 
     root.forward = forward
-
-
-def clear_after(root: nn.Module, clear: Callable[[], None]) -> None:
-    """Calls ``clear`` where the root's forward ends by an exception of any kind, for which no hook is called."""
-    inner = root.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(*args, **kwargs)
-        except BaseException:
-            clear()
-            raise
-
-    root.forward = forward
-
-
-class _Drops(TorchFunctionMode):
-    """Within: dropout of what has this rank's positions draws numbers of the rank; all other numbers are equal on the ranks, as which
-    blocks, or samples, are left out must be."""
-
-    def __init__(self, cuts: Cuts, at: At):
-        super().__init__()
-        self._stream, self._num_rows = cuts.stream, at.rows.shape[0]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in DROPOUTS or self._stream.is_entered:
-            return func(*args, **kwargs)
-        x = args[0] if args else kwargs["input"]
-        if self._num_rows not in x.shape:
-            return func(*args, **kwargs)
-        with self._stream.entered():
-            return func(*args, **kwargs)
 
 
 class _Calls(TorchFunctionMode):
@@ -183,7 +127,7 @@ def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made, product
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = _current.at if _current.at is not None else cuts.at
+        at = current.at if current.at is not None else cuts.at
         if at is None:
             cuts.refuse_again(module)
             return inner(*args, **kwargs)
@@ -235,7 +179,7 @@ def join_keys(module: nn.Module, cuts: Cuts, dims: Mapping[str, int]) -> None:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = _current.at if _current.at is not None else cuts.at
+        at = current.at if current.at is not None else cuts.at
         output = inner(*args, **kwargs)
         if at is None:
             return output
@@ -250,18 +194,18 @@ def make_island(module: nn.Module, cuts: Cuts, inputs: Mapping[str, int], output
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = _current.at if _current.at is not None else cuts.at
+        at = current.at if current.at is not None else cuts.at
         if at is None:
             return inner(*args, **kwargs)
-        before = now.attends, _current.at, cuts.at
-        now.attends, _current.at, cuts.at = None, None, None
+        before = now.attends, current.at, cuts.at
+        now.attends, current.at, cuts.at = None, None, None
         try:
             args, kwargs = map_keyed(
                 lambda path, x: gathered(x, at, cuts.ranks, inputs[path]) if path in inputs else x, (args, kwargs)
             )
             output = inner(*args, **kwargs)
         finally:
-            now.attends, _current.at, cuts.at = before
+            now.attends, current.at, cuts.at = before
         return map_keyed(lambda path, x: x.index_select(outputs[path], at.rows) if path in outputs else x, output)
 
     module.forward = forward

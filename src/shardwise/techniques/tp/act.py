@@ -20,6 +20,8 @@ from shardwise.model.attention import write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Edit, Param, Recipe, extents, local_shape
+from shardwise.techniques.cut_forward import check_blocks
+from shardwise.techniques.row_exchanges import Ranks
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
 from shardwise.techniques.tp.layers import (
@@ -33,18 +35,21 @@ from shardwise.techniques.tp.layers import (
 )
 from shardwise.techniques.tp.parts import call_computed, norm_whole, work_on_parts
 from shardwise.techniques.tp.rule import TensorParallelEntry
+from shardwise.techniques.tp.sequence import JoinedStream, SequenceCuts
 from shardwise.world import World
 from shardwise.world.axis import Axis
 from shardwise.world.streams import PartStream
 
 _LAYERS = ("column", "row", "whole", "reader")
 _TABLES = ("embedding", "head")
+_STATE = "_shardwise_sequence"  # of the root module
 
 
 class TensorParallelAct(Act):
     """Cuts linear layers, and what lies between them."""
 
     def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
+        _check_sequence(module, recipe)
         drops = [
             edit.module for edit in recipe.edits_of("tp") if edit.args.get("drops_part") or edit.args.get("drops_input")
         ]
@@ -75,8 +80,12 @@ class TensorParallelAct(Act):
         axis, coord = world.axis("tp"), recipe.grid.coord(world.rank)
         _cut_parameters(module, recipe, coord)
         modules = dict(canonical_modules(module))
+        sequence = recipe.entry("tp", TensorParallelEntry).sequence
         draws = any(edit.args.get("drops_part") or edit.args.get("drops_input") for edit in edits)
+        draws |= sequence is not None and sequence.draws
         shared = Shared(group_name(axis.group), PartStream(world.device, axis.rank) if draws else None)
+        if sequence is not None:
+            shared.joined = JoinedStream(Ranks(shared.group, axis.size, axis.rank, "contiguous"))
         for edit in edits:
             if edit.action == "set":
                 _set(modules[edit.module], edit.args)
@@ -112,6 +121,9 @@ class TensorParallelAct(Act):
                 norm_whole(modules[edit.module], shared, axis, coord, edit.args)
             elif edit.action == "part":
                 work_on_parts(modules[edit.module], shared, coord, edit.args, dict(modules))
+        if sequence is not None and shared.joined is not None:
+            stream = shared.stream if sequence.draws else None
+            module.__dict__[_STATE] = SequenceCuts(module, recipe, sequence, shared.joined, stream)
         module.register_forward_hook(lambda *_: shared.end(), always_call=True)
         module.register_forward_pre_hook(_refusing_more(recipe), with_kwargs=True)
         _refuse_uncalled(module, {weight: layer for layers in called.values() for weight, layer in layers.items()})
@@ -122,8 +134,27 @@ class TensorParallelAct(Act):
         if trained:
             runtime.partial.setdefault("tp", []).extend(trained)
         if runtime.recipe.edits_of("tp"):
+            if (cuts := runtime.module.__dict__.get(_STATE)) is not None:
+                cuts.begin(runtime)
             check = input_check(runtime, "tp")
             runtime.module.register_forward_pre_hook(lambda _, args, kwargs: check(args, kwargs), with_kwargs=True)
+
+
+def _check_sequence(module: nn.Module, recipe: Recipe) -> None:
+    """Refuses what runs blocks whose sequences are cut in another way than by calling them."""
+    cut = {edit.module for edit in recipe.edits_of("tp") if edit.action in ("sequence_cut", "sequence_join")}
+    if not cut:
+        return
+    check_blocks(module, recipe, cut, "tp")
+    sequence = recipe.entry("tp", TensorParallelEntry).sequence
+    compiled = [edit.module for edit in recipe.edits if edit.action == "compile" and edit.module in cut]
+    if compiled and sequence is not None and sequence.draws:
+        raise UnsupportedError(
+            "Compile of a block with dropout, with sequence_parallel=True",
+            why="ranks draw numbers of their own for their positions, by switching torch's generator, which a graph cannot",
+            fix="set dropout to 0, or leave the block out: Compile(targets=...); or leave sequence_parallel out",
+            name=compiled[0],
+        )
 
 
 def _refuse_uncalled(module: nn.Module, layers: Mapping[str, LayerOfRank]) -> None:

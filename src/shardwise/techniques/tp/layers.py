@@ -21,6 +21,7 @@ from shardwise.model.adopted import AdoptedLinear
 from shardwise.model.layers import LOOKS, Compute, Layer, LayerCalls, flat
 from shardwise.model.packed import PackedLinear
 from shardwise.techniques.tp.exchanges import Gather, SumGradient, SumParts
+from shardwise.techniques.tp.sequence import JoinedStream
 from shardwise.world.streams import PartStream
 
 
@@ -34,6 +35,7 @@ class Shared:
 
     def __init__(self, group: str, stream: PartStream | None):
         self.group, self.stream = group, stream
+        self.joined: JoinedStream | None = None  # None: all positions are on every rank
         self.is_calling = False  # a cut layer computes: what it calls is not another one
         self._kept: tuple[Tensor, int, Tensor] | None = None  # the last input that the next layer gets too
         self._narrowed: list[tuple[Tensor, Tensor]] = []  # what modules were given of an argument, and all of it
@@ -47,11 +49,13 @@ class Shared:
         finally:
             self.is_calling = False
 
-    def sum_gradient(self, x: Tensor, *, again: bool = False) -> Tensor:
+    def sum_gradient(self, x: Tensor, *, again: bool = False, is_joined: bool = False) -> Tensor:
         """``x``, whose gradient is summed over the ranks. ``again``: the next layer gets it too, so that one sum serves
-        both."""
+        both. ``is_joined``: it is what a site of sequence parallelism has joined."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
+        if is_joined and self.joined is not None and (way := self.joined.for_columns(x)) is not None:
+            return way
         kept, self._kept = self._kept, None
         # A graph has no versions; the search has seen that nothing changes the input between two layers that share it.
         version = 0 if torch.compiler.is_compiling() else x._version
@@ -84,6 +88,8 @@ class Shared:
         """The forward of the model has ended."""
         self._kept = None
         self._narrowed.clear()
+        if self.joined is not None:
+            self.joined.forget()
         if self.stream is not None:
             self.stream.leave()
 
@@ -102,6 +108,9 @@ class CutLayer:
         sums_output: whether the gradient of its outputs is.
         drops_part: whether dropout follows it that is applied to a rank's part.
         drops_input: whether it applies dropout to its inputs itself, of which this rank has a part.
+        gathers: the dim of positions of its input, of which this rank has some; None: it has all of them.
+        scatters: that of its outputs, of which this rank gets some; None: it gets all.
+        is_joined: its input is what a site of sequence parallelism has joined.
         names: ``weight``, ``bias``, ``callers``: not read here.
     """
 
@@ -117,8 +126,12 @@ class CutLayer:
         sums_output: bool,
         drops_part: bool,
         drops_input: bool = False,
+        gathers: int | None = None,
+        scatters: int | None = None,
+        is_joined: bool = False,
         **names: Any,
     ):
+        self._gathers, self._scatters, self._is_joined = gathers, scatters, is_joined or gathers is not None
         self._shared, self._is_row = shared, action == "row"
         self._out_dim, self._is_embedding = out_dim, embedding
         self._sums_input, self._shares_input = sums_input and not embedding, shares_input
@@ -134,9 +147,13 @@ class CutLayer:
         shared, self.was_called = self._shared, True
         if shared.stream is not None:
             shared.stream.leave()
-        x = shared.whole(x)
+        x, joined = shared.whole(x), shared.joined
+        if self._gathers is not None and joined is not None:
+            x = joined.join(x, self._gathers)
+        elif joined is not None:
+            joined.refuse_rows()
         if self._sums_input:
-            x = shared.sum_gradient(x, again=self._shares_input)
+            x = shared.sum_gradient(x, again=self._shares_input, is_joined=self._is_joined)
         if compute is not None:
             if self._drops_input and shared.stream is not None:
                 shared.stream.enter()
@@ -149,7 +166,8 @@ class CutLayer:
             turned = weight if self._out_dim == 0 else weight.t()
             y = functional.linear(x, turned, None if self._is_row else bias)
         if self._is_row:
-            y = shared.sum_parts(y)
+            at = None if joined is None or self._scatters is None else joined.at
+            y = shared.sum_parts(y) if at is None else joined.scatter(y, at, self._scatters)  # type: ignore
             y = y if bias is None else y + bias
             y = shared.sum_gradient(y) if self._sums_output else y
         if self._drops_part and shared.stream is not None:
@@ -222,6 +240,8 @@ class CutHead:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, compute: Compute | None = None) -> Tensor:
         """All outputs, on every rank. ``compute``: of a layer with further parameters."""
+        if self._shared.joined is not None:
+            self._shared.joined.refuse_rows()
         with self._shared.calling():
             x = self._shared.sum_gradient(x)
             if compute is not None:
@@ -289,7 +309,7 @@ def within_layers(
     inner = module.forward
     own = (AdaptedLinear.forward, AdoptedLinear.forward, PackedLinear.forward)
     computes = type(module).forward in own and "forward" not in vars(module)
-    if (computes or _is_plain(module)) and len(layers) == 1:
+    if (computes or is_plain(module)) and len(layers) == 1:
         (layer,) = layers.values()
 
         def forward(input: Tensor) -> Tensor:
@@ -312,7 +332,7 @@ def within_layers(
     module.forward = calling
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether a module is a layer and nothing else: ``nn.Linear``, ``nn.Embedding``, or GPT-2's ``Conv1D``."""
     if "forward" in vars(module):
         return False

@@ -33,7 +33,7 @@ OTHERS: dict[str, str] = {
         ),
         "it is of experts, which are whole on every rank of tp",
     ),
-    "sequence_parallel": "activations between layers are whole on every rank of tp",
+    "sequence_parallel": "it is no style of one module: TensorParallel(sequence_parallel=True) finds where sequences are cut",
     "embedding_colwise": "an embedding is cut by tokens: embedding_rowwise",
 }
 """Style -> why it is not supported."""
@@ -48,7 +48,7 @@ LLAMA: dict[str, str] = {
 
 
 class TensorParallel(Options, frozen=True, kw_only=True):
-    """Tensor parallelism: which of the layers that can be cut are cut over ``tp``."""
+    """Tensor parallelism: which of the layers that can be cut are cut over ``tp``, and whether sequences are cut between them."""
 
     plan: Annotated[
         str | dict[str, str],
@@ -58,6 +58,13 @@ class TensorParallel(Options, frozen=True, kw_only=True):
             "pkg.mod:NAME of one. What a plan names must be right, or is an error"
         ),
     ] = "auto"
+    sequence_parallel: Annotated[
+        bool,
+        doc(
+            "between the layers that are cut, each rank has its positions of what every rank has else: activations kept there fall by tp, and as "
+            "many bytes are sent"
+        ),
+    ] = False
 
     def check(self) -> None:
         if isinstance(self.plan, str):

@@ -18,6 +18,7 @@ from shardwise.techniques.tp.given_plan import differences, is_met, own_kinds, p
 from shardwise.techniques.tp.options import TensorParallel
 from shardwise.techniques.tp.search.cut_search import search
 from shardwise.techniques.tp.search.region_records import Cut, Found, Region, Rows, Whole
+from shardwise.techniques.tp.sequence_probe import add_sequence
 from shardwise.world import World
 
 Facts = dict[str, Any]
@@ -58,6 +59,9 @@ def _facts(module: nn.Module, example: Example, draft: Draft, world: World, opti
     facts = {**facts_of(found, draft.anatomy.params), "given": sorted(given), "plan": notes}
     if world.size > world.local_size and world.local_size % draft.layout.tp:
         facts["ranks_per_node"] = world.local_size
+    if option.sequence_parallel:
+        with torch.inference_mode(False):
+            add_sequence(facts, module, example, draft.layout.tp, found)
     cut = {weight for region in found.regions for weight in region.layers}
     facts["edits"] += [[name, "attention", {}] for name in attentions(module) if f"{name}.in_proj_weight" in cut]
     return facts

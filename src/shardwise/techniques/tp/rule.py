@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.errors import UnsupportedError
 from shardwise.layout import Layout
 from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
 from shardwise.recipe.records import Record
@@ -22,7 +23,30 @@ _WHY = {
     "reader": "gets all of its input, of which the code around it has a part",
     "part": "works on a rank's part of tensors that are not outputs of its layers",
     "set": "works on a rank's part: numbers of heads and the like",
+    "sequence_cut": "its inputs are this rank's positions of them",
+    "sequence_site": "gets all positions: those of the ranks are gathered before it, and gradients summed to the ranks' positions",
+    "sequence_join": "what it returns is of all positions: those of the ranks are gathered",
+    "sequence_island": "it mixes positions, so it runs on all of them on every rank",
 }
+
+
+class SequenceParallelData(Record, frozen=True):
+    """Data of sequence parallelism.
+
+    Attributes:
+        source, dim: path of the model's argument by which the length of its sequences is known, and its dim of positions.
+        constants: path of each of the model's arguments that is a number, a text or a flag -> it, as text.
+        ends: path of each tensor of the output with positions -> its dim of them.
+        draws: something is dropped out, in training.
+        moved: numbers of each position that a forward gathers, or sums to rows, and its backward again.
+    """
+
+    source: str
+    dim: int
+    constants: dict[str, str]
+    ends: dict[str, int]
+    draws: bool
+    moved: int
 
 
 class TensorParallelEntry(Record, frozen=True):
@@ -33,11 +57,13 @@ class TensorParallelEntry(Record, frozen=True):
             ranks hold of it.
         given: the arguments of the model that were tensors when its code was run to find what can be cut.
         plan: the plan that was asked for: its name, or what it says. It is here so that all ranks ask for the same.
+        sequence: of sequence parallelism; None: without it.
     """
 
     partial: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     plan: str | dict[str, str] = "auto"
+    sequence: SequenceParallelData | None = None
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParallel) -> None:
@@ -52,10 +78,19 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParal
         if tensor_parallel != TensorParallel():
             draft.note("tensor_parallel", "no effect: tp=1", option="tensor_parallel")
         return
+    if tensor_parallel.sequence_parallel and draft.layout.cp > 1:
+        raise UnsupportedError(
+            f"TensorParallel(sequence_parallel=True) with cp={draft.layout.cp}",
+            why="both cut the positions of a sequence, and only one of them at a time is proved to be right",
+            fix="leave sequence_parallel out: under cp activations fall by cp already; or leave cp out of the layout",
+        )
     for name, (dim, parts) in facts.get("cuts", {}).items():
         draft.cut(name, Cut(axis="tp", dim=dim, parts=tuple(Part(size=size, replicas=of) for size, of in parts)))
     draft.entries["tp"] = TensorParallelEntry(
-        partial=tuple(facts.get("partial", ())), given=tuple(facts.get("given", ())), plan=tensor_parallel.plan
+        partial=tuple(facts.get("partial", ())),
+        given=tuple(facts.get("given", ())),
+        plan=tensor_parallel.plan,
+        sequence=SequenceParallelData(**facts["sequence"]) if "sequence" in facts else None,
     )
     draft.edits += [
         Edit(module=module, technique="tp", action=action, args=args, why=_WHY[action])
@@ -77,15 +112,42 @@ def lines(recipe: Recipe) -> list[str]:
     sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
     cut = [name for name, param in recipe.params.items() if any(cut.axis == "tp" for cut in param.cuts)]
     share = sum(sizes[name] for name in cut) / max(sum(sizes.values()), 1)
-    return [
+    found = [
         f"tensor parallelism: {len(cut)} of {len(sizes)} parameters, {share:.0%} of their elements, are cut over tp={degree}; the others are "
         "whole on every rank"
     ]
+    if (data := recipe.entry("tp", TensorParallelEntry).sequence) is not None:
+        found += _lines_of_sequence(recipe, data, degree)
+    return found
+
+
+def _lines_of_sequence(recipe: Recipe, data: SequenceParallelData, degree: int) -> list[str]:
+    edits = recipe.edits_of("tp")
+    num = {action: sum(edit.action == action for edit in edits) for action in _WHY}
+    gathers = num["sequence_site"] + num["sequence_join"] + sum(edit.args.get("gathers") is not None for edit in edits)
+    scatters = sum(edit.args.get("scatters") is not None for edit in edits)
+    found = [
+        f"sequence parallelism: between layers that are cut, {num['sequence_cut']} blocks work on 1/{degree} of the positions of every sample; "
+        f"positions are gathered at {gathers} places, and outputs of {scatters} row-parallel layers summed to them, as often in backward the other "
+        f"way: a rank sends {2 * data.moved * (degree - 1) // degree:,} numbers for each position of a micro-batch"
+    ]
+    if num["sequence_island"]:
+        found.append(
+            f"{num['sequence_island']} modules run on all positions on every rank, as they mix them themselves"
+        )
+    return found
 
 
 def _add_notes(draft: Draft, facts: Mapping[str, Any]) -> None:
     """Says why layers are not cut, once for those that differ only in the number of their block."""
     degree, left = draft.layout.tp, facts.get("left", {})
+    islands = [module for module, action, _ in facts.get("edits", ()) if action == "sequence_island"]
+    if islands:
+        more = f", and {len(islands) - 1} more" if len(islands) > 1 else ""
+        draft.note(
+            islands[0],
+            f"runs on all positions on every rank of tp={degree}{more}, as without sequence_parallel: it mixes them outside of layers that are cut",
+        )
     for text in facts.get("plan", ()):
         draft.note("tensor_parallel", text, option="tensor_parallel")
     if (per_node := facts.get("ranks_per_node")) is not None:

@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.errors import UsageError
+from shardwise.model.calling import by_name
 from shardwise.model.names import own_attributes
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.rows import Order, rows_of
@@ -87,3 +89,36 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
     found = [length for length in (*within, *beyond) if is_apart(length)]
     found.sort(key=lambda length: (not is_clear(length), length > given))  # stable
     return found[:_LENGTHS]
+
+
+def constants_of(arguments: Any) -> dict[str, str]:
+    """Path -> number, text or flag, as text, of the arguments of a model that are no tensors."""
+    return {path: repr(x) for path, x in keyed_leaves(arguments) if isinstance(x, bool | int | float | str)}
+
+
+class _Called(BaseException):
+    """The model was called: with these arguments. Not an Exception, as user's code may catch those."""
+
+    def __init__(self, args: Any, kwargs: Any):
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+def arguments_of(module: nn.Module, run: Callable[[nn.Module], Any]) -> Arguments:
+    """The arguments that an example's ``run`` calls the model with. Nothing of the model is run."""
+
+    def stop(_: nn.Module, args: Any, kwargs: Any) -> None:
+        raise _Called(args, kwargs)
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
+    try:
+        run(module)
+    except _Called as called:
+        return by_name(module, *called.arguments)
+    finally:
+        handle.remove()
+    raise UsageError(
+        "an example with which the model was not called",
+        why="what it is called with shows how its sequences may be cut",
+        fix="let forward= call the model itself: model(...)",
+    )

@@ -1,6 +1,8 @@
-"""Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs."""
+"""Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs. Serves context
+parallelism, and sequence parallelism within tensor parallelism."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +20,7 @@ from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs, Facts, Plan, Whole
 from shardwise.model.rows import Order, rows_of
 from shardwise.model.trial import Trial
-from shardwise.techniques.cp.sequences import Sequences, lengths_of_proof
+from shardwise.techniques.sequences import Sequences, lengths_of_proof
 
 _SEARCHED = 2  # blocks of each kind that are run, where there are many
 _MANY = 8
@@ -38,6 +40,7 @@ class Search:
         heads_over: attention changes to heads over so many ranks; 1: it gathers keys.
         tp: over how many ranks heads are cut besides.
         fallback: modules that mix positions may run on the whole stream.
+        kind: of the runs; None: those in which attention exchanges.
 
     Attributes:
         met: what differed on the way.
@@ -53,6 +56,7 @@ class Search:
     heads_over: int = 1
     tp: int = 1
     fallback: bool = False
+    kind: Any = None
     met: list[Differs] = dataclasses.field(default_factory=list)
     known: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -102,38 +106,34 @@ class Search:
         }
         self._whole.clear()
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
-        only = frozenset({"", *facts.cut, *facts.join, *facts.keys, *facts.islands})
+        only = self._compared(facts)
         parts = rows_of(self.length, self.degree, self.order)
-        before: Whole | None = None
+        before, plan = None, self.plan_for_all(kinds)
         for is_training in (True, False):
             trial.set_training(is_training)
-            whole = whole_run(trial, self.length, only, frozenset(facts.products), self.heads_over)
+            whole = whole_run(trial, self.length, only, frozenset(facts.products), self.heads_over, self.kind)
             for rows in () if before is not None and before.is_like(whole) else (parts[0], parts[-1]):
-                found = run_on_rows(trial, whole, self.plan_for_all(kinds), self.length, rows, facts, self.heads_over)
+                found = run_on_rows(trial, whole, plan, self.length, rows, facts, self.heads_over, self.kind)
                 if not _follows(found, facts):
                     raise Differs("", "some blocks do other things than those like them")
             before = whole.without_modules()
 
+    def _compared(self, facts: Facts) -> frozenset[str]:
+        """The modules that are compared in a model of many blocks."""
+        return frozenset({"", *facts.cut, *facts.join, *facts.keys, *facts.islands})
+
     def plan_for_all(self, kinds: Sequence[Sequence[str]]) -> Plan:
         """The plan, for all blocks."""
 
-        def spread(names: Iterable[str]) -> tuple[str, ...]:
-            more = [
-                in_block(name, blocks[_SEARCHED - 1], other)
-                for blocks in kinds
-                for other in blocks[_SEARCHED:]
-                for name in names
-                if name == blocks[_SEARCHED - 1] or is_in_block(name, blocks[_SEARCHED - 1])
-            ]
-            return (*names, *more)
-
-        plan, last = self.plan, {blocks[_SEARCHED - 1]: blocks[-1] for blocks in kinds}
+        spread = functools.partial(spread_over, kinds)
+        plan, last = self.plan, {b[_SEARCHED - 1]: b[-1] for b in kinds if b[0] not in self.plan.join}
+        join = tuple(last.get(name, name) for name in plan.join)
         return dataclasses.replace(
             plan,
             cut=spread(plan.cut),
             whole={name: plan.whole[like] for like in plan.whole for name in spread([like])},
             keys=spread(plan.keys),
-            join=tuple(last.get(name, name) for name in plan.join),
+            join=tuple(dict.fromkeys([*join, *(n for n in spread(n for n in plan.join if n not in last))])),
             islands=spread(plan.islands),
             positions=spread(plan.positions),
             products={name: plan.products[like] for like in plan.products for name in spread([like])},
@@ -194,7 +194,7 @@ class Search:
         for self.length in lengths:
             try:
                 trial = trial or self._new_trial(without)
-                self._whole[True, self.length] = whole_run(trial, self.length)
+                self._whole[True, self.length] = whole_run(trial, self.length, kind=self.kind)
             except ShardwiseError as each:
                 if not is_of_a_run(each):  # it writes a file, cannot be copied, ...
                     raise
@@ -258,8 +258,9 @@ class Search:
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
             for rows in rows_of(self.length, self.degree, self.order):
-                found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over))
-        found[0].draws = any(facts.draws for facts in found)
+                found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
+        for facts in found[1:]:
+            found[0].add(facts)
         for facts in found[1:]:
             if facts != found[0]:
                 raise Differs(
@@ -273,7 +274,7 @@ class Search:
             trial.set_training(is_training)
         key = is_training, self.length
         if key not in self._whole:
-            self._whole[key] = whole_run(trial, self.length)
+            self._whole[key] = whole_run(trial, self.length, kind=self.kind)
         return self._whole[key]
 
     def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
@@ -403,7 +404,7 @@ class Search:
         """Whether what differs now differs in another way, and not before what differed."""
         if after is None or after.name == before.name:
             return after is None or after.why != before.why
-        ended = [name for name, _ in self.whole.outputs]
+        ended = [*(name for name, _ in self.whole.outputs), after.name, before.name]  # one that was not called is behind all
         return ended.index(after.name) > ended.index(before.name)
 
     def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
@@ -436,6 +437,19 @@ class Search:
                 )
 
 
+def spread_over(kinds: Sequence[Sequence[str]], names: Iterable[str]) -> tuple[str, ...]:
+    """Names, and those of the same places in all blocks of each of ``kinds``, of which the first were run."""
+    names = tuple(names)
+    more = [
+        in_block(name, blocks[_SEARCHED - 1], other)
+        for blocks in kinds
+        for other in blocks[_SEARCHED:]
+        for name in names
+        if name == blocks[_SEARCHED - 1] or is_in_block(name, blocks[_SEARCHED - 1])
+    ]
+    return (*names, *more)
+
+
 def is_of_a_run(error: ShardwiseError) -> bool:
     """Whether an error is that of the model's own code in a trial, which may run at another length."""
     return str(error.given).startswith("a run of ")
@@ -466,26 +480,23 @@ def _repeated(facts: Facts, blocks: Sequence[str]) -> Facts:
     """The facts of all blocks of a kind, of which the first two were run; the last of these stands for the others."""
     like, last = blocks[_SEARCHED - 1], blocks[-1]
 
-    def spread(found: dict[str, Any]) -> dict[str, Any]:
+    def spread(found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
         more = {
-            in_block(name, like, other): value
+            in_block(name, like, other): in_block(value, like, other) if isinstance(value, str) else value
             for other in blocks[_SEARCHED:]
             for name, value in found.items()
             if name == like or is_in_block(name, like)
         }
         return {**found, **more}
 
-    join = {(last if name == like else name): value for name, value in facts.join.items()}
-    return Facts(
-        cut=spread(facts.cut),
-        join=join,
-        keys=spread(facts.keys),
-        islands=spread(facts.islands),
-        positions=spread(facts.positions),
-        products=spread(facts.products),
-        attention=spread(facts.attention),
-        output=facts.output,
-        outputs=facts.outputs,
-        masks_of_rows=facts.masks_of_rows,
-        draws=facts.draws,
-    )
+    of_modules = {
+        field.name: spread(getattr(facts, field.name))
+        for field in dataclasses.fields(facts)
+        if field.name not in ("join", "outputs")
+    }
+    is_each = like in facts.join and blocks[0] in facts.join  # joined behind each of them
+    join = spread(facts.join) if is_each else {(last if n == like else n): v for n, v in facts.join.items()}
+    join |= {n: v for n, v in spread(facts.join).items() if n not in blocks}
+    return dataclasses.replace(facts, **of_modules, join=join)

@@ -5,15 +5,16 @@ Parts of ranks are filled up to one size inside of an exchange only, so that any
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise._torch.collectives import gather_over, scatter_sum_over, swap_over
+from shardwise.errors import UnsupportedError
 from shardwise.model.attend import Attention
-from shardwise.model.rows import Order, most_rows, rows_of
+from shardwise.model.rows import Order, most_rows, num_chunks, rows_of
 
 
 class At(NamedTuple):
@@ -59,8 +60,8 @@ class Ranks(NamedTuple):
         return At(rows if len(rows) else rows.new_zeros(1), places)
 
     def has_rows(self, length: int) -> bool:
-        """Whether this rank has positions of sequences of ``length``."""
-        return len(rows_of(length, self.size, self.order)[self.rank]) > 0
+        """Whether this rank has positions of sequences of ``length``: the first ones of a rank are in its first chunk."""
+        return self.rank * -(-length // num_chunks(self.size, self.order)) < length
 
     def gathered(self, x: Tensor, at: At, dim: int) -> Tensor:
         """The rows of all ranks along ``dim``, in the order of their positions."""
@@ -115,6 +116,57 @@ class Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         grad = Ranks(*ctx.ranks).summed(grad, At(*ctx.saved_tensors), ctx.dim)
         return grad.narrow(ctx.dim, 0, ctx.num), None, None, None, None
+
+
+Move = Literal["rows", "gather", "sum"]
+"""To this rank's rows of what every rank has; to all rows; to this rank's rows of the sum over the ranks."""
+
+
+class Moved(torch.autograd.Function):
+    """A tensor that is moved between rows and all of them, ``there`` forward and ``back`` backward: ``rows`` where the gradient on every
+    rank is whole, ``sum`` where it is a part of a sum. Its backward is made of itself, so that gradients can be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], dim: int, there: Move, back: Move
+    ) -> Tensor:
+        ctx.save_for_backward(rows, places)
+        ctx.ranks, ctx.dim, ctx.there, ctx.back = ranks, dim, there, back
+        return _moved(x, At(rows, places), Ranks(*ranks), dim, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        rows, places = ctx.saved_tensors
+        grad = Moved.apply(grad, rows, places, ctx.ranks, ctx.dim, ctx.back, ctx.there)
+        if ctx.back == "rows" and not Ranks(*ctx.ranks).has_rows(places.shape[0]):
+            grad = torch.zeros_like(grad)  # of the row that stands for none
+        return grad, *[None] * 6
+
+
+def moved(x: Tensor, at: At, ranks: Ranks, dim: int, there: Move, back: Move) -> Tensor:
+    """A tensor that is moved between rows and all of them; see :class:`Moved`. ``dim``: of positions; ``-1 - dim``: of samples and
+    positions."""
+    num = at.rows.shape[0] if there == "gather" else at.length
+    is_flat, dim = dim < 0, max(dim, -1 - dim)
+    if x.shape[dim] % num or not (is_flat or x.shape[dim] == num):
+        raise UnsupportedError(
+            f"a tensor {tuple(x.shape)} with {x.shape[dim]} positions, and not {num}",
+            why="on the example they were those of the sequences that the model is given",
+            fix="pass example= with a micro-batch as training gives it, of two samples or more",
+        )
+    if is_flat:
+        x, dim = x.unflatten(dim, (-1, num)), dim + 1
+    if x.is_floating_point():
+        x = Moved.apply(x, *at, tuple(ranks), dim, there, back)
+    else:
+        x = _moved(x, at, ranks, dim, there)
+    return (x.flatten(dim - 1, dim) if is_flat else x).contiguous()
+
+
+def _moved(x: Tensor, at: At, ranks: Ranks, dim: int, there: Move) -> Tensor:
+    if there == "rows":
+        return x.index_select(dim, at.rows)
+    return ranks.gathered(x, at, dim) if there == "gather" else ranks.summed(x, at, dim)
 
 
 class Swap(torch.autograd.Function):

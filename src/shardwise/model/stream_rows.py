@@ -1,0 +1,362 @@
+"""The proof for sequence parallelism, on top of :mod:`shardwise.model.positions`: between layers that are cut over ranks each rank has some
+rows of the stream, and joins it before them.
+
+Values are compared as there. Gradients follow from where each tensor stands. One on rows has the gradient of these rows. One that is
+whole on every rank must have a whole gradient there: so no function may take one together with rows, which is seen by a label on
+each tensor. A parameter that functions take with rows has a part of its gradient on each rank; one may not be used both ways.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.attend import Attention
+from shardwise.model.layers import Layer, flat
+from shardwise.model.leaves import DROPOUTS
+from shardwise.model.names import canonical_tensors
+from shardwise.model.positions import Rows
+from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.model.row_facts import Differs, Dims, Facts, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPlan(Plan):
+    """Where the stream is joined and cut besides.
+
+    Attributes:
+        sites: module at whose entry it is joined -> paths of arguments that stay on rows.
+        gathers: weights of layers whose input is joined.
+        scatters: weights of layers of which each rank has a part of the output, summed to rows.
+        plain: of ``scatters``, module that is nothing but that layer -> its weight.
+        parts: module of ``cut`` -> paths of arguments without positions, of whose gradient each rank has a part.
+        needs_whole: weights of layers that are cut over ranks, which need all rows.
+        parted: module -> paths of arguments of which each rank is given a part along another dim: they need all rows too.
+    """
+
+    sites: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    gathers: tuple[str, ...] = ()
+    scatters: tuple[str, ...] = ()
+    plain: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    needs_whole: frozenset[str] = frozenset()
+    parted: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class StreamFacts(Facts):
+    """What a run on rows has done besides.
+
+    Attributes:
+        sites: module -> what is joined at its entry.
+        gathers, scatters: weight of a layer -> the dim of positions of its input, or output. ``-1 - dim``, here and elsewhere: samples and
+            positions lie in it.
+        direct: weight of a layer -> its input is what was joined, in all of its calls.
+        on_rows: parameter -> the module whose code uses it with rows.
+        with_whole: parameter -> a module whose code uses it with what every rank has.
+        parts: module -> paths of arguments of whose gradient each rank has a part.
+        ends: path of a tensor of the model's output -> its dim of positions.
+        moved: numbers that all exchanges of a forward are about.
+    """
+
+    sites: dict[str, Dims] = dataclasses.field(default_factory=dict)
+    gathers: Dims = dataclasses.field(default_factory=dict)
+    scatters: Dims = dataclasses.field(default_factory=dict)
+    direct: dict[str, bool] = dataclasses.field(default_factory=dict, compare=False)
+    on_rows: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    with_whole: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    parts: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    ends: Dims = dataclasses.field(default_factory=dict)
+    moved: int = dataclasses.field(default=0, compare=False)
+
+    def add(self, other: Facts) -> None:
+        super().add(other)
+        assert isinstance(other, StreamFacts)
+        self.direct |= {name: self.direct.get(name, True) and is_so for name, is_so in other.direct.items()}
+        self.on_rows = {**other.on_rows, **self.on_rows}
+        self.with_whole = {**other.with_whole, **self.with_whole}
+
+
+class NeedsWhole(Differs):
+    """A layer that is cut over ranks is given rows.
+
+    Attributes:
+        layer: its weight.
+    """
+
+    def __init__(self, name: str, layer: str):
+        super().__init__(name, f"{layer} is cut over ranks, and is given some positions alone")
+        self.layer = layer
+
+
+class _Label(NamedTuple):
+    """What a tensor is made of.
+
+    Attributes:
+        is_rows: of this rank's rows.
+        is_whole: of what is computed on every rank, with a gradient.
+        params: of these parameters, and of nothing else with a gradient.
+    """
+
+    is_rows: bool = False
+    is_whole: bool = False
+    params: frozenset[str] = frozenset()
+
+
+_NONE, _ON_ROWS, _WHOLE = _Label(), _Label(is_rows=True), _Label(is_whole=True)
+_CUTS_OFF = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_WRITES = (Tensor.__setitem__,)
+
+
+class StreamRows(Rows):
+    """A run whose exchanges are those of sequence parallelism."""
+
+    _plan: Any  # a StreamPlan
+    facts: Any  # StreamFacts
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.facts = StreamFacts()
+        if not isinstance(self._plan, StreamPlan):
+            self._plan = StreamPlan()
+        self._layer_calls: dict[str, int] = {}
+        self._labels: dict[int, tuple[weakref.ref[Tensor], _Label]] = {}
+        self._joined_data: dict[int, tuple[int, int]] = {}  # what was joined: address -> numbers, version
+        self._is_within = False  # the forward that ends is in a block
+        self._is_layer = False  # the call that runs is one, and has its label
+        self._buffers: dict[str, tuple[Tensor | None, int]] = {}
+
+    # ---- modules
+
+    def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not name:
+            self._buffers = {n: (x, 0 if x is None else x._version) for n, x in self._all_buffers()}
+        args, kwargs = super().before(name, args, kwargs)
+        frame = self.frames[-1]
+        if self._rows is None or not self._whole.keeps(name):
+            return args, kwargs
+        full = self._whole.inputs[frame.key]
+        if name in self._plan.sites:
+            stay = self._plan.sites[name]
+            dims = self.facts.sites.setdefault(name, {})
+            of_all = dict(keyed_leaves(full))
+            args, kwargs = map_keyed(
+                lambda path, x: x if path in stay else self._whole_for(name, path, x, of_all.get(path), dims),
+                (args, kwargs),
+            )
+            frame.is_right = self._is_same((args, kwargs), full)
+        self._label_ends((args, kwargs), full)
+        for path, x in keyed_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and path in self._plan.parted.get(name, ()) and self._label_of(x).is_rows:
+                raise Differs(name, f"its argument {path} is cut over ranks, and has some positions alone")
+            if isinstance(x, Tensor) and path in self._plan.parts.get(name, ()):
+                self._set(x, _ON_ROWS)
+                self.facts.parts[name] = sorted({*self.facts.parts.get(name, ()), path})
+        return args, kwargs
+
+    def after(self, name: str, output: Any) -> Any:
+        self._is_within = self._is_cut()
+        if self._rows is not None and name in self._plan.plain and self._is_within:
+            output = map_keyed(lambda _, x: self._scattered(name, self._plan.plain[name], x), output)
+        key = self.frames[-1].key
+        output = super().after(name, output)
+        if self._rows is not None and self._whole.keeps(name):
+            self._label_ends(output, self._whole.outputs[key])
+            for x in self._tensors(output):
+                if not name:
+                    self._note_use(self._label_of(x).params, self.facts.with_whole)
+        if not name:
+            self._compare_buffers()
+            if self._rows is not None:
+                self._note_ends(output)
+        return output
+
+    def _is_cut(self) -> bool:
+        """Whether the code that runs is in a block, and in no island: what is around the innermost forward."""
+        is_in_block = any(frame.name in self._plan.cut for frame in self.frames)
+        return is_in_block and not any(frame.name in self._plan.islands for frame in self.frames[:-1])
+
+    def _note_ends(self, output: Any) -> None:
+        for path, x in keyed_leaves(output):
+            at = [d for d, size in enumerate(x.shape) if size == self._length] if isinstance(x, Tensor) else []
+            if at:
+                self.facts.ends[path] = at[0]
+
+    def _all_buffers(self) -> Iterable[tuple[str, Tensor | None]]:
+        for name, owner, attr in canonical_tensors(self._trial.module, "_buffers"):
+            yield name, owner._buffers[attr]
+
+    def _compare_buffers(self) -> None:
+        """Buffers that the run has written hold what they would on all positions."""
+        for name, x in self._all_buffers():
+            before, version = self._buffers.get(name, (None, 0))
+            if x is None or x.is_meta or (x is before and x._version == version and name not in self._whole.buffers):
+                continue
+            if self._rows is None:
+                self._whole.buffers[name] = x.detach().clone()
+            elif not torch.equal(x, self._whole.buffers.get(name, x.new_empty(0))):
+                raise Differs(
+                    name.rpartition(".")[0], f"its buffer {name.rpartition('.')[2]} is written from some positions"
+                )
+
+    def _joined(self, name: str, tree: Any, full: Any, dims: Dims, known: Dims | None) -> Any:
+        of_all = dict(keyed_leaves(full))
+        return map_keyed(lambda path, x: self._whole_for(name, path, x, of_all.get(path), dims), tree)
+
+    def _whole_for(self, name: str, path: str, x: Any, whole: Any, dims: Dims) -> Any:
+        """What the whole run had in the place of rows ``x``, which are compared."""
+        if not isinstance(x, Tensor) or not isinstance(whole, Tensor) or x.shape == whole.shape:
+            return x
+        self._compare(name, f"{path} of it", x, whole)
+        at = [dim for dim, (mine, all_) in enumerate(zip(x.shape, whole.shape, strict=True)) if mine != all_]
+        if len(at) != 1:
+            raise Differs(name, f"a tensor {tuple(whole.shape)} has positions along several dims")
+        dims[path] = self._place(whole, at[0])
+        self._note_joined(whole)
+        return whole
+
+    def _part(self, path: str, x: Any, dims: Dims) -> Any:
+        if not isinstance(x, Tensor) or not self._is_within:
+            return x
+        at = [dim for dim, size in enumerate(x.shape) if size and size % self._length == 0]
+        if len(at) != 1:  # such as weights of attention: it stays whole
+            return x
+        dims[path] = self._place(x, at[0])
+        return self._cut_off(x, at[0])
+
+    def _cut_off(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's rows, also where samples and positions lie in one dim."""
+        assert self._rows is not None
+        times = x.shape[dim] // self._length
+        return x.index_select(dim, (torch.arange(times)[:, None] * self._length + self._rows).flatten())
+
+    def _place(self, whole: Tensor, dim: int) -> int:
+        """The dim of positions; ``-1 - dim`` where samples lie in it too."""
+        return dim if whole.shape[dim] == self._length else -1 - dim
+
+    def _note_joined(self, whole: Tensor) -> None:
+        self._joined_data[whole.data_ptr()] = whole.numel(), whole._version
+        self._set(whole, _WHOLE if whole.is_floating_point() else _NONE)
+        self.facts.moved += whole.numel() // self._length * whole.is_floating_point()
+
+    # ---- layers
+
+    def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
+        if not all(each.name for each in layer.further):
+            return NotImplemented
+        key = layer.weight, self._layer_calls.get(layer.weight, 0)
+        self._layer_calls[layer.weight] = key[1] + 1
+        self._is_layer = True
+        if self._rows is None:
+            self._whole.layer_inputs[key] = x.shape, x if self._whole.keeps(layer.weight) else None
+            return super().called(layer, x, compute)
+        name, is_rows = self.frames[-1].name if self.frames else "", self._label_of(x).is_rows
+        if layer.weight in self._plan.needs_whole:
+            shape, full = self._whole.layer_inputs.get(key, (None, None))
+            if layer.weight in self._plan.gathers and full is not None and x.shape != shape:
+                x = self._whole_for(name, layer.weight, x, full, self.facts.gathers)
+            elif is_rows or x.shape != shape:
+                raise NeedsWhole(name, layer.weight)
+            is_rows = False
+        known = self._joined_data.get(x.data_ptr()) if x.numel() else None
+        is_direct = known == (x.numel(), x._version)
+        self.facts.direct[layer.weight] = is_direct and self.facts.direct.get(layer.weight, True)
+        y = super().called(layer, x, compute)
+        self._set(y, _ON_ROWS if is_rows else _WHOLE)
+        is_scattered = layer.weight in self._plan.scatters
+        uses = self.facts.on_rows if is_rows else self.facts.with_whole
+        bias = {layer.bias} if is_scattered and layer.bias is not None else set()
+        self._note_use({name for name in layer.names if name} - bias, uses)
+        self._note_use(bias, self.facts.on_rows)
+        if is_scattered and layer.weight not in self._plan.plain.values() and self._is_cut():
+            y = self._scattered(name, layer.weight, y)
+        return y
+
+    def _scattered(self, name: str, weight: str, y: Any) -> Any:
+        """This rank's rows of the output of a layer."""
+        if not isinstance(y, Tensor):
+            return y
+        at = [dim for dim, size in enumerate(y.shape[:-1]) if size and size % self._length == 0]
+        if len(at) != 1:
+            raise Differs(name, f"{weight} gives a tensor {tuple(y.shape)}, not one of {self._length} positions")
+        self.facts.scatters[weight] = self._place(y, at[0])
+        self.facts.moved += y.numel() // self._length
+        y = self._cut_off(y, at[0])
+        self._set(y, _ON_ROWS)
+        return y
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        draws = self.facts.draws
+        result = super().other(func, args, kwargs)
+        if self.facts.draws != draws:  # of rows: all else is dropped alike on every rank, or is tp's
+            self.facts.draws = func in DROPOUTS and self._label_of(result).is_rows
+        return result
+
+    def attend(self, call: Attention) -> Any:
+        """As the model computes it: over all positions, or over this rank's alone, which is not the same."""
+        return call.finish(call.kernel(call.q, call.k, call.v, None))
+
+    # ---- labels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._is_layer = False
+        result = super().__torch_function__(func, types, args, kwargs)
+        if self._rows is not None and not self._is_busy and not self._is_layer:
+            self._label(func, [*args, *(kwargs or {}).values()], result)
+        return result
+
+    def _label(self, func: Any, given: list[Any], result: Any) -> None:
+        made = [x for x in flat([result]) if isinstance(x, Tensor)]
+        if func in _WRITES:
+            made = [given[0]]
+        if not made:
+            return
+        of_given = [(x, self._label_of(x)) for x in flat(given) if isinstance(x, Tensor)]
+        name = self.frames[-1].name if self.frames else ""
+        params = frozenset().union(*(label.params for _, label in of_given))
+        if any(label.is_rows for _, label in of_given):
+            if any(label.is_whole and x.is_floating_point() for x, label in of_given):
+                raise Differs(
+                    name, f"{getattr(func, '__name__', func)} of what every rank has whole and of some positions"
+                )
+            self._note_use(params, self.facts.on_rows)
+            label = _ON_ROWS
+        elif any(label.is_whole for _, label in of_given):
+            self._note_use(params, self.facts.with_whole)
+            label = _WHOLE
+        else:
+            label = _Label(params=params)
+        if func in _CUTS_OFF:
+            label = _Label(is_rows=label.is_rows)
+        for x in made:
+            if x.is_floating_point() or x.is_complex() or label.is_rows:
+                self._set(x, label)
+
+    def _label_of(self, x: Tensor) -> _Label:
+        if isinstance(x, nn.Parameter) and (name := self._trial.name_of(x)) is not None:
+            return _Label(params=frozenset([name]))
+        ref, label = self._labels.get(id(x), (None, _NONE))
+        return label if ref is not None and ref() is x else _NONE
+
+    def _set(self, x: Tensor, label: _Label) -> None:
+        if not isinstance(x, nn.Parameter):
+            self._labels[id(x)] = weakref.ref(x), label
+
+    def _label_ends(self, tree: Any, full: Any) -> None:
+        """What has another shape than in the whole run is of rows, whatever has made it."""
+        of_all = dict(keyed_leaves(full))
+        for path, x in keyed_leaves(tree):
+            other = of_all.get(path)
+            if isinstance(x, Tensor) and isinstance(other, Tensor) and x.shape != other.shape:
+                self._set(x, _ON_ROWS)
+
+    def _note_use(self, names: Iterable[str], uses: dict[str, str]) -> None:
+        for name in names:
+            uses.setdefault(name, self.frames[-1].name if self.frames else "")
+
+    @staticmethod
+    def _tensors(tree: Any) -> list[Tensor]:
+        return [x for _, x in keyed_leaves(tree) if isinstance(x, Tensor)]

@@ -1,0 +1,332 @@
+"""Sequence parallelism: between layers that are cut over ``tp`` each rank has its positions of the stream. (Megatron-LM,
+https://arxiv.org/abs/2205.05198, section 4.2.2)
+
+==============================  =============  ==========================================================================
+where                           forward        backward
+==============================  =============  ==========================================================================
+entry of the first block        rows           gather: what is before is whole on every rank
+site, before a region           gather         sum to rows: in the place of the sum of the input's gradient
+row-parallel layer              sum to rows    gather
+island: entry, exit             gather, rows   rows, gather: gradients in it are whole
+behind the last block           gather         rows
+==============================  =============  ==========================================================================
+
+What a site has joined is whole, with a whole gradient, as everything is without sequence parallelism. A column-parallel layer that gets
+just that takes it by a way of its own, on which its part of the gradient is summed to rows.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model import canonical_modules
+from shardwise.model.pytrees import changed_at, keyed_leaves, keys_of, map_keyed
+from shardwise.recipe import Recipe
+from shardwise.techniques.cut_forward import (
+    CutForward,
+    OwnDrops,
+    clear_after,
+    current,
+    on_all_positions,
+    with_positions,
+)
+from shardwise.techniques.row_exchanges import At, Moved, Ranks, moved
+from shardwise.techniques.tp.exchanges import SumGradient
+from shardwise.techniques.tp.rule import SequenceParallelData
+from shardwise.world.streams import PartStream
+
+
+class JoinedStream:
+    """Joins the stream before regions, and sums outputs of theirs to rows.
+
+    Args:
+        ranks: which share the positions.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.is_on_rows = False  # the code that runs: what it drops is this rank's
+        self.is_cut = False  # the stream behind the last block that ran
+        self._joined: list[
+            tuple[Tensor, int, Tensor, int, At]
+        ] = []  # rows and their version; all of them, dim, positions
+        self._ways: list[tuple[Tensor, Tensor]] = []  # what was joined, and it for column-parallel layers
+
+    @property
+    def at(self) -> At | None:
+        """The positions of this rank in the block that runs; None: all."""
+        return current.at
+
+    def refuse_rows(self) -> None:
+        """Raises UnsupportedError for a layer that is called behind the blocks, where the stream was not joined."""
+        if self.is_cut and self.at is None:
+            raise _other_way()
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """All rows of ``x``, with a whole gradient."""
+        at = self.at
+        if at is None:
+            return x
+        for rows, version, whole, _, _ in self._joined:
+            if rows is x and version == _version(x):
+                return whole
+        whole = moved(x, at, self.ranks, dim, "gather", "rows")
+        if x.is_floating_point():
+            self._joined.append((x, _version(x), whole, dim, at))
+        self.is_on_rows = False
+        return whole
+
+    def for_columns(self, x: Tensor) -> Tensor | None:
+        """``x``, of whose gradient each rank has a part, summed to rows; None: it is not what was joined."""
+        for joined, way in self._ways:
+            if joined is x:
+                return way
+        for rows, _, whole, dim, at in self._joined:
+            if whole is x and rows.requires_grad and torch.is_grad_enabled():
+                way = _again(rows, whole, at, self.ranks, dim)
+                self._ways.append((whole, way))
+                return way
+        return None
+
+    def scatter(self, x: Tensor, at: At, dim: int) -> Tensor:
+        """This rank's rows of the sum of ``x`` over the ranks."""
+        self.forget()
+        self.is_on_rows = True
+        return moved(x, at, self.ranks, dim, "sum", "gather")
+
+    def forget(self) -> None:
+        """What was joined is not needed any more."""
+        self._joined.clear()
+        self._ways.clear()
+
+
+def _other_way() -> UnsupportedError:
+    return UnsupportedError(
+        "a forward with sequence_parallel=True whose output is of other positions than on the example",
+        why="the code took another way: blocks that were left out, at which the positions of all ranks are joined",
+        fix="let the last block run in each forward; or leave sequence_parallel out for this model",
+    )
+
+
+def _version(x: Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+class _Again(torch.autograd.Function):
+    """What was gathered of ``x``, without gathering it; backward: this rank's rows of the sum of the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, whole: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], dim: int
+    ) -> Tensor:
+        ctx.save_for_backward(rows, places)
+        ctx.ranks, ctx.dim = ranks, dim
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return Moved.apply(grad, *ctx.saved_tensors, ctx.ranks, ctx.dim, "sum", "gather"), *[None] * 5
+
+
+def _again(x: Tensor, whole: Tensor, at: At, ranks: Ranks, dim: int) -> Tensor:
+    """All rows of ``x``, which were gathered as ``whole``."""
+    whole = whole.detach()
+    if dim >= 0:
+        return _Again.apply(x, whole, *at, tuple(ranks), dim)  # type: ignore[no-any-return]
+    dim = -1 - dim
+    x, whole = x.unflatten(dim, (-1, at.rows.shape[0])), whole.unflatten(dim, (-1, at.length))
+    return _Again.apply(x, whole, *at, tuple(ranks), dim + 1).flatten(dim, dim + 1)  # type: ignore[no-any-return]
+
+
+class SequenceCuts(CutForward):
+    """The streams of one model, cut over ``tp``.
+
+    Args:
+        module: is changed.
+        recipe: says where.
+        data: of sequence parallelism.
+        joined: is called by layers that are cut.
+        stream: random numbers of this rank, for what it drops of its rows; None: nothing is dropped.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        recipe: Recipe,
+        data: SequenceParallelData,
+        joined: JoinedStream,
+        stream: PartStream | None,
+    ):
+        super().__init__(joined.ranks, "tp", data.source, data.dim, data.constants)
+        self._data, self._joined, self._stream = data, joined, stream
+        self._ended: set[str] = set()  # blocks whose output was joined, in this forward
+        self._ends: set[str] = set()  # blocks of which that is to be
+        module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        module.register_forward_hook(self._end_forward)
+        clear_after(module, self.clear)
+        modules = dict(canonical_modules(module))
+        blocks = [edit for edit in recipe.edits_of("tp") if edit.action == "sequence_cut"]
+        for edit in recipe.edits_of("tp"):
+            target, args = modules[edit.module], edit.args
+            if edit.action == "sequence_site":
+                _join_inputs(target, edit.module, joined, args["dims"])
+            elif edit.action == "sequence_island":
+                _make_island(target, joined, args["inputs"], args["outputs"])
+            elif edit.action == "sequence_join" and all(edit.module != block.module for block in blocks):
+                _join_outputs(target, joined, args["dims"])
+        for edit in blocks:
+            target, args = modules[edit.module], edit.args
+            with_positions(target, None if stream is None else self._drops)
+            hook = functools.partial(self._enter, edit.module, args["calls"], {*args["known"]}, {*args["parts"]})
+            target.register_forward_pre_hook(hook, with_kwargs=True)
+        for edit in recipe.edits_of("tp"):
+            if edit.action == "sequence_join" and any(edit.module == block.module for block in blocks):
+                self._ends.add(edit.module)
+                hook = functools.partial(self.leave_block, edit.module, edit.args["dims"])
+                modules[edit.module].register_forward_hook(hook)
+
+    def part(self, x: Tensor, dim: int, at: At) -> Tensor:
+        return moved(x, at, self.ranks, dim, "rows", "gather")
+
+    def joined(self, x: Tensor, dim: int, at: At) -> Tensor:
+        return moved(x, at, self.ranks, dim, "gather", "rows")
+
+    def was_joined(self, name: str) -> None:
+        self._ended.add(name)
+        self._joined.is_cut = False
+
+    def is_cut(self) -> bool:
+        """Those of a step or an evaluation, and those with gradients of a loop of the user's own. Others are whole on every rank."""
+        runtime = self._runtime
+        if runtime is None or runtime.micro_batch is not None:
+            return runtime is not None
+        return runtime.accumulation is not None and torch.is_grad_enabled()
+
+    def clear(self) -> None:
+        super().clear()
+        self._joined.forget()
+        self._joined.is_cut = self._joined.is_on_rows = False
+        if self._stream is not None:
+            self._stream.leave()
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.clear()
+        self.is_running = True
+        self._num_calls.clear()
+        self._ended.clear()
+        if not self.is_cut():
+            return
+        source = self.source_of(module, args, kwargs)
+        if not isinstance(source, Tensor):
+            raise UsageError(
+                f"a forward without {self._data.source}, which the example had",
+                why="by it the length of the sequences is known, of which each rank along tp has some positions between layers",
+                fix="parallelize(..., example=batch), with one micro-batch as training gives it",
+            )
+        self.at = self.last = self.positions(source.shape[self._data.dim], source.device)
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        at = self.at
+        self.clear()
+        if at is None:
+            return
+        self.refuse_own_checkpoint(output)
+        given = dict(keyed_leaves(output))
+        is_other = self._ended != self._ends
+        for path, dim in self._data.ends.items():
+            x = given.get(path)
+            is_other |= isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] != at.length
+        if is_other:
+            raise _other_way()
+
+    def _enter(
+        self, name: str, calls: Any, known: set[str], parts: set[str], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        given = self.enter_block(name, calls, known, module, args, kwargs)
+        self._joined.is_cut = given is not None
+        if given is None or not parts:
+            return given
+        group = self.ranks.group
+        return map_keyed(lambda path, x: SumGradient.apply(x, group) if path in parts else x, given)
+
+    @contextlib.contextmanager
+    def _drops(self, at: At) -> Iterator[None]:
+        """Within: a block runs."""
+        assert self._stream is not None
+        self._joined.is_on_rows = True
+        with OwnDrops(self._stream, lambda _: self._joined.is_on_rows):
+            yield
+        self._joined.is_on_rows = False
+
+
+def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mapping[str, int]) -> None:
+    """Lets a module get all rows of these arguments."""
+    inner, places = module.forward, _places(dims)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if joined.at is not None:
+            try:
+                for keys, dim in places:
+                    args, kwargs = changed_at((args, kwargs), keys, lambda x, dim=dim: joined.join(x, dim))
+            except LookupError as error:
+                raise UnsupportedError(
+                    f"a call without its argument {error}, which it had on the example",
+                    why="before it the positions of all ranks along tp are joined",
+                    fix="pass example= with a micro-batch as training gives it",
+                    name=name,
+                ) from None
+        return inner(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _join_outputs(module: nn.Module, joined: JoinedStream, dims: Mapping[str, int]) -> None:
+    """Lets what a module returns be of all rows."""
+    inner, places = module.forward, _places(dims)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        for keys, dim in places if joined.at is not None else ():
+            output = changed_at(output, keys, lambda x, dim=dim: joined.join(x, dim))
+        return output
+
+    module.forward = forward
+
+
+def _make_island(
+    module: nn.Module, joined: JoinedStream, inputs: Mapping[str, int], outputs: Mapping[str, int]
+) -> None:
+    """Lets a module run on all rows on every rank, with whole gradients."""
+    inner, ranks = module.forward, joined.ranks
+    given, made = _places(inputs), _places(outputs)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        at = joined.at
+        if at is None:
+            return inner(*args, **kwargs)
+        for keys, dim in given:
+            args, kwargs = changed_at(
+                (args, kwargs), keys, lambda x, dim=dim: moved(x, at, ranks, dim, "gather", "rows")
+            )
+        joined.forget()
+        joined.is_cut = joined.is_on_rows = False
+        with on_all_positions():
+            output = inner(*args, **kwargs)
+        joined.is_cut = joined.is_on_rows = True
+        for keys, dim in made:
+            output = changed_at(output, keys, lambda x, dim=dim: moved(x, at, ranks, dim, "rows", "gather"))
+        return output
+
+    module.forward = forward
+
+
+def _places(dims: Mapping[str, int]) -> list[tuple[list[Any], int]]:
+    return [(keys_of(path), dim) for path, dim in dims.items()]

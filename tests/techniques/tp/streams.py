@@ -1,0 +1,379 @@
+"""Small models whose sequences are cut between layers that are cut over tp, each with one thing of its own; and what ranks run of them."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from techniques.tp.counted import Sums
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ShardwiseError
+
+VOCAB, WIDTH, HIDDEN = 61, 16, 28
+_LENGTHS = (11, 24, 9, 17, 30, 13, 23, 8)
+
+
+class Attention(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, width = how, 4 if how == "kv-1" else 8 if how == "kv-2" else WIDTH
+        self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, width), nn.Linear(WIDTH, width)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        wide = {"full-width norm": WIDTH, "norm of heads": 4}.get(how)
+        self.q_norm = nn.LayerNorm(wide) if wide else None
+        self.drop = nn.Dropout(0.4 if how == "dropout" else 0.0)
+
+    def forward(self, x, mask=None):
+        samples, num, _ = x.shape
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = self.q_norm(q) if self.how == "full-width norm" else q
+        q, k, v = (y.view(samples, num, -1, 4).transpose(1, 2) for y in (q, k, v))
+        q = self.q_norm(q) if self.how == "norm of heads" else q
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        y = self.drop(y) if self.how == "dropout" else y
+        return self.drop(self.out(y.transpose(1, 2).reshape(samples, num, -1)))
+
+
+class MLP(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH) if how == "norm inside" else nn.Identity()
+        self.gate = nn.Linear(WIDTH, 1) if how == "gate inside" else None
+        self.gain = nn.Parameter(torch.full((WIDTH,), 1.3)) if how == "used both ways" else None
+
+    def forward(self, x):
+        x = x * self.gain if self.how == "used both ways" else x
+        y = self.down(F.gelu(self.up(self.norm(x))))
+        return y, (0 if self.gate is None else self.gate(x))
+
+
+class Shift(nn.Module):
+    """Mixes positions: each token with the one before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.full((WIDTH,), 0.3))
+
+    def forward(self, x):
+        return x + self.mix * F.pad(x, (0, 0, 1, -1))
+
+
+class Counted(nn.Module):
+    """Counts the tokens that it has seen, and goes by their number."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.seen += x.shape[0] * x.shape[1]
+        return x * 1.1
+
+
+class Block(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.norm, self.attention = how, nn.LayerNorm(WIDTH), Attention(how)
+        self.norm2, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.tensor(1.2))
+        if how == "inline":
+            self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        else:
+            self.mlp = MLP(how)
+        if how == "tied norms":
+            self.norm2.weight = self.norm.weight
+        self.mixes = {"shift": Shift, "counts": Counted}.get(how, nn.Identity)()
+        if how == "batch norm":
+            self.mixes = nn.BatchNorm1d(WIDTH)
+        self.table = nn.Parameter(torch.full((WIDTH,), 0.7)) if how == "condition" else None
+        if how == "frozen norm":
+            self.norm.requires_grad_(False)
+
+    def forward(self, x, mask=None, condition=None):
+        h = self.norm(x)
+        if condition is not None:
+            h = h * (1 + (self.table * condition)[:, None] if self.how == "condition" else condition)
+        h = self.mixes(h.flatten(0, 1)).view_as(h) if self.how == "batch norm" else self.mixes(h)
+        x = x + self.scale * self.attention(h, mask)
+        h = self.norm2(x)
+        if self.how == "inline":
+            return x + self.down(F.gelu(self.up(h)))
+        y, more = self.mlp(h)
+        x = x + y + more
+        if self.how == "used both ways":
+            x = x * self.mlp.gain
+        return {"hidden": (x, None)} if self.how == "tuple" else x
+
+
+class Words(nn.Module):
+    def __init__(self, how=""):
+        super().__init__()
+        self.how = how
+        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
+        self.blocks = nn.ModuleList(Block(how) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.of_samples = nn.Parameter(torch.full((WIDTH,), 0.7)) if how == "condition" else None
+        if how == "tied":
+            self.head.weight = self.tokens.weight
+        if how == "norm of the root":
+            self.norm.weight = self.blocks[1].norm2.weight
+
+    def forward(self, input_ids, leave_out=False):
+        x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        start, options = x, {}
+        if self.how == "mask":
+            num = input_ids.shape[1]
+            options["mask"] = torch.ones(num, num, dtype=torch.bool).tril().tril_()[None, None]
+        if self.how == "condition":
+            options["condition"] = F.silu(self.of_samples * x[:, 0])
+        for i, block in enumerate(self.blocks):
+            if self.how == "root between":
+                x = 0.9 * x + 0.1 * start
+            if self.how == "first output" and i:
+                options["condition"] = start.tanh()
+            if self.how == "leaves out" and self.training and i == 1 and input_ids.shape[1] == 9:
+                continue
+            x = block(x=x, **options) if self.how == "keyword" else block(x, **options)
+            x = x["hidden"][0] if self.how == "tuple" else x
+            x = block(x) if self.how == "block twice" else x
+        if self.how == "list twice":
+            for block in self.blocks:
+                x = block(x)
+        x = self.norm(x)
+        if self.how == "pooled":
+            x = x + x.mean(1, keepdim=True)
+        y = self.head(x)
+        return {"logits": y, "hidden": x} if self.how == "dictionary" else y
+
+
+EXACT = (
+    *("", "kv-1", "kv-2", "full-width norm", "norm of heads", "inline", "keyword", "tuple", "dictionary", "tied", "tied norms"),
+    *("frozen norm", "norm inside", "gate inside", "used both ways", "norm of the root", "mask", "condition", "first output"),
+    *("root between", "block twice", "list twice", "pooled", "shift", "batch norm", "counts"),
+)  # fmt: skip
+"""What makes each model another."""
+
+
+def build(how, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    model = Words(how).to(dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            scale = 0.3 if param.dim() > 1 else 0.1
+            param.add_(scale * torch.randn(param.shape, generator=generator, dtype=dtype))
+    return model
+
+
+class Build:
+    """Builds a model on a rank."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __call__(self):
+        return build(self.how)
+
+
+def batch(seed, num):
+    """Tokens, with as many labels as the seed says."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (2, num), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    labels[1, -1] = 5  # one counts
+    return {"input_ids": ids, "labels": labels}
+
+
+def windows(steps=2, micro=2):
+    """Micro-batches of other lengths, some of which no number of ranks divides."""
+    return [[batch(10 * s + i, _LENGTHS[(s * micro + i) % 8]) for i in range(micro)] for s in range(steps)]
+
+
+def loss_of(output, given):
+    logits = output["logits"] if isinstance(output, dict) else output
+    return F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), ignore_index=-100, reduction="sum")
+
+
+def count(given):
+    return (given["labels"] != -100).sum()
+
+
+PARALLEL = sw.TensorParallel(sequence_parallel=True)
+
+
+def parallel(how, world, dtype=torch.float64, **options):
+    example = {"input_ids": batch(1, 24)["input_ids"]}
+    return sw.parallelize(build(how, dtype), world, example=example, tensor_parallel=PARALLEL, **options)
+
+
+def trained(model):
+    return sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)
+
+
+def largest_error(found, expected):
+    return max(float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items())
+
+
+# ---- what ranks run --------------------------------------------------------------------------------------------------
+
+
+def every_length(how, layout, lengths, **options):
+    """The largest error of losses and parameters, of one micro-batch of each length in turn, next to one process."""
+    plain = build(how)
+    reference, worst = torch.optim.SGD(plain.parameters(), lr=0.05), 0.0
+    with sw.init(layout, device="cpu") as world:
+        model = parallel(how, world, **options)
+        step = trained(model)
+        for num in lengths:
+            given = batch(num, num)
+            loss = loss_of(plain(given["input_ids"]), given) / int(count(given))
+            loss.backward()
+            reference.step()
+            reference.zero_grad()
+            worst = max(worst, abs(float(step([given]).loss) - float(loss)) / float(loss))
+            state = sw.full_state_dict(model)
+            if world.is_main:
+                worst = max(worst, largest_error(state, dict(plain.named_parameters())))
+    return worst
+
+
+def own_loop(how, layout):
+    """The largest error of parameters after two windows of a loop of one's own; of an answer; and of an evaluation."""
+    plain = build(how)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05)
+    with sw.init(layout, device="cpu") as world:
+        model = parallel(how, world)
+        optim = torch.optim.SGD(model.parameters(), lr=0.05)
+        for micro in windows():
+            total = sum(int(count(given)) for given in micro)
+            for given in micro:
+                (loss_of(plain(given["input_ids"]), given) / total).backward()
+            reference.step()
+            reference.zero_grad()
+            with sw.window(model, micro) as window:
+                for given in window:
+                    (loss_of(model(given["input_ids"]), given) / window.num_tokens).backward()
+            optim.step()
+            optim.zero_grad()
+        state, given = sw.full_state_dict(model), batch(3, 13)
+        error = largest_error(state, dict(plain.named_parameters())) if world.is_main else 0.0
+        with torch.no_grad():
+            expected = plain(given["input_ids"])
+            answer = float((model(given["input_ids"]) - expected).abs().max())
+        found = sw.evaluate(model, [given], loss=loss_of, count=count)
+        return error, answer, abs(found["loss"] - float(loss_of(expected, given)) / int(count(given)))
+
+
+def counted(how, layout, **options):
+    """The exchanges of a window of two micro-batches of 13 positions, forward and backward, by kind and shape."""
+    found = []
+
+    class Exchanges(Sums):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "_c10d_functional" and "wait" not in str(func):
+                found.append((str(func).split(".")[1], tuple(args[0].shape)))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with sw.init(layout, device="cpu") as world:
+        step = trained(parallel(how, world, torch.float32, **options))
+        step([batch(1, 13)])
+        with Exchanges():
+            step([batch(2, 13), batch(3, 13)])
+        return found
+
+
+def kept_between(layout):
+    """Bytes that the blocks keep for backward of what is between regions: norms, and their inputs."""
+    with sw.init(layout, device="cpu") as world:
+        model = parallel("", world) if world.size > 1 else build("")
+        kept = {}
+
+        def note(x):
+            if x.dim() == 3 and x.shape[-1] in (WIDTH, 1):
+                kept[x.untyped_storage().data_ptr()] = x, x.numel() * x.element_size()
+            return x
+
+        def watching(module):
+            inner = module.forward
+
+            def forward(*args):
+                with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                    return inner(*args)
+
+            module.forward = forward
+
+        for block in model.blocks:
+            watching(block.norm)
+            watching(block.norm2)
+        given = batch(1, 24)
+        if world.size > 1:
+            trained(model)([given])
+        else:
+            loss_of(model(given["input_ids"]), given).backward()
+        return sum(size for _, size in kept.values())
+
+
+def dropped(layout):
+    """The shape of what was dropped in each call, and where."""
+    found = []
+    with sw.init(layout, device="cpu") as world:
+        model = parallel("dropout", world)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(
+                    lambda _, args, y: found.append((tuple(y.shape), ((y == 0) & (args[0] != 0)).flatten().tolist()))
+                )
+        drawn = []
+        model.norm.register_forward_hook(lambda *_: drawn.append(float(torch.rand(()))))
+        step = trained(model)
+        for num in (12, 12):
+            step([batch(1, num)])
+        return found, drawn
+
+
+def buffers_of(how, layout):
+    with sw.init(layout, device="cpu") as world:
+        model = parallel(how, world)
+        trained(model)([batch(1, 13), batch(2, 9)])
+        return {name: x.clone() for name, x in model.named_buffers()}
+
+
+def plain_buffers(how):
+    model = copy.deepcopy(build(how))
+    for given in (batch(1, 13), batch(2, 9)):
+        model(given["input_ids"])
+    return dict(model.named_buffers())
+
+
+def refused(case):
+    """The error that a use ends in."""
+    with sw.init("cp=2,tp=2" if case == "cp" else "tp=2", device="cpu") as world:
+        try:
+            _use(case, world)
+        except ShardwiseError as error:
+            return str(error)
+        return "nothing was raised"
+
+
+def _use(case, world):
+    if case == "cp":
+        parallel("", world)
+    if case == "compiled dropout":
+        parallel("dropout", world, compile=sw.Compile(backend="aot_eager"))
+    if case == "no blocks":
+        sw.parallelize(MLP(""), world, example={"x": torch.randn(2, 9, WIDTH)}, tensor_parallel=PARALLEL)
+    if case == "nothing cut":
+        model = build("")
+        model.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        ids = batch(1, 24)["input_ids"]
+        sw.parallelize(model.double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
+    if case == "left out":
+        model = parallel("leaves out", world)
+        trained(model)([batch(1, 9)])
+    if case == "another flag":
+        model = parallel("", world)
+        forward = lambda m, b: m(b["input_ids"], leave_out=True)  # noqa: E731
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        sw.TrainStep(model, optim, loss=loss_of, count=count, forward=forward)([batch(1, 9)])

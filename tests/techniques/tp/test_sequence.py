@@ -1,0 +1,190 @@
+"""Sequence parallelism: a model whose sequences are cut between layers that are cut over tp trains as in one process."""
+
+import pytest
+import torch
+from techniques.tp.streams import (
+    EXACT,
+    PARALLEL,
+    WIDTH,
+    Build,
+    buffers_of,
+    count,
+    counted,
+    dropped,
+    every_length,
+    kept_between,
+    loss_of,
+    own_loop,
+    plain_buffers,
+    refused,
+    windows,
+)
+from techniques.tp.test_parity import compared as compared_with_model
+
+import shardwise as sw
+
+
+def compared(ranks, how, layout, **options):
+    return sw.verify(
+        Build(how),
+        layout,
+        batches=windows(micro=4),
+        loss=loss_of,
+        count=count,
+        run=ranks.run,
+        tensor_parallel=PARALLEL,
+        max_grad_norm=0.3,
+        optimizer="adamw",
+        **options,
+    )
+
+
+QUICK = {"kv-1", "inline", "norm inside", "norm of the root", "condition", "used both ways", "list twice", "batch norm"}
+
+
+@pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.soak]) for how in EXACT])
+def test_models(ranks, how):
+    assert compared(ranks, how, "tp=2")
+
+
+CELLS = [
+    ("kv-2", "dp_shard=2,tp=2", {"remat": "full"}, False),
+    ("", "dp_replicate=2,tp=2", {"norm_type": float("inf")}, False),
+    ("full-width norm", "tp=4", {}, True),
+    ("root between", "tp=4", {"remat": "selective"}, True),
+    ("gate inside", "dp_shard=2,tp=2", {}, True),
+    ("tied norms", "dp_shard=2,tp=2", {"sharding": sw.Sharding(offload=True)}, True),
+    ("frozen norm", "dp_shard=2,tp=2", {"sharding": sw.Sharding(sync_every_microbatch=True)}, True),
+    ("norm inside", "dp_replicate=2,dp_shard=2,tp=2", {"remat": "full"}, True),
+    ("inline", "tp=2", {"remat": "full"}, True),
+    ("condition", "dp_shard=2,tp=2", {"remat": "full"}, True),
+    ("", "tp=2", {"lora": sw.LoRA(rank=4)}, True),
+    ("shift", "dp_shard=2,tp=2", {"lora": sw.LoRA(rank=4), "remat": "full"}, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "layout", "options"),
+    [
+        pytest.param(
+            how, layout, options, id=f"{how}-{layout}-{'-'.join(options)}", marks=[pytest.mark.soak] if slow else []
+        )
+        for how, layout, options, slow in CELLS
+    ],
+)
+def test_options(ranks, how, layout, options):
+    assert compared(ranks, how, layout, **options)
+
+
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gpt2",
+    "bert",
+    "mixtral",
+    "nanogpt",
+    "opt",
+    "bloom",
+    "deepseek-v3",
+    "vocabularies: tied",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if (name, layout) in {("llama", "tp=2"), ("mixtral", "tp=2")} else [pytest.mark.soak])
+        for name in FAMILIES
+        for layout in ("tp=2", "dp_shard=2,tp=2", "dp_replicate=2,tp=2", *(["tp=4"] if name != "mixtral" else []))
+    ],
+)  # fmt: skip
+def test_families(ranks, name, layout):
+    compared_with_model(ranks, name, layout, tensor_parallel=PARALLEL)
+
+
+def test_a_fused_loss_gets_all_positions(ranks):
+    compared_with_model(ranks, "llama", "tp=2", tensor_parallel=PARALLEL, fused=True)
+
+
+# ---- exchanges, memory -----------------------------------------------------------------------------------------------
+
+
+COMPILED = {"compile": sw.Compile(backend="aot_eager", fullgraph=True)}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(COMPILED, marks=pytest.mark.soak)])
+def test_exchanges_are_those_of_the_textbook(ranks, options):
+    """Of a block and micro-batch 4 gathers and 4 sums to rows; one gather behind the last block, one before the first in backward."""
+    for found in ranks.run(counted, 2, "", "tp=2", **options):
+        gathers = [shape for kind, shape in found if kind == "all_gather_into_tensor" and shape[-1] == WIDTH]
+        sums = [shape for kind, shape in found if kind == "reduce_scatter_tensor"]
+        assert gathers == [(7, 2, WIDTH)] * (4 * 2 + 2) * 2  # of 13 positions
+        assert sums == [(14, 2, WIDTH)] * 4 * 2 * 2
+        assert [shape for kind, shape in found if kind == "all_reduce"] == [(2, 13, WIDTH)] * 2 * 2  # table and head
+
+
+def test_what_is_kept_between_regions_falls_by_tp(ranks):
+    whole = kept_between("")
+    for degree in (2, 4):
+        assert max(ranks.run(kept_between, degree, f"tp={degree}")) <= 1.03 / degree * whole
+
+
+# ---- lengths, randomness, buffers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("how", "layout", "num"), [("inline", "tp=2", 2), ("shift", "tp=4", 4)])
+def test_every_length(ranks, how, layout, num):
+    """Where a rank has no positions one stands for them, which counts nowhere."""
+    assert max(ranks.run(every_length, num, how, layout, [1, 2, 3, 5, 1, 6, 9])) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("how", "layout", "num"),
+    [
+        ("inline", "tp=2", 2),
+        pytest.param("shift", "tp=2", 2, marks=pytest.mark.soak),
+        pytest.param("gate inside", "dp_shard=2,tp=2", 4, marks=pytest.mark.soak),
+    ],
+)
+def test_compiled_blocks(ranks, how, layout, num):
+    """With islands, and without a break of the graph."""
+    assert max(ranks.run(every_length, num, how, layout, [13, 13], timeout_s=240, **COMPILED)) < 1e-12
+
+
+def test_own_loop_answer_and_evaluation(ranks):
+    for errors in ranks.run(own_loop, 2, "shift", "tp=2"):
+        assert max(errors) < 1e-12
+
+
+def test_dropout_differs_on_rows_and_is_equal_in_regions(ranks):
+    (one, end), (other, other_end) = ranks.run(dropped, 2, "tp=2")
+    assert end == other_end and len(one) == len(other) == 8
+    for (shape, mine), (other_shape, its) in zip(one, other, strict=True):
+        assert shape == other_shape
+        is_of_heads = len(shape) == 4  # a rank's heads, of all positions
+        assert shape[2 if is_of_heads else 1] == (12 if is_of_heads else 6)
+        assert mine != its
+
+
+@pytest.mark.parametrize("how", ["counts", "batch norm"])
+def test_buffers_hold_what_they_do_in_one_process(ranks, how):
+    expected = plain_buffers(how)
+    for found in ranks.run(buffers_of, 2, how, "tp=2"):
+        assert all(torch.allclose(found[name], x, rtol=1e-12, atol=0) for name, x in expected.items())
+
+
+REFUSED = {
+    "cp": "both cut the positions of a sequence",
+    "compiled dropout": "ranks draw numbers of their own for their positions",
+    "no blocks": "no list of blocks",
+    "nothing cut": "no layers of its blocks are cut over tp",
+    "left out": "blocks that were left out",
+    "another flag": "['leave_out']=True",
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_is_refused(ranks, case):
+    for told in ranks.run(refused, 4 if case == "cp" else 2, case):
+        assert REFUSED[case] in told
