@@ -35,7 +35,7 @@ SAYS = {
     "no such style": ("ConfigError", "there is no such style", "did you mean 'colwise'"),
     "a norm": ("PlanError", "have no weight of two dims"),
     "two styles": ("PlanError: transformer.h.0.mlp.c_fc.weight", "another pattern makes it column"),
-    "sequence parallel": ("UnsupportedError", "activations between layers are whole"),
+    "sequence parallel": ("UnsupportedError", "it is no style of one module"),
     "nothing": ("ConfigError: TensorParallel(plan={})",),
     "no such plan": ("ConfigError: TensorParallel(plan='lama')", "did you mean 'llama'"),
     "another type": ("ConfigError: tensor_parallel=3", "that is a int"),
