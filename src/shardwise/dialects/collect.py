@@ -141,7 +141,7 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
             facts.refuse(facts.prefix + written, f"{key} is given twice: write it once", value=value)
             continue
         given[key] = value
-        _read_key(row, key, written, value, facts, reader)
+        _read_key(row, key, value, facts, reader)
     _read_defaults(given, empty, facts)
     return facts
 
@@ -150,8 +150,8 @@ def _prefixed(error: Refused, facts: Facts) -> Refused:
     return Refused(facts.prefix + error.key, error.text, error.value)
 
 
-def _read_key(row: Row, key: str, written: str, value: Any, facts: Facts, reader: Reader) -> None:
-    shown = facts.prefix + written
+def _read_key(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> None:
+    shown = facts.prefix + key
     if row.key.endswith(".*") and (near := facts.table.misspelt(row, key)):
         facts.refuse(shown, f"{facts.table.name} has no such key: did you mean {near!r}?", value=value)
         return
@@ -159,7 +159,7 @@ def _read_key(row: Row, key: str, written: str, value: Any, facts: Facts, reader
         if row.within:
             _read_within(row, key, value, facts, reader)
         else:
-            _apply(row, key, shown, row.coerced(value, written), facts, is_given=True)
+            _apply(row, key, shown, row.coerced(value, key), facts, is_given=True)
     except Refused as error:
         facts.refuse_error(_prefixed(error, facts))
 

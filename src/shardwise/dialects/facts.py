@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from shardwise.dialects.table import ABSENT, Refused, Row, Table, short, word_of
 
 _EITHER = ("offload", "compile")  # facts that several switches turn on: one that is on counts
-_LATER = ("data", "model", "report_to", "optimizer_arg")  # facts of which the more particular key is the later row
+_LATER = ("data", "model", "report_to", "optimizer_arg", "pin")  # facts of which the more particular key is the later row
 
 
 class Curve(NamedTuple):

@@ -23,6 +23,7 @@ _OF_LAYOUT = (
     "engine", "strategy", "strategy_v1", "zero", "replicate", "shard", "tp", "cp", "dp", "mesh2", "mics", "fsdp_words", "hybrid",
     "hybrid_over",
 )  # fmt: skip
+_OF_PRODUCT = ("mesh2", "shard", "replicate", "dp", "mics", "hybrid_over", "shard_auto", "tp_auto", "tp", "cp")
 _LEAST = {"tp": 0, "micro": -1, "global": -1}  # values below one that stand for something
 _COUNTS = ("nodes", "ranks", "tp", "cp", "micro", "accumulate", "accumulate_sum", "global", "shard_auto", "tp_auto")
 
@@ -144,10 +145,10 @@ def _check_product(facts: Facts, axes: Iterable[tuple[str, int | str]], ranks: R
         return
     is_open = -1 in degrees.values()
     if ranks.total % known if is_open else known != ranks.total:
-        key = facts.key("mesh2", "shard", "replicate", "dp", "mics", "hybrid_over", "shard_auto", "tp_auto", "tp", "cp")
         text = ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
         of = "a multiple of " if is_open else ""
-        facts.refuse(key, f"{text} is {of}{known} ranks, not {ranks.total}: write others, or --ranks N")
+        for name in [name for name in _OF_PRODUCT if facts.is_given(name)] or [facts.key(*_OF_PRODUCT)]:
+            facts.refuse(facts.key(name), f"{text} is {of}{known} ranks, not {ranks.total}: write others, or --ranks N")
 
 
 def _kind(facts: Facts) -> str:
