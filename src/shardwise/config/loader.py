@@ -67,6 +67,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str], cls: type[C])
     return Loaded(config=config, origins=origins)
 
 
+def load_values(values: Mapping[str, Any], cls: type[C], *, origin: str) -> Loaded[C]:
+    """Loads a configuration that is a mapping, as :func:`load_config` loads a file; ``origin`` says where it is from."""
+    layer = Layer(values=_plain(values))
+    _mark(layer, layer.values, (), origin)
+    _refuse_unknown_keys(cls, layer)
+    origins: dict[str, str] = {}
+    return Loaded(config=_build(cls, layer.values, (), layer, origins), origins=origins)
+
+
 def _read(path: str | Path | None, cls: type[C]) -> Layer:
     if path is None:
         return Layer(values={})
