@@ -177,7 +177,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
         if self.train.epochs is None:  # else both are counted from the data, once they are open
             steps = steps or DEFAULT_STEPS
             computed["train", "steps"] = DEFAULT_STEPS
-        if self.schedule.warmup_ratio is None and steps is not None:
+        if self.schedule.warmup_ratio is None and self.schedule.build is None and steps is not None:
             computed["schedule", "warmup_steps"] = Schedule().settled_warmup(steps)
         return computed
 
