@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardwise.dialects.table import ABSENT, RefusedError, Row, Table, short, word_of
+from shardwise.dialects.table import ABSENT, RefusedError, Table, short
 
 _EITHER = ("offload", "compile")  # facts that several switches turn on: one that is on counts
 _LATER = (
@@ -212,7 +212,7 @@ class Facts:
         left_out = next((name for name in self.allow if _covers(name, key)), None)
         if left_out is None:
             value = note.value if note is not None else value
-            self.refused.append(RefusedError(key, text, value))
+            self.refused.append(RefusedError(key, text, value, is_default=note is not None and not note.is_given))
             return
         self.left_out.add(left_out)
         if note is None:
@@ -233,9 +233,3 @@ class Facts:
 def _covers(name: str, key: str) -> bool:
     """Whether a name of ``--allow`` means a key: the key itself, or a section it is in."""
     return key == name or key.startswith(name.removesuffix("*").removesuffix(".") + ".")
-
-
-def note_of(row: Row, key: str, value: Any, *, is_given: bool, verdict: str, say: str) -> Note:
-    word = short(value)
-    is_fact = any(action.startswith("@") for action in row.action_of(word_of(value)))
-    return Note(key, value, is_given, verdict, say.replace("{}", word), is_fact=is_fact)
