@@ -134,7 +134,7 @@ def made_from_rows(draw: random.Random) -> tuple[str, dict[str, Any]]:
     if "deepspeed" in table.rows and table.rows["deepspeed"].within and draw.random() < 0.4:
         values["deepspeed"] = copy.deepcopy(BASE["deepspeed"])
         inner = load("deepspeed")
-        for key in draw.sample([key for key in inner.plain_keys], 3):
+        for key in draw.sample(inner.plain_keys, 3):
             try:
                 put(values["deepspeed"], key, draw.choice([*values_of(inner.rows[key], {**PLAIN, **ODD})] or ["auto"]))
             except (TypeError, AttributeError):

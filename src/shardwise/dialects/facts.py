@@ -119,10 +119,15 @@ class Facts:
     def note(self, name: str) -> Note | None:
         return self.known[name].note if name in self.known else None
 
-    def key(self, *names: str) -> str:
-        """The key that one of these facts comes from: the first that was given, else the first there is."""
+    def first(self, *names: str) -> str:
+        """The first of these facts that was given, else the first there is."""
         given = [name for name in names if self.is_given(name)] or [name for name in names if name in self.known]
-        return self.known[given[0]].note.key if given else names[0]
+        return given[0] if given else names[0]
+
+    def key(self, *names: str) -> str:
+        """The key that one of these facts comes from."""
+        name = self.first(*names)
+        return self.known[name].note.key if name in self.known else name
 
     def add(self, name: str, value: Any, note: Note) -> None:
         """A fact, as one key says it. Two keys that were given and contradict each other are refused."""
