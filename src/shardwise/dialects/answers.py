@@ -222,9 +222,7 @@ def _refuse_auto(facts: Facts) -> None:
     if facts.table.head.get("auto") != "refused":
         return
     for name in [name for name, fact in facts.known.items() if fact.value == "auto" and name != "load_dtype"]:
-        text = (
-            "the Trainer fills it in: import its arguments, which name this file (deepspeed: FILE), or write the value"
-        )
+        text = "another configuration fills it in: import that one, which names this file, or write the value"
         facts.say(name, "refused", text)
         del facts.known[name]
 

@@ -182,8 +182,16 @@ def word_of(value: Any) -> str:
 
 def short(value: Any) -> str:
     """A value as it is shown, in one short line."""
-    text = word_of(value) if not isinstance(value, str) else value
+    text = _flow(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
+    return value if isinstance(value, str) else word_of(value)
 
 
 @dataclass(frozen=True)
