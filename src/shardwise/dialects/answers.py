@@ -11,6 +11,7 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.dialects.collect import Reader, collect, detect, interpolated, merge, systems
 from shardwise.dialects.facts import Facts, Note
 from shardwise.dialects.objects import of_environment, of_object
+from shardwise.dialects.settle_adapters import settle_adapters, settle_positions, settle_regions
 from shardwise.dialects.settle_data import (
     settle_checkpoints,
     settle_compile,
@@ -19,7 +20,13 @@ from shardwise.dialects.settle_data import (
     settle_remat,
     settle_validation,
 )
-from shardwise.dialects.settle_layout import settle_batch, settle_layout, settle_precision, settle_ranks, settle_sharding
+from shardwise.dialects.settle_layout import (
+    settle_batch,
+    settle_layout,
+    settle_precision,
+    settle_ranks,
+    settle_sharding,
+)
 from shardwise.dialects.settle_run import settle_length, settle_optimizer, settle_schedule
 from shardwise.dialects.table import VERDICTS, Refused, load, short
 from shardwise.errors import ConfigError
@@ -128,7 +135,9 @@ def imported(
     if not sources and environ is None:
         raise ConfigError("no configuration", why="there is nothing to import", fix="name a file, or use --env")
     read = list(_read_all(sources, dialect, allow, environ))
-    read.sort(key=lambda facts: load(facts.table.name).head.get("kind") != "run")  # a whole run first, what is beside it then
+    read.sort(
+        key=lambda facts: load(facts.table.name).head.get("kind") != "run"
+    )  # a whole run first, what is beside it then
     facts, *others = read
     for other in others:
         merge(facts, other)
@@ -141,7 +150,9 @@ def imported(
     _refuse_all(facts)
     for name in allow:
         if name not in facts.left_out:
-            raise ConfigError(f"--allow {name}", why="no such key is refused, so it would have no effect", fix="remove it")
+            raise ConfigError(
+                f"--allow {name}", why="no such key is refused, so it would have no effect", fix="remove it"
+            )
     facts.end_of_notes()
     run = {section: keys for section, keys in facts.run.items() if keys}
     return Imported(
@@ -181,7 +192,10 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
     is_run = facts.table.head.get("kind") == "run" and not facts.is_record
     _refuse_auto(facts)
     ranks = settle_ranks(facts, total, per_node)
+    settle_positions(facts)
     is_sharded = settle_layout(facts, ranks)
+    settle_regions(facts, ranks.tp)
+    settle_adapters(facts)
     settle_batch(facts, ranks)
     settle_precision(facts, is_sharded)
     settle_sharding(facts, is_sharded)
@@ -215,7 +229,9 @@ def _refuse_auto(facts: Facts) -> None:
     if facts.table.head.get("auto") != "refused":
         return
     for name in [name for name, fact in facts.known.items() if fact.value == "auto" and name != "load_dtype"]:
-        text = "the Trainer fills it in: import its arguments, which name this file (deepspeed: FILE), or write the value"
+        text = (
+            "the Trainer fills it in: import its arguments, which name this file (deepspeed: FILE), or write the value"
+        )
         facts.say(name, "refused", text)
         del facts.known[name]
 

@@ -283,12 +283,14 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
             new.note.say, new.note.is_used = new.note.say or "the value of the other configuration", True
         elif new.value is None and old is not None:
             new.note.is_used = True
-        elif old is None or name in own and not (old.note.is_given and new.note.is_given):
+        elif old is None or (name in own and not (old.note.is_given and new.note.is_given)):
             facts.known[name] = new
         elif new.note.is_given:
             facts.add(name, new.value, new.note)
     for key, value in other.leaves():
-        facts.put_once(key, value, next(note for note in other.notes if any(o.startswith(f"{key}=") for o in note.ours)))
+        facts.put_once(
+            key, value, next(note for note in other.notes if any(o.startswith(f"{key}=") for o in note.ours))
+        )
 
 
 def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 from shardwise.dialects.table import ABSENT, Refused, Row, Table, short, word_of
 
 _EITHER = ("offload", "compile")  # facts that several switches turn on: one that is on counts
-_LATER = ("data", "model", "report_to", "optimizer_arg", "pin")  # facts of which the more particular key is the later row
+_LATER = (
+    "data",
+    "model",
+    "report_to",
+    "optimizer_arg",
+    "pin",
+)  # facts of which the more particular key is the later row
 
 
 class Curve(NamedTuple):
@@ -154,7 +160,9 @@ class Facts:
         """Our key, as a row says it by itself: a key that was given counts more than a default, two that were given and differ are
         refused, and lists are joined."""
         old = self.get(key)
-        said_by = next((one for one in self.notes if one is not note and any(o.startswith(f"{key}=") for o in one.ours)), None)
+        said_by = next(
+            (one for one in self.notes if one is not note and any(o.startswith(f"{key}=") for o in one.ours)), None
+        )
         if isinstance(old, list) and isinstance(value, list):
             value = list(dict.fromkeys([*old, *value]))
         elif said_by is not None and said_by.is_given and old != value:

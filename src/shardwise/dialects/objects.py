@@ -114,7 +114,9 @@ def _settled_plugin(source: Any) -> dict[str, Any]:
 
 
 def _sizes(source: Any) -> dict[str, Any]:
-    return {key: value for key, value in _fields(source).items() if not key.endswith("handler") and key != "device_mesh"}
+    return {
+        key: value for key, value in _fields(source).items() if not key.endswith("handler") and key != "device_mesh"
+    }
 
 
 def _strategy(source: Any) -> dict[str, Any]:
@@ -122,7 +124,13 @@ def _strategy(source: Any) -> dict[str, Any]:
     held = {**getattr(source, "_fsdp_kwargs", {}), **getattr(source, "_ddp_kwargs", {})}
     for name in ("sharding_strategy", "cpu_offload", "mixed_precision"):
         held[name] = getattr(source, name, held.get(name))
-    for name in ("device_mesh", "data_parallel_size", "tensor_parallel_size", "process_group_backend", "state_dict_type"):
+    for name in (
+        "device_mesh",
+        "data_parallel_size",
+        "tensor_parallel_size",
+        "process_group_backend",
+        "state_dict_type",
+    ):
         held.setdefault(name, getattr(source, f"_{name}", None))
     again = getattr(source, "_activation_checkpointing_kwargs", None) or {}
     held["activation_checkpointing_policy"] = again.get("auto_wrap_policy")

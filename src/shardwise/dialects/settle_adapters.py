@@ -1,123 +1,113 @@
-"""From neutral facts to our keys: adapters, weights in 4 bits, and positions cut over ranks."""
+"""From facts to our keys: adapters, weights in 4 bits, and positions cut over ranks. See ``settle_layout.py``."""
 
 import re
 from typing import Any
 
+from shardwise.dialects.facts import Facts
 from shardwise.techniques.lora.options import ALL_LINEAR
 from shardwise.techniques.tp.options import TensorParallel
 
 _CHOSEN_BY_PEFT = ["q_proj", "v_proj"]  # for Llama, Mistral, Mixtral, Qwen and Gemma
-_PLAIN = {
-    "alpha": "adapter_alpha",
+_AS_THEY_ARE = {
     "dropout": "adapter_dropout",
     "rslora": "adapter_rslora",
     "dora": "adapter_dora",
     "init": "adapter_init",
 }
 _NAMES = {"exclude": "adapter_exclude", "train": "adapter_train", "experts": "adapter_experts"}
+_PATTERN = re.compile(r"[\w*?-]+(\.[\w*?-]+)*")
 
 
-def positions(c: Any) -> None:
-    """``parallel.context_parallel``, and the number of ranks along ``cp`` for the layout: before ``layout`` is settled."""
-    cp, by_heads = ((c.take(fact) or 1) for fact in ("cp", "ulysses"))
+def settle_positions(facts: Facts) -> None:
+    """``parallel.context_parallel``, and the ranks along ``cp``, of which ``settle_layout`` makes the layout."""
+    cp, by_heads = facts.number("cp") or 1, facts.number("ulysses") or 1
     if cp > 1 and by_heads > 1:
-        given, other = c.note("ulysses").key, c.note("cp").key
-        c.refuse(
-            given, f"{given}={by_heads}: positions are cut over one axis, and {other}={cp} cuts them too: write one"
-        )
+        text = f"positions are cut over one axis, and {facts.key('cp')}={cp} cuts them too: write one of them"
+        facts.say("ulysses", "refused", text)
     elif by_heads > 1:
-        c.facts["cp"] = c.facts["ulysses"]
-        c.put("parallel.context_parallel.method", "ulysses", "ulysses")
+        facts.known["cp"] = facts.known["ulysses"]
+        facts.put("parallel.context_parallel.method", "ulysses", "ulysses")
     elif cp > 1:
-        for key, fact in (("method", "cp_method"), ("order", "cp_order")):
-            if c.given(fact):
-                c.put(f"parallel.context_parallel.{key}", c.take(fact), fact)
+        for key, name in (("method", "cp_method"), ("order", "cp_order")):
+            if facts.is_given(name):
+                facts.put(f"parallel.context_parallel.{key}", facts.take(name), name)
 
 
-def rows_of_regions(c: Any, tp: int) -> None:
-    """``parallel.tensor_parallel.sequence_parallel``: after ``layout``."""
-    if tp == 1 or not c.given("sequence_parallel") or c.take("sequence_parallel") is not True:
+def settle_regions(facts: Facts, tp: int) -> None:
+    """``parallel.tensor_parallel.sequence_parallel``."""
+    if tp == 1 or not facts.is_given("sequence_parallel") or facts.take("sequence_parallel") is not True:
         return
     if "sequence_parallel" not in TensorParallel.__struct_fields__:
-        c.say(
-            "sequence_parallel",
-            "changed",
-            "activations between layers are whole on each rank of tp: the same numbers, more memory",
-        )
+        text = "activations between layers are whole on each rank of tp: the same numbers, more memory"
+        facts.say("sequence_parallel", "changed", text)
         return
-    plan = c.run.get("parallel", {}).get("tensor_parallel")
+    plan = facts.get("parallel.tensor_parallel")
     if isinstance(plan, str):
-        c.put("parallel.tensor_parallel", {"plan": plan})
-    c.put("parallel.tensor_parallel.sequence_parallel", True, "sequence_parallel")
+        facts.put("parallel.tensor_parallel", {"plan": plan})
+    facts.put("parallel.tensor_parallel.sequence_parallel", True, "sequence_parallel")
 
 
-def adapters(c: Any) -> None:
+def settle_adapters(facts: Facts) -> None:
     """``parallel.lora``, ``parallel.quantize``, and which files of adapters a run leaves."""
-    builder = str(c.take("builder") or "").rpartition(".")[2]
-    in_4_bits = "in_4_bits" if c.take("in_4_bits") is True else "builder" if builder.startswith("qlora_") else None
-    if c.take("adapter") is None:
+    in_4_bits = _of_4_bits(facts)
+    if facts.take("adapter") is None:
         if in_4_bits is not None:
-            what = c.note(in_4_bits).key
-            c.refuse(
-                what,
-                f"{what}: weights in 4 bits are frozen, and no adapters are trained beside them: add adapters, or remove it",
-            )
+            text = "weights in 4 bits are frozen, and no adapters are trained beside them: add adapters, or remove it"
+            facts.say(in_4_bits, "refused", text)
         return
-    targets = _targets(c)
+    targets = _targets(facts)
     if targets is not None:
-        c.put("parallel.lora.targets", targets, "adapter_targets", "adapter_all", "adapter_also", "adapter_head")
-    if (rank := c.take("adapter_rank")) is not None:
-        c.put("parallel.lora.rank", rank, "adapter_rank", "adapter")
-    for key, fact in _PLAIN.items():
-        if (value := c.take(fact)) not in (None, False, 0.0) or (key == "alpha" and value is not None):
-            c.put(f"parallel.lora.{key}", float(value) if key == "alpha" else value, fact)
-    for key, fact in _NAMES.items():
-        if names := _listed(c.take(fact)):
-            _refuse_expressions(c, fact, names)
-            c.put(f"parallel.lora.{key}", names, fact)
-    if (c.take("adapter_dropout") or 0) > 0 and c.take("adapter_dropout_at") == "post":
-        c.say("adapter_dropout", "changed", "inputs of the adapters are dropped, there what they give")
-    if (saved := c.take("adapter_saved")) is not None:
-        c.put("checkpoint.export" if saved == "alone" else "checkpoint.adapter", None, "adapter_saved")
+        facts.put("parallel.lora.targets", targets, "adapter_targets", "adapter_all", "adapter_also", "adapter_head")
+    facts.put("parallel.lora.rank", facts.take("adapter_rank", 8), "adapter", "adapter_rank")
+    if (alpha := facts.take("adapter_alpha")) is not None:
+        facts.put("parallel.lora.alpha", float(alpha), "adapter_alpha")
+    for key, name in _AS_THEY_ARE.items():
+        if value := facts.take(name):
+            facts.put(f"parallel.lora.{key}", value, name)
+    for key, name in _NAMES.items():
+        if names := _listed(facts.take(name)):
+            _refuse_expressions(facts, name, names)
+            facts.put(f"parallel.lora.{key}", names, name)
+    facts.take("adapter_begins")  # A's first values: its row says what is other here
+    if facts.take("adapter_dropout") and facts.take("adapter_dropout_at") == "post":
+        facts.say("adapter_dropout", "changed", "inputs of the adapters are dropped, there what they give")
+    if saved := facts.take("adapter_saved"):
+        facts.put("checkpoint.export" if saved == "alone" else "checkpoint.adapter", None, "adapter_saved")
     if in_4_bits is not None:
-        _weights(c, in_4_bits)
+        _settle_4_bits(facts, in_4_bits)
 
 
-def _targets(c: Any) -> str | list[str] | None:
+def _of_4_bits(facts: Facts) -> str | None:
+    """The fact that says that frozen weights are stored in 4 bits: a switch, or a builder's name."""
+    builder = str(facts.take("builder", "")).rpartition(".")[2]
+    return "in_4_bits" if facts.take("in_4_bits") is True else "builder" if builder.startswith("qlora_") else None
+
+
+def _targets(facts: Facts) -> str | list[str] | None:
     """The layers with an adapter: names, or all linear ones."""
-    given, excluded = c.take("adapter_targets"), c.take("adapter_exclude")
-    names = [_renamed(c, name) for name in _listed(given)]
-    if names == [ALL_LINEAR] or c.take("adapter_all") is True or (not names and excluded):
-        what = "adapter_all" if c.take("adapter_all") is True else "adapter_targets"
-        no_head = "; there the head has one: name it, as parallel.lora.targets" if what == "adapter_all" else ""
-        c.say(
-            what, "changed", f"all linear layers but the head and routers of experts, and no stacked experts{no_head}"
-        )
+    given = facts.take("adapter_targets")
+    others = facts.table.pairs("layers")
+    names = [others.get(name, name) for name in _listed(given)]
+    with_head = facts.take("adapter_all") is True
+    if with_head or names == [ALL_LINEAR] or (not names and facts.take("adapter_exclude")):
+        text = "all linear layers but the head and routers of experts, and no stacked experts"
+        text += "; there the head has one too, which has to be named: parallel.lora.targets" if with_head else ""
+        facts.say("adapter_all" if with_head else "adapter_targets", "changed", text)
         return ALL_LINEAR
-    for fact in ("adapter_also", "adapter_head"):
-        names += _listed(c.take(fact))
+    for name in ("adapter_also", "adapter_head"):
+        names += _listed(facts.take(name))
     if names:
-        _refuse_expressions(c, "adapter_targets", names)
+        _refuse_expressions(facts, "adapter_targets", names)
         return names
-    if c.take("adapter_experts"):
+    if facts.take("adapter_experts"):
         return []
-    if given is None and c.note("adapter_targets") is not None:
-        of = ", ".join(_CHOSEN_BY_PEFT)
-        c.say(
-            "adapter_targets",
-            "changed",
-            f"{of}: what PEFT chooses for Llama, Mistral, Qwen and Gemma; name the layers of others",
-        )
+    if given is None and "adapter_targets" in facts.known:
+        text = f"{', '.join(_CHOSEN_BY_PEFT)}: what PEFT chooses for Llama, Mistral, Qwen and Gemma; name the layers of others"
+        facts.say("adapter_targets", "changed", text)
         return list(_CHOSEN_BY_PEFT)
-    key = (c.note("adapter_targets") or c.note("adapter")).key
-    c.refuse(key, f"{key}: no layer is named, so that nothing would be trained: name some, such as q_proj, v_proj")
+    name = "adapter_targets" if "adapter_targets" in facts.known else "adapter"
+    facts.say(name, "refused", "no layer is named, so that nothing would be trained: name some, such as q_proj, v_proj")
     return None
-
-
-def _renamed(c: Any, name: str) -> str:
-    """A layer's name in a Hugging Face directory, where the table says that it is another there."""
-    others = dict(pair.strip().split("=") for pair in c.table.head.get("layers", "").split(",") if pair.strip())
-    return str(others.get(name, name))
 
 
 def _listed(value: Any) -> list[str]:
@@ -126,35 +116,20 @@ def _listed(value: Any) -> list[str]:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else [str(part) for part in value]
 
 
-def _refuse_expressions(c: Any, fact: str, names: list[str]) -> None:
-    if (wrong := next((name for name in names if not re.fullmatch(r"[\w*?-]+(\.[\w*?-]+)*", name)), None)) is not None:
-        key = c.note(fact).key
-        c.refuse(
-            key, f"{key}={wrong!r}: an expression is not taken: name layers, their last parts, or patterns as *.q_proj"
-        )
+def _refuse_expressions(facts: Facts, name: str, names: list[str]) -> None:
+    if not all(map(_PATTERN.fullmatch, names)):
+        text = "an expression is not taken: name layers, their last parts, or patterns as *.q_proj"
+        facts.say(name, "refused", text)
 
 
-def _weights(c: Any, what: str) -> None:
-    """Frozen weights in 4 bits."""
-    bits, code = c.take("bits") or 4, c.take("code_4bit") or "nf4"
-    if bits != 4:
-        c.say("bits", "refused", f"{c.note('bits').key}={bits}: weights in {bits} bits are not supported: write 4")
-    if code != "nf4":
-        key = c.note("code_4bit").key
-        c.refuse(key, f"{key}={code}: a worse code of the same size, which is not supported: write nf4")
-    if c.note("nested_4bit") is not None and c.take("nested_4bit") is not True:
-        c.say(
-            "nested_4bit",
-            "changed",
-            "scales of blocks are stored in 8 bits too: values of weights differ by up to 0.75 %",
-        )
-    plain = _listed(c.take("plain_4bit"))
-    c.put(
-        "parallel.quantize",
-        {"kind": "nf4", "keep": plain} if plain else "nf4",
-        what,
-        "code_4bit",
-        "nested_4bit",
-        "plain_4bit",
-        "bits",
-    )
+def _settle_4_bits(facts: Facts, name: str) -> None:
+    if (bits := facts.take("bits", 4)) != 4:
+        facts.say("bits", "refused", f"weights in {bits} bits are not supported: write 4")
+    if facts.take("code_4bit", "nf4") != "nf4":
+        facts.say("code_4bit", "refused", "a worse code of the same size, which is not supported: write nf4")
+    if "nested_4bit" in facts.known and facts.take("nested_4bit") is not True:
+        text = "scales of blocks are stored in 8 bits too: values of weights differ by up to 0.75 %"
+        facts.say("nested_4bit", "changed", text)
+    plain = _listed(facts.take("plain_4bit"))
+    value = {"kind": "nf4", "keep": plain} if plain else "nf4"
+    facts.put("parallel.quantize", value, name, "code_4bit", "nested_4bit", "plain_4bit", "bits")

@@ -15,8 +15,8 @@ _HF_KINDS = (
     "warmup_stable_decay",
 )  # fmt: skip
 _HF_NAMES = {
-    **{"num_cycles": "cycles", "power": "power", "timescale": "timescale", "min_lr_rate": "floor", "min_lr_ratio": "floor"},
-    **{"num_decay_steps": "decay", "num_stable_steps": "stable", "decay_type": "decay_type", "warmup_type": "warmup_type"},
+    "num_cycles": "cycles", "power": "power", "timescale": "timescale", "min_lr_rate": "floor", "min_lr_ratio": "floor",
+    "num_decay_steps": "decay", "num_stable_steps": "stable", "decay_type": "decay_type", "warmup_type": "warmup_type",
 }  # fmt: skip
 _HF_RATES = {"min_lr": "floor", "lr_end": "lr_end_ratio"}  # given as rates, not as parts of the highest
 _NO_CURVE = "there is no such curve: write schedule.name=cosine, linear, constant or wsd in the run file"
@@ -62,7 +62,11 @@ def _mapping_of(facts: Facts, name: str) -> dict[str, Any] | None:
 
 
 def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
-    args = {"warmup": facts.take("warmup", 0), "decay_type": facts.take("decay_type", "linear"), "floor": facts.take("floor", 0.0)}
+    args = {
+        "warmup": facts.take("warmup", 0),
+        "decay_type": facts.take("decay_type", "linear"),
+        "floor": facts.take("floor", 0.0),
+    }
     return args | ({"decay_ratio": facts.take("decay_ratio")} if facts.has("decay_ratio") else {})
 
 
@@ -71,7 +75,12 @@ def nemo(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     if rise is None:
         rise = min(1000, (facts.take("curve_steps") or steps or 0) // 10)
     init, floor = facts.take("init_lr"), facts.take("floor_lr")
-    args = {"kind": kind, "warmup": rise, "init": 0.1 if init is None else init / lr, "floor": 0.01 if floor is None else floor / lr}
+    args = {
+        "kind": kind,
+        "warmup": rise,
+        "init": 0.1 if init is None else init / lr,
+        "floor": 0.01 if floor is None else floor / lr,
+    }
     if kind == "WSD":
         args |= {"decay": facts.take("decay_steps", 0), "decay_type": facts.take("decay_type", "exponential")}
     return args
@@ -111,7 +120,11 @@ def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments 
     is_by_part = rise is None or not facts.is_given("warmup")
     if kind == "linear_warmup":
         part = facts.take("warmup_percent", 0.05)
-        return {"kind": kind, "warmup": _part(facts, part, steps) if is_by_part else rise, "init": facts.take("init_lr", 0.0) / lr}
+        return {
+            "kind": kind,
+            "warmup": _part(facts, part, steps) if is_by_part else rise,
+            "init": facts.take("init_lr", 0.0) / lr,
+        }
     if kind != "wsd":
         facts.say("curve", "refused", _NO_CURVE)
         return None
@@ -130,7 +143,11 @@ def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments 
 
 def ml(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
     if kind not in ("linear", "linear_no_decay", "constant"):
-        facts.say("curve", "refused", "it repeats, or is not known: write schedule.name=cosine, linear, constant or wsd in the run file")
+        facts.say(
+            "curve",
+            "refused",
+            "it repeats, or is not known: write schedule.name=cosine, linear, constant or wsd in the run file",
+        )
         return None
     rise = facts.take("warmup")
     if kind == "linear" and not facts.is_given("warmup"):

@@ -8,8 +8,26 @@ from shardwise.dialects.settle_layout import class_names
 
 _LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
 _LOGGERS = ("wandb", "tensorboard", "csv")
-_OF_REMAT = ("remat", "remat_bool", "remat_some", "remat_option", "remat_every", "remat_classes", "remat_only", "remat_ops", "remat_offload")
-_OF_COMPILE = ("compile", "compile_backend", "compile_with", "compile_mode", "compile_dynamic", "compile_fullgraph", "compile_budget")
+_OF_REMAT = (
+    "remat",
+    "remat_bool",
+    "remat_some",
+    "remat_option",
+    "remat_every",
+    "remat_classes",
+    "remat_only",
+    "remat_ops",
+    "remat_offload",
+)
+_OF_COMPILE = (
+    "compile",
+    "compile_backend",
+    "compile_with",
+    "compile_mode",
+    "compile_dynamic",
+    "compile_fullgraph",
+    "compile_budget",
+)
 
 
 def settle_remat(facts: Facts) -> None:
@@ -30,7 +48,10 @@ def settle_remat(facts: Facts) -> None:
         mode = None
         facts.say("remat_only", "dropped", "no class is named, so nothing runs again there")
     if mode and (results := facts.take("remat_ops")):
-        mode, record["save"] = "selective", [name.removeprefix("torch.ops.").removesuffix(".default") for name in results]
+        mode, record["save"] = (
+            "selective",
+            [name.removeprefix("torch.ops.").removesuffix(".default") for name in results],
+        )
     if every and every > 1:
         record["every"] = every
     if mode == "budget":

@@ -11,8 +11,8 @@ from shardwise.dialects.facts import Facts
 from shardwise.dialects.table import Refused
 
 _SHORT = {
-    **{"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"},
-    **{"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"},
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
+    "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
 }  # fmt: skip
 _IS_FREED = {  # words of a strategy -> whether parameters are freed after forward
     "full": True, "full_shard": True, "hybrid": True, "hybrid_shard": True,
@@ -51,7 +51,9 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
     total = total or known
     if total and total % nodes:
-        raise Refused(facts.key("nodes"), f"{total} ranks are not split evenly over {nodes} machines: write --ranks N", nodes)
+        raise Refused(
+            facts.key("nodes"), f"{total} ranks are not split evenly over {nodes} machines: write --ranks N", nodes
+        )
     per_node = per_node or here or (total // nodes if total else None)
     if per_node and nodes == 1 and (said or here):
         facts.put("launch.nproc", total, "ranks", "per_node")
@@ -78,7 +80,9 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
             raise Refused(key, f"tp={tp} x cp={cp} does not divide {ranks.total} ranks: write another, or --ranks N")
         ranks.rows = ranks.total // (tp * cp)
     if dp and dp > 0 and ranks.rows and dp != ranks.rows:
-        facts.say("dp", "refused", f"{dp} x tp={tp} x cp={cp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N")
+        facts.say(
+            "dp", "refused", f"{dp} x tp={tp} x cp={cp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N"
+        )
     if dp and dp > 0 and replicate and dp % replicate:
         facts.say("dp", "refused", f"{dp} is not a multiple of {replicate} copies: write one that is")
     axes = _data_axes(facts, kind, replicate, shard, dp, ranks)
@@ -121,7 +125,9 @@ def _data_axes(
     copies, shards = max(replicate or 1, 1), shard if shard and shard > 0 and facts.is_given("shard") else None
     if kind == "ddp" and not (shard and shard > 1):
         if copies > 1 and ranks.rows and copies != ranks.rows:
-            raise Refused(facts.key("replicate"), f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N")
+            raise Refused(
+                facts.key("replicate"), f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N"
+            )
         return [("dp_replicate", -1)]
     if kind.startswith("hybrid") and copies == 1 and not (shard and shard > 1):
         return [("dp_replicate", -1), ("dp_shard", _mics(facts) or "node")]
@@ -159,7 +165,9 @@ def _kind(facts: Facts) -> str:
         if "offload" in words:
             facts.put("parallel.sharding.offload", True, "fsdp_words")
         named = next((word for word in words if word in _IS_FREED), "full_shard")
-        return {"shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "hybrid_shard_zero2": "hybrid_grad_op"}.get(named, "full")
+        return {"shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "hybrid_shard_zero2": "hybrid_grad_op"}.get(
+            named, "full"
+        )
     if engine == "ddp":
         return "ddp"
     if engine == "fsdp" and facts.has("hybrid", "hybrid_over"):
@@ -233,11 +241,17 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
         return
     if ranks.rows is None and not (micro and whole):
         name = next(n for n in ("micro", "accumulate", "accumulate_sum", "micro_tokens", "global") if n in facts.known)
-        facts.say(name, "refused", "a step has that of each data-parallel rank, and how many there are is not known: --ranks N")
+        facts.say(
+            name,
+            "refused",
+            "a step has that of each data-parallel rank, and how many there are is not known: --ranks N",
+        )
         return
     if micro and facts.take("split_batches") is True:
         if micro % ranks.rows:
-            facts.say("split_batches", "refused", f"a batch of {micro} is not split over {ranks.rows} ranks: write another")
+            facts.say(
+                "split_batches", "refused", f"a batch of {micro} is not split over {ranks.rows} ranks: write another"
+            )
             return
         micro //= ranks.rows
     if micro is None and whole is None:
@@ -251,7 +265,9 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
         facts.put("data.micro_batch", micro, "micro", "micro_tokens")
         if ranks.rows:
             steps = whole // (micro * ranks.rows)
-            facts.arithmetic = f"{micro} x {steps} micro-batches x {ranks.rows} data-parallel ranks = {whole} samples of a step"
+            facts.arithmetic = (
+                f"{micro} x {steps} micro-batches x {ranks.rows} data-parallel ranks = {whole} samples of a step"
+            )
 
 
 def _check_batch(facts: Facts, ranks: Ranks, micro: int, steps: int | None, whole: int) -> bool:
@@ -292,9 +308,11 @@ def settle_precision(facts: Facts, is_sharded: bool) -> None:
     """``parallel.precision``: a word, or the record."""
     if not is_sharded and facts.table.head.get("policy") == "sharded":
         _drop_policy(facts)
-    stored = _SHORT.get(facts.take("store") or facts.take("load_dtype"), None)
+    stored = _SHORT.get(facts.take("store") or facts.take("load_dtype"))
     word = _mixed(facts)
-    param, reduce, out = (_SHORT.get(str(facts.take(name)).removeprefix("torch.")) for name in ("param", "reduce", "out"))
+    param, reduce, out = (
+        _SHORT.get(str(facts.take(name)).removeprefix("torch.")) for name in ("param", "reduce", "out")
+    )
     compute = facts.take("compute")
     if compute and _SHORT[compute] == "bf16":
         word, reduce = "bf16", None

@@ -57,7 +57,9 @@ def settle_optimizer(facts: Facts) -> None:
         return
     name, build = _class_of(facts, str(said))
     if name is None and build is None:
-        facts.say("optimizer", "refused", "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build")
+        facts.say(
+            "optimizer", "refused", "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
+        )
         return
     if facts.has("groups"):
         _settle_groups(facts)
@@ -212,4 +214,3 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
     if ahead:
         text = f"the same curve, at most {ahead} step{'s' * (ahead > 1)} ahead: rates differ by at most {most:.2g} of the highest; --exact keeps theirs"
         facts.say(next((name for name in ("curve", "decay_type", "warmup") if facts.has(name)), "lr"), "changed", text)
-

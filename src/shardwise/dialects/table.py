@@ -24,7 +24,7 @@ ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 _TRUE, _FALSE, _NONE = ("true", "yes", "on"), ("false", "no", "off"), ("none", "null", "")
 _DTYPES = {
     **{name: name for name in ("float16", "float32", "float64", "bfloat16")},
-    **{"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32", "double": "float64"},
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32", "double": "float64",
 }  # fmt: skip
 _HEAD_LINE = re.compile(r"(\w+): ?(.*)")
 

@@ -65,5 +65,11 @@ def from_config(
 def _is_about(ours: str, error: ConfigError) -> bool:
     """Whether an error of the run file is about one of our keys."""
     section, _, last = ours.rpartition(".")
-    words = (ours, f"({last}=", f" {last}=", f"{section.rpartition('.')[2].capitalize()}({last}=", f"{last.capitalize()}(")
+    words = (
+        ours,
+        f"({last}=",
+        f" {last}=",
+        f"{section.rpartition('.')[2].capitalize()}({last}=",
+        f"{last.capitalize()}(",
+    )
     return any(word in str(error) for word in words)
