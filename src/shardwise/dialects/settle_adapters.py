@@ -127,7 +127,9 @@ def _settle_4_bits(facts: Facts, name: str) -> None:
         facts.say("bits", "refused", f"weights in {bits} bits are not supported: write 4")
     if facts.take("code_4bit", "nf4") != "nf4":
         facts.say("code_4bit", "refused", "a worse code of the same size, which is not supported: write nf4")
-    if "nested_4bit" in facts.known and facts.take("nested_4bit") is not True:
+    if name == "builder" or facts.take("rounded_4bit") is True:
+        facts.say(name, "changed", "scales of blocks are rounded to 8 bits by another rule there, so that weights differ a little")
+    elif "nested_4bit" in facts.known and facts.take("nested_4bit") is not True:
         text = "scales of blocks are stored in 8 bits too: values of weights differ by up to 0.75 %"
         facts.say("nested_4bit", "changed", text)
     plain = _listed(facts.take("plain_4bit"))
