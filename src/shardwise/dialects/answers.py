@@ -20,15 +20,10 @@ from shardwise.dialects.settle_data import (
     settle_remat,
     settle_validation,
 )
-from shardwise.dialects.settle_layout import (
-    settle_batch,
-    settle_layout,
-    settle_precision,
-    settle_ranks,
-    settle_sharding,
-)
+from shardwise.dialects.settle_layout import settle_batch, settle_layout, settle_ranks
+from shardwise.dialects.settle_precision import settle_precision, settle_sharding
 from shardwise.dialects.settle_run import settle_length, settle_optimizer, settle_schedule
-from shardwise.dialects.table import VERDICTS, Refused, load, short
+from shardwise.dialects.table import VERDICTS, RefusedError, load, short
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
 
@@ -145,7 +140,7 @@ def imported(
     facts.is_exact = exact
     try:
         settle(facts, ranks, ranks_per_node)
-    except Refused as error:
+    except RefusedError as error:
         facts.refuse_error(error)
     _refuse_all(facts)
     for name in allow:
@@ -195,10 +190,10 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
     settle_positions(facts)
     is_sharded = settle_layout(facts, ranks)
     settle_regions(facts, ranks.tp)
-    settle_adapters(facts)
     settle_batch(facts, ranks)
     settle_precision(facts, is_sharded)
     settle_sharding(facts, is_sharded)
+    settle_adapters(facts)
     settle_remat(facts)
     settle_compile(facts)
     steps = settle_length(facts)

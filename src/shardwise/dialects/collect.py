@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.config.sources import read_file
 from shardwise.dialects.facts import Curve, Fact, Facts, Note, note_of
-from shardwise.dialects.table import ABSENT, Refused, Row, Table, head_of, literal, load, names, word_of
+from shardwise.dialects.table import ABSENT, RefusedError, Row, Table, head_of, literal, load, names, word_of
 from shardwise.errors import ConfigError
 from shardwise.techniques import TECHNIQUES
 
@@ -146,8 +146,8 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
     return facts
 
 
-def _prefixed(error: Refused, facts: Facts) -> Refused:
-    return Refused(facts.prefix + error.key, error.text, error.value)
+def _prefixed(error: RefusedError, facts: Facts) -> RefusedError:
+    return RefusedError(facts.prefix + error.key, error.text, error.value)
 
 
 def _read_key(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> None:
@@ -160,7 +160,7 @@ def _read_key(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> N
             _read_within(row, key, value, facts, reader)
         else:
             _apply(row, key, shown, row.coerced(value, key), facts, is_given=True)
-    except Refused as error:
+    except RefusedError as error:
         facts.refuse_error(_prefixed(error, facts))
 
 
@@ -236,7 +236,7 @@ def _read_within(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -
     if row.is_pattern:
         inner, key = {key.removeprefix(row.key[:-1]): value}, row.key[:-2]
     if not isinstance(inner, dict):
-        raise Refused(key, "it takes a path, or the mapping itself", value)
+        raise RefusedError(key, "it takes a path, or the mapping itself", value)
     if isinstance(value, str) and not row.is_pattern:
         facts.notes.append(Note(facts.prefix + key, value, True, "kept", "read as well", is_used=True))
     if row.is_pattern or row.within not in names():
@@ -262,7 +262,7 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts) ->
             continue
         try:
             _apply(found, bare, facts.prefix + written, found.coerced(value, written), facts, is_given=True)
-        except Refused as error:
+        except RefusedError as error:
             facts.refuse_error(_prefixed(error, facts))
 
 

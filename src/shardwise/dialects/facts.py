@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardwise.dialects.table import ABSENT, Refused, Row, Table, short, word_of
+from shardwise.dialects.table import ABSENT, RefusedError, Row, Table, short, word_of
 
 _EITHER = ("offload", "compile")  # facts that several switches turn on: one that is on counts
 _LATER = (
@@ -87,7 +87,7 @@ class Facts:
         self.known: dict[str, Fact] = {}
         self.run: dict[str, Any] = {}
         self.notes: list[Note] = []
-        self.refused: list[Refused] = []
+        self.refused: list[RefusedError] = []
         self.left_out: set[str] = set()  # entries of allow that left something out
         self.is_record = self.is_exact = False
         self.nodes = 1
@@ -212,7 +212,7 @@ class Facts:
         left_out = next((name for name in self.allow if _covers(name, key)), None)
         if left_out is None:
             value = note.value if note is not None else value
-            self.refused.append(Refused(key, text, value))
+            self.refused.append(RefusedError(key, text, value))
             return
         self.left_out.add(left_out)
         if note is None:
@@ -220,7 +220,7 @@ class Facts:
             self.notes.append(note)
         note.drop(f"left out, as --allow says: {text}")
 
-    def refuse_error(self, error: Refused) -> None:
+    def refuse_error(self, error: RefusedError) -> None:
         self.refuse(error.key, error.text, value=error.value)
 
     def end_of_notes(self) -> None:

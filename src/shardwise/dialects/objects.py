@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.dialects.facts import Facts, Note
-from shardwise.dialects.table import Refused, load, names
+from shardwise.dialects.table import RefusedError, load, names
 from shardwise.errors import ConfigError
 
 # Class -> the system, and the section that the record is of.
@@ -187,7 +187,7 @@ def _read_variable(row: Any, variable: str, text: str, found: dict[str, Any], fa
         return
     try:
         value = row.coerced(text, variable)
-    except Refused as error:
+    except RefusedError as error:
         facts.refuse_error(error)
         return
     word = text.lower()

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from shardwise.dialects.facts import Facts
-from shardwise.dialects.settle_layout import class_names
+from shardwise.dialects.settle_precision import class_names
 
 _LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
 _LOGGERS = ("wandb", "tensorboard", "csv")

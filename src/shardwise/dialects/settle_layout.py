@@ -1,6 +1,7 @@
-"""From facts to our keys: ranks, layout, batch, precision and sharding, for every system at once.
+"""From facts to our keys: ranks, layout and batch, for every system at once.
 
-What is said beyond a row's own sentence is said of the fact that decides it. ``settle_run.py`` and ``settle_data.py`` settle the rest.
+What is said beyond a row's own sentence is said of the fact that decides it. The other
+``settle_*.py`` settle the rest.
 """
 
 from collections.abc import Iterable
@@ -8,12 +9,8 @@ from math import prod
 from typing import Any
 
 from shardwise.dialects.facts import Facts
-from shardwise.dialects.table import Refused
+from shardwise.dialects.table import RefusedError
 
-_SHORT = {
-    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
-    "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
-}  # fmt: skip
 _IS_FREED = {  # words of a strategy -> whether parameters are freed after forward
     "full": True, "full_shard": True, "hybrid": True, "hybrid_shard": True,
     "grad_op": False, "shard_grad_op": False, "hybrid_grad_op": False, "hybrid_shard_zero2": False,
@@ -42,7 +39,7 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
     for name in _COUNTS:
         value = facts.number(name)
         if value is not None and value < 1 and value != _LEAST.get(name) and (name, value) != ("ranks", -1):
-            raise Refused(facts.key(name), "it is one or more: write 1 or more", value)
+            raise RefusedError(facts.key(name), "it is one or more: write 1 or more", value)
     nodes, said, own = facts.take("nodes", 1), facts.number("ranks"), facts.take("per_node")
     said = None if said == -1 else said
     here = len(own) if isinstance(own, list) and own else int(own) if str(own).isdigit() and int(own) else None
@@ -51,7 +48,7 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
     total = total or known
     if total and total % nodes:
-        raise Refused(
+        raise RefusedError(
             facts.key("nodes"), f"{total} ranks are not split evenly over {nodes} machines: write --ranks N", nodes
         )
     per_node = per_node or here or (total // nodes if total else None)
@@ -77,7 +74,9 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
     if ranks.total is not None:
         if ranks.total % (tp * cp):
             key = facts.key("tp", "tp_auto", "cp") if tp > 1 or not facts.is_given("cp") else facts.key("cp")
-            raise Refused(key, f"tp={tp} x cp={cp} does not divide {ranks.total} ranks: write another, or --ranks N")
+            raise RefusedError(
+                key, f"tp={tp} x cp={cp} does not divide {ranks.total} ranks: write another, or --ranks N"
+            )
         ranks.rows = ranks.total // (tp * cp)
     if dp and dp > 0 and ranks.rows and dp != ranks.rows:
         facts.say(
@@ -100,7 +99,7 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
 def _two_numbers(facts: Facts, mesh: Any) -> tuple[int, int]:
     if isinstance(mesh, list) and len(mesh) == 2 and all(isinstance(size, int) and size > 0 for size in mesh):
         return mesh[0], mesh[1]
-    raise Refused(facts.key("mesh2"), "it is two numbers: write [copies, shards]", mesh)
+    raise RefusedError(facts.key("mesh2"), "it is two numbers: write [copies, shards]", mesh)
 
 
 def _split_by_machine(facts: Facts, ranks: Ranks, shard: int | None, tp: int) -> tuple[int | None, int]:
@@ -115,7 +114,7 @@ def _split_by_machine(facts: Facts, ranks: Ranks, shard: int | None, tp: int) ->
             within = ranks.per_node
         else:
             text = "it is the ranks of a machine, and how many there are is not known: write --ranks-per-node N"
-            raise Refused(facts.key("tp_auto"), text, "auto")
+            raise RefusedError(facts.key("tp_auto"), text, "auto")
     return over if over is not None else shard, within or tp
 
 
@@ -125,7 +124,7 @@ def _data_axes(
     copies, shards = max(replicate or 1, 1), shard if shard and shard > 0 and facts.is_given("shard") else None
     if kind == "ddp" and not (shard and shard > 1):
         if copies > 1 and ranks.rows and copies != ranks.rows:
-            raise Refused(
+            raise RefusedError(
                 facts.key("replicate"), f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N"
             )
         return [("dp_replicate", -1)]
@@ -138,7 +137,7 @@ def _data_axes(
     if shards == 1:
         if ranks.rows and ranks.rows > 1:
             text = f"1 x {copies} copies x tp={ranks.tp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N"
-            raise Refused(facts.key("shard"), text, 1)
+            raise RefusedError(facts.key("shard"), text, 1)
         return [("dp_replicate", -1)]
     return [("dp_shard", shards or -1)]
 
@@ -301,153 +300,6 @@ def _batch_in_tokens(facts: Facts) -> tuple[int, int] | None:
     return micro // length, whole // length if whole > 0 else -1
 
 
-# ---- precision -------------------------------------------------------------------------------------------------------
-
-
-def settle_precision(facts: Facts, is_sharded: bool) -> None:
-    """``parallel.precision``: a word, or the record."""
-    if not is_sharded and facts.table.head.get("policy") == "sharded":
-        _drop_policy(facts)
-    stored = _SHORT.get(facts.take("store") or facts.take("load_dtype"))
-    word = _mixed(facts)
-    param, reduce, out = (
-        _SHORT.get(str(facts.take(name)).removeprefix("torch.")) for name in ("param", "reduce", "out")
-    )
-    compute = facts.take("compute")
-    if compute and _SHORT[compute] == "bf16":
-        word, reduce = "bf16", None
-        if not is_sharded:
-            facts.say("compute", "changed", "parameters are cast, not operators by autocast, as there under sharding")
-    stored = "bf16" if facts.take("store_low") is True else stored
-    inputs = "units" if facts.take("cast") or facts.take("cast1") else None
-    if inputs is None and (facts.take("cast") is False or facts.take("cast_root") is False) and param:
-        inputs = "none"
-    record = _precision(facts, word, stored, param or word, reduce, out, inputs)
-    names = (
-        "mp", "mp_bf16", "mp_fp16", "mp_bf16_else", "autocast", "autocast_dtype", "store", "load_dtype", "param", "reduce", "out",
-        "cast", "cast1", "compute", "store_low",
-    )  # fmt: skip
-    if record:
-        facts.put("parallel.precision", record, *([name for name in names if facts.is_given(name)] or names))
-    if stored not in (None, "fp32"):
-        text = "parameters and optimizer state are {}, without an fp32 copy{}"
-        more = "; autocast adds nothing to it" if word == stored else ""
-        name = "store" if facts.has("store") else "load_dtype" if facts.has("load_dtype") else "store_low"
-        facts.say(name, "changed" if word else "kept", text.format("bfloat16" if stored == "bf16" else "float16", more))
-    _settle_scaler(facts, param or word)
-
-
-def _drop_policy(facts: Facts) -> None:
-    for name in ("param", "reduce", "out", "cast"):
-        if facts.is_given(name):
-            facts.say(name, "dropped", "only the sharded engine there reads it")
-        facts.known.pop(name, None)
-
-
-def _mixed(facts: Facts) -> str | None:
-    """The word of mixed precision, from the switches there are for it."""
-    word = facts.take("mp")
-    for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16")):
-        if facts.take(name) is True:
-            word = meant
-    if facts.take("mp_bf16_else") is True and not word:
-        word = "bf16"
-    if facts.take("autocast") is True:
-        dtype = facts.take("autocast_dtype", "bfloat16")
-        word = _SHORT.get(str(dtype).removeprefix("torch."))
-        if word not in ("bf16", "fp16"):
-            facts.say("autocast_dtype", "refused", "there is no autocast in it: write bfloat16 or float16")
-    return word
-
-
-def _precision(
-    facts: Facts,
-    word: str | None,
-    stored: str | None,
-    param: str | None,
-    reduce: str | None,
-    out: str | None,
-    inputs: str | None,
-) -> Any:
-    is_low = stored not in (None, "fp32")
-    record: Any = {}
-    if is_low and param in (None, stored) and not reduce and not out:
-        record = {"storage": stored}
-    elif param or reduce or out:
-        by_word = "fp32" if word else None
-        whole = {"compute": param, "storage": stored or by_word, "reduce": reduce or by_word, "output": out}
-        record = {key: value for key, value in whole.items() if value is not None}
-        if inputs is not None and param:
-            record["cast_inputs"] = inputs
-        if record == {"compute": param, "storage": "fp32", "reduce": "fp32"}:
-            record = param
-        elif reduce is None and param and not word:
-            record["reduce"] = param  # FSDP's default: gradients are summed in the dtype of compute
-    elif stored == "fp32" and facts.is_given("store"):
-        record = "fp32"
-    is_plain = isinstance(record, dict) and bool(record) and {*record.values()} == {"fp32"}
-    return "fp32" if is_plain else record
-
-
-def _settle_scaler(facts: Facts, compute: str | None) -> None:
-    usual = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    names = {"init_scale": "scale_init", "growth_factor": "scale_growth", "backoff_factor": "scale_backoff", "growth_interval": "scale_window"}  # fmt: skip
-    scaler = {key: facts.take(name) for key, name in names.items() if facts.has(name)}
-    if facts.has("scale_power"):
-        scaler["init_scale"], names["init_scale"] = 2.0 ** facts.take("scale_power"), "scale_power"
-    for key, value in scaler.items():
-        if compute == "fp16" and value != usual[key]:
-            facts.put(f"train.scaler.{key}", value, names[key])
-
-
-# ---- sharding --------------------------------------------------------------------------------------------------------
-
-
-def settle_sharding(facts: Facts, is_sharded: bool) -> None:
-    """Units, offload, prefetch, buckets."""
-    _settle_offload(facts, is_sharded)
-    wrap, classes = facts.take("wrap"), facts.take("wrap_classes")
-    if facts.take("sharded_layers") is not None:
-        facts.say("sharded_layers", "changed", "blocks are units, tables and the head belong to the root")
-    elif classes is not None and wrap in (None, "TRANSFORMER_BASED_WRAP") and is_sharded:
-        facts.put("parallel.sharding.units", class_names(classes), "wrap_classes", "wrap")
-    if wrap == "SIZE_BASED_WRAP" and (least := facts.take("wrap_min")) and is_sharded:
-        facts.put("parallel.sharding.min_unit_params", int(least), "wrap_min", "wrap")
-    ahead = {"forward": facts.take("prefetch_fwd"), "backward": facts.take("prefetch_back")}
-    if facts.take("prefetch_on") is True:
-        ahead = {"forward": facts.take("prefetch_fwd_depth", 1), "backward": facts.take("prefetch_back_depth", 2)}
-    for key, usual in (("forward", 0), ("backward", 1)):
-        if is_sharded and ahead[key] not in (None, usual):
-            names = (f"prefetch_{'fwd' if key == 'forward' else 'back'}", "prefetch_on")
-            facts.put(f"parallel.sharding.prefetch.{key}", ahead[key], *names, f"{names[0]}_depth")
-    if (size := facts.take("bucket_cap")) and not is_sharded:
-        facts.put("parallel.ddp.bucket_cap_mb", float(size), "bucket_cap")
-    if is_sharded:
-        facts.drop("parallel.ddp")
-
-
-def _settle_offload(facts: Facts, is_sharded: bool) -> None:
-    names = ("offload", "offload_target", "offload_obj")
-    by_words = facts.get("parallel.sharding.offload")
-    if not (facts.take("offload") is True or facts.has(*names[1:]) or by_words):
-        facts.take("pin")
-        return
-    for name in names:
-        facts.take(name)
-    if not is_sharded:
-        key = facts.key(*names, "fsdp_words")
-        facts.refuse(key, "whole copies are not offloaded: shard them, over one rank too", facts.note("offload"))
-    facts.put("parallel.sharding.offload", True, *(name for name in names if facts.has(name)))
-    if facts.take("pin") is False:
-        facts.put("parallel.sharding.pin_memory", False, "pin")
-
-
 def _names(value: Any) -> list[Any]:
     """A list, or a text of words with commas or blanks."""
     return value.replace(",", " ").split() if isinstance(value, str) else list(value)
-
-
-def class_names(value: Any) -> list[str]:
-    """Names of classes, without their modules."""
-    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-    return [str(name).strip().rpartition(".")[2] for name in given]

@@ -29,7 +29,7 @@ _DTYPES = {
 _HEAD_LINE = re.compile(r"(\w+): ?(.*)")
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """A key or value that would silently change training, or that is not known.
 
     Args:
@@ -112,7 +112,7 @@ class Row:
         """The value as its own type: words of YAML 1.1 and of an environment are switches and numbers too.
 
         Raises:
-            Refused: the row does not take it.
+            RefusedError: the row does not take it.
         """
         fit = _text_as(value.strip(), self.takes) if isinstance(value, str) else _value_as(value, self.takes)
         if fit is not ABSENT:
@@ -120,7 +120,7 @@ class Row:
         words = [kind for kind in self.takes if kind not in (*KINDS, "none")]
         near = difflib.get_close_matches(str(value), words, 1)
         mean = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(words)}" if words else "write one"
-        raise Refused(key, f"it takes {'/'.join(self.takes)}: {mean}", value)
+        raise RefusedError(key, f"it takes {'/'.join(self.takes)}: {mean}", value)
 
 
 def _text_as(text: str, takes: tuple[str, ...]) -> Any:
@@ -211,14 +211,14 @@ class Table:
     def has_section(self, key: str) -> bool:
         return any(known.startswith(f"{key}.") for known in self.rows)
 
-    def unknown(self, key: str) -> Refused:
+    def unknown(self, key: str) -> RefusedError:
         """The refusal of a key without a row, with the nearest that there is."""
         near = difflib.get_close_matches(key, self.plain_keys, 1, 0.6)
         if not near:
             last = {known.rpartition(".")[2]: known for known in reversed(self.plain_keys)}
             near = [last[word] for word in difflib.get_close_matches(key.rpartition(".")[2], [*last], 1, 0.75)]
         what = f"did you mean {near[0]!r}?" if near else "remove it"
-        return Refused(key, f"{self.name} ({self.version}) has no such key: {what}")
+        return RefusedError(key, f"{self.name} ({self.version}) has no such key: {what}")
 
     @property
     def version(self) -> str:
