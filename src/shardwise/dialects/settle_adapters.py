@@ -77,6 +77,16 @@ def settle_adapters(facts: Facts) -> None:
         _settle_4_bits(facts, in_4_bits)
 
 
+def stored_beside_adapters(facts: Facts, stored: str | None, word: str | None) -> tuple[str | None, str | None]:
+    """The dtype in which trained parameters are stored, and the word of mixed precision: where adapters are float32 beside a model that is
+    loaded in less, frozen weights alone are stored in that."""
+    if stored in (None, "fp32") or not facts.has("adapter") or facts.table.head.get("adapters") != "fp32":
+        return stored, word
+    text = "frozen weights are stored in it, adapters in float32, as PEFT's are; both compute in it"
+    facts.say("load_dtype", "changed", text)
+    return None, word or stored
+
+
 def _of_4_bits(facts: Facts) -> str | None:
     """The fact that says that frozen weights are stored in 4 bits: a switch, or a builder's name."""
     builder = str(facts.take("builder", "")).rpartition(".")[2]
@@ -88,6 +98,8 @@ def _targets(facts: Facts) -> str | list[str] | None:
     given = facts.take("adapter_targets")
     others = facts.table.pairs("layers")
     names = [others.get(name, name) for name in _listed(given)]
+    if "patterns" in facts.table.head:  # of whole names, where a dot is any character
+        names = [f"*{name[2:]}" if name.startswith("*.") else name for name in names]
     with_head = facts.take("adapter_all") is True
     if with_head or names == [ALL_LINEAR] or (not names and facts.take("adapter_exclude")):
         text = "all linear layers but the head and routers of experts, and no stacked experts"
@@ -128,7 +140,11 @@ def _settle_4_bits(facts: Facts, name: str) -> None:
     if facts.take("code_4bit", "nf4") != "nf4":
         facts.say("code_4bit", "refused", "a worse code of the same size, which is not supported: write nf4")
     if name == "builder" or facts.take("rounded_4bit") is True:
-        facts.say(name, "changed", "scales of blocks are rounded to 8 bits by another rule there, so that weights differ a little")
+        facts.say(
+            name,
+            "changed",
+            "scales of blocks are rounded to 8 bits by another rule there, so that weights differ a little",
+        )
     elif "nested_4bit" in facts.known and facts.take("nested_4bit") is not True:
         text = "scales of blocks are stored in 8 bits too: values of weights differ by up to 0.75 %"
         facts.say("nested_4bit", "changed", text)
