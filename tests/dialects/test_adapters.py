@@ -21,7 +21,9 @@ TUNE = {
     "tokenizer": {"path": "t"},
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4},
     "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
-    "batch_size": 2, "epochs": 1, "dtype": "bf16",
+    "batch_size": 2,
+    "epochs": 1,
+    "dtype": "bf16",
 }
 MESH = {"distributed_type": "FSDP", "num_processes": 8, "fsdp_config": {"fsdp_version": 2}}
 BASES = {"trl": TRL, "oumi": OUMI, "nemo": NEMO, "torchtune": TUNE, "accelerate": MESH}
