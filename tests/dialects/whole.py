@@ -159,7 +159,7 @@ def run_file(folder: Path, imported, script=None) -> Path:
     run = {**(script or {}), **{key: dict(keys) for key, keys in imported.run.items()}}
     for section, keys in (script or {}).items():
         run[section] = {**keys, **imported.run.get(section, {})}
-    data = {key: value for key, value in run["data"].items() if key != "path"}
+    data = {key: value for key, value in run["data"].items() if key not in ("path", "seq_len", "pack")}
     run |= {
         "model": {"hf": str(folder / "model")},
         "data": {**data, "build": f"{__file__}:shifted", "val_fraction": 0},
