@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,6 @@ class Imported:
     findings: tuple[Finding, ...] = ()
     missing: tuple[str, ...] = ()
     samples: str = ""
-    sources: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     @property
     def layout(self) -> str:
@@ -156,7 +155,6 @@ def imported(
         findings=tuple(_findings(facts)),
         missing=tuple(facts.missing),
         samples=facts.arithmetic,
-        sources=_sources(facts),
     )
 
 
@@ -237,15 +235,6 @@ def _findings(facts: Facts) -> Iterator[Finding]:
             assert note.verdict in VERDICTS
             ours = tuple(dict.fromkeys(note.ours))
             yield Finding(note.key, note.value, note.is_given, note.verdict, note.say, ours)
-
-
-def _sources(facts: Facts) -> dict[str, list[str]]:
-    """Our key -> the keys of the source that it comes from."""
-    found: dict[str, list[str]] = {}
-    for note in facts.notes:
-        for ours in note.ours if note.is_given else ():
-            found.setdefault(ours.partition("=")[0], []).append(note.key)
-    return found
 
 
 def _refuse_all(facts: Facts) -> None:

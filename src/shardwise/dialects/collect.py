@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.sources import read_file
-from shardwise.dialects.facts import Curve, Fact, Facts, Note, note_of
-from shardwise.dialects.table import ABSENT, RefusedError, Row, Table, head_of, literal, load, names, word_of
+from shardwise.dialects.facts import Curve, Fact, Facts, Note
+from shardwise.dialects.table import ABSENT, RefusedError, Row, Table, head_of, literal, load, names, short, word_of
 from shardwise.errors import ConfigError
 from shardwise.techniques import TECHNIQUES
 
@@ -172,14 +172,12 @@ def _read_defaults(given: Mapping[str, Any], empty: set[str], facts: Facts) -> N
     always = set() if facts.is_record else {*table.words("always")}
     present = {key[: match.start()] for key in given for match in re.finditer(r"\.", key)} | empty
     present |= {section for section in table.words("within") if section.rpartition(".")[0] in present}
-    for key, row in table.rows.items():
-        section = key.rpartition(".")[0]
-        if key in given or row.is_pattern or row.is_of_all or row.default is ABSENT:
-            continue
-        if facts.is_record and not key.startswith(records):
+    for section, row in table.defaults:
+        key = row.key
+        if key in given or (facts.is_record and not key.startswith(records)):
             continue
         if not section or key.partition(".")[0] in always or section in present:
-            _apply(row, key, facts.prefix + key, row.coerced(row.default, key), facts, is_given=False)
+            _apply(row, key, facts.prefix + key, row.usual, facts, is_given=False)
 
 
 def exists(technique: str) -> bool:
@@ -190,21 +188,23 @@ def exists(technique: str) -> bool:
 def _apply(row: Row, key: str, shown: str, value: Any, facts: Facts, *, is_given: bool) -> None:
     """What a row makes of a value."""
     word = word_of(value)
-    verdict, say = row.verdict_of(word), row.say_of(word)
+    verdict, say, actions = row.verdict_of(word), row.say_of(word), row.action_of(word)
     if verdict.startswith("needs "):
         verdict, say = ("kept", "") if exists(verdict.removeprefix("needs ")) else ("refused", say)
+    if verdict == "refused" and not is_given:
+        return
     if verdict == "refused" and value is None and "none" not in row.verdicts:
         verdict, say = "dropped", "nothing is said by it"
-    note = note_of(row, shown, value, is_given=is_given, verdict=verdict, say=say)
+    note = Note(shown, value, is_given, verdict, say.replace("{}", short(value)) if "{}" in say else say)
+    note.is_fact = any(action.startswith("@") for action in actions)
     facts.notes.append(note)
     if is_given and "${" in str(value) and verdict != "dropped":
         text = "only other keys of the same file are put in: print the resolved configuration first, and import that"
         facts.refuse(shown, text, note)
     elif verdict == "refused":
-        if is_given:
-            facts.refuse(shown, note.say or "it has no counterpart: remove it", note)
+        facts.refuse(shown, note.say or "it has no counterpart: remove it", note)
     else:
-        for action in row.action_of(word):
+        for action in actions:
             _act(action, row, key, value, facts, note)
 
 

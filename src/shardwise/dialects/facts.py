@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardwise.dialects.table import ABSENT, RefusedError, Row, Table, short, word_of
+from shardwise.dialects.table import ABSENT, RefusedError, Table, short
 
 _EITHER = ("offload", "compile")  # facts that several switches turn on: one that is on counts
 _LATER = (
@@ -119,10 +119,15 @@ class Facts:
     def note(self, name: str) -> Note | None:
         return self.known[name].note if name in self.known else None
 
-    def key(self, *names: str) -> str:
-        """The key that one of these facts comes from: the first that was given, else the first there is."""
+    def first(self, *names: str) -> str:
+        """The first of these facts that was given, else the first there is."""
         given = [name for name in names if self.is_given(name)] or [name for name in names if name in self.known]
-        return self.known[given[0]].note.key if given else names[0]
+        return given[0] if given else names[0]
+
+    def key(self, *names: str) -> str:
+        """The key that one of these facts comes from."""
+        name = self.first(*names)
+        return self.known[name].note.key if name in self.known else name
 
     def add(self, name: str, value: Any, note: Note) -> None:
         """A fact, as one key says it. Two keys that were given and contradict each other are refused."""
@@ -212,7 +217,7 @@ class Facts:
         left_out = next((name for name in self.allow if _covers(name, key)), None)
         if left_out is None:
             value = note.value if note is not None else value
-            self.refused.append(RefusedError(key, text, value))
+            self.refused.append(RefusedError(key, text, value, is_default=note is not None and not note.is_given))
             return
         self.left_out.add(left_out)
         if note is None:
@@ -233,9 +238,3 @@ class Facts:
 def _covers(name: str, key: str) -> bool:
     """Whether a name of ``--allow`` means a key: the key itself, or a section it is in."""
     return key == name or key.startswith(name.removesuffix("*").removesuffix(".") + ".")
-
-
-def note_of(row: Row, key: str, value: Any, *, is_given: bool, verdict: str, say: str) -> Note:
-    word = short(value)
-    is_fact = any(action.startswith("@") for action in row.action_of(word_of(value)))
-    return Note(key, value, is_given, verdict, say.replace("{}", word), is_fact=is_fact)

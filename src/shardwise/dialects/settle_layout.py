@@ -275,12 +275,12 @@ def _check_batch(facts: Facts, ranks: Ranks, micro: int, steps: int | None, whol
     tp = f" (tp={ranks.tp})" if ranks.tp > 1 else ""
     if not micro or whole % (micro * ranks.rows):
         text = f"{whole} is not a multiple of {micro or 1} samples x {ranks.rows} data-parallel ranks{tp}: write one that is, or --ranks N"
-        facts.refuse(facts.key("global", "accumulate", "accumulate_sum", "micro"), text, value=whole)
+        facts.say(facts.first("global", "accumulate", "accumulate_sum", "micro"), "refused", text)
         return False
     is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
     if is_said and steps and micro * ranks.rows * steps != whole:
         text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {ranks.rows} data-parallel ranks{tp}: write one of them less"
-        facts.refuse(facts.key("global", "accumulate", "accumulate_sum", "micro"), text, value=whole)
+        facts.say(facts.first("global", "accumulate", "accumulate_sum", "micro"), "refused", text)
         return False
     return True
 

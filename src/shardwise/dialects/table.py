@@ -36,15 +36,17 @@ class RefusedError(Exception):
         key: the key of the source.
         text: why, and behind a colon what to write.
         value: what was given; ABSENT: it does not matter.
+        is_default: it is the default there, and not what the source says.
     """
 
-    def __init__(self, key: str, text: str, value: Any = ABSENT):
+    def __init__(self, key: str, text: str, value: Any = ABSENT, *, is_default: bool = False):
         super().__init__(f"{key}: {text}")
-        self.key, self.text, self.value = key, text, value
+        self.key, self.text, self.value, self.is_default = key, text, value, is_default
 
     @property
     def given(self) -> str:
-        return self.key if self.value is ABSENT else f"{self.key}={short(self.value)}"
+        default = " (the default there)" if self.is_default else ""
+        return self.key if self.value is ABSENT else f"{self.key}={short(self.value)}{default}"
 
 
 @dataclass(frozen=True)
@@ -69,22 +71,31 @@ class Row:
     verdicts: Mapping[str, str]
     says: Mapping[str, str]
 
-    @property
+    @cached_property
     def is_pattern(self) -> bool:
         return "*" in self.key
 
-    @property
+    @cached_property
     def is_of_all(self) -> bool:
         """Whether it is a meaning of every configuration of the system, without a key."""
         return self.key.startswith("(")
 
-    @property
+    @cached_property
+    def usual(self) -> Any:
+        """The default as its own type."""
+        return self.coerced(self.default, self.key)
+
+    @cached_property
+    def default_word(self) -> str:
+        return word_of(self.default)
+
+    @cached_property
     def alias(self) -> str:
         """The other key that this one is a name of; empty: none."""
         first = self.actions.get("", ())
         return first[0][1:] if first and first[0].startswith("=") else ""
 
-    @property
+    @cached_property
     def within(self) -> str:
         """What the configuration within is: the name of a table, or a section of this one; empty: there is none."""
         return next((self.actions[kind][0] for kind in ("file", "table") if kind in self.actions), "")
@@ -104,8 +115,8 @@ class Row:
         own = entries.get(word)
         if own is None and "." in word and "/" not in word and "*" not in word:
             own = entries.get(word.rpartition(".")[2])
-        if own is None and word != word_of(self.default):
-            own = entries.get("*")
+        if own is None and "*" in entries and word != self.default_word:
+            own = entries["*"]
         return entries[""] if own is None else own
 
     def coerced(self, value: Any, key: str) -> Any:
@@ -204,6 +215,12 @@ class Table:
     def plain_keys(self) -> list[str]:
         return [key for key, row in self.rows.items() if not row.is_pattern and not row.is_of_all]
 
+    @cached_property
+    def defaults(self) -> list[tuple[str, Row]]:
+        """The rows of keys that have a default, each with its section."""
+        rows = [self.rows[key] for key in self.plain_keys if self.rows[key].default is not ABSENT]
+        return [(row.key.rpartition(".")[0], row) for row in rows]
+
     def find(self, key: str) -> Row | None:
         """The row of a key: its own, else the longest pattern that it fits."""
         return self.rows.get(key) or next((row for pattern, row in self._patterns if pattern.fullmatch(key)), None)
@@ -238,7 +255,9 @@ class Table:
         prefix = self.pairs("prefix").get(".".join(path), "")
         by = self.pairs("lists")
         for name, value in values.items():
-            here = (*path, name if name.startswith(prefix) else f"{prefix}{name}")
+            here = (*path, name)
+            if prefix and ".".join((*path, f"{prefix}{name}")) in self.rows:
+                here = (*path, f"{prefix}{name}")
             key = ".".join(here)
             if isinstance(value, list) and value and all(isinstance(v, dict) for v in value) and key not in self.rows:
                 for place, item in enumerate(value):

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.config.loader import load_values
 from shardwise.dialects.answers import Imported, imported
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.run.config import RunConfig
 
 
@@ -54,22 +54,17 @@ def from_config(
     )
     try:
         return replace(made, config=load_values(made.run, RunConfig, origin=made.dialect).config)
-    except ConfigError as error:
-        keys = [key for ours, keys in made.sources.items() if _is_about(ours, error) for key in keys]
-        if keys:
-            error.given = f"{', '.join(dict.fromkeys(keys))}: {error.given}"
-            error.args = (error.given,)
-        raise
+    except ShardwiseError as error:
+        named = [one.key for one in made.findings if one.given and any(_is_about(ours, error) for ours in one.ours)]
+        about = ", ".join(dict.fromkeys(named)) or made.dialect
+        raise ConfigError(f"{about}: {error.given}", why=error.why, fix=error.fix) from None
 
 
-def _is_about(ours: str, error: ConfigError) -> bool:
-    """Whether an error of the run file is about one of our keys."""
+def _is_about(said: str, error: ShardwiseError) -> bool:
+    """Whether an error of the run file is about one of our keys, or names its value."""
+    ours, _, value = said.partition("=")
     section, _, last = ours.rpartition(".")
-    words = (
-        ours,
-        f"({last}=",
-        f" {last}=",
-        f"{section.rpartition('.')[2].capitalize()}({last}=",
-        f"{last.capitalize()}(",
-    )
-    return any(word in str(error) for word in words)
+    heads = (section.rpartition(".")[2].capitalize(), last.capitalize())
+    words = (ours, f"({last}=", f" {last}=", f"{heads[0]}({last}=", f"{heads[1]}(")
+    is_value = not value.replace(".", "").isdigit() and value in error.given.split()
+    return is_value or any(word in str(error) for word in words)
