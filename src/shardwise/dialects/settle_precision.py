@@ -3,6 +3,7 @@
 from typing import Any
 
 from shardwise.dialects.facts import Facts
+from shardwise.dialects.settle_adapters import stored_beside_adapters
 
 _SHORT = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
@@ -24,7 +25,7 @@ def settle_precision(facts: Facts, is_sharded: bool) -> None:
         word, reduce = "bf16", None
         if not is_sharded:
             facts.say("compute", "changed", "parameters are cast, not operators by autocast, as there under sharding")
-    stored = "bf16" if facts.take("store_low") is True else stored
+    stored, word = stored_beside_adapters(facts, "bf16" if facts.take("store_low") is True else stored, word)
     inputs = "units" if facts.take("cast") or facts.take("cast1") else None
     if inputs is None and (facts.take("cast") is False or facts.take("cast_root") is False) and param:
         inputs = "none"
