@@ -47,6 +47,7 @@ def test_plugins_of_accelerate_that_have_settled_their_words(monkeypatch):
         from_config(sizes, ranks=16)
 
 
+@pytest.mark.soak  # its import takes ten seconds
 def test_arguments_of_the_trainer_and_a_class_that_inherits_from_them():
     from transformers import TrainingArguments
 

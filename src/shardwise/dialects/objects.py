@@ -107,7 +107,8 @@ def _settled_plugin(source: Any) -> dict[str, Any]:
     values = _fields(source)
     words = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
     values["offload_params"] = bool(values.pop("cpu_offload", False))
-    values["auto_wrap_policy"] = words.get(values.get("auto_wrap_policy"), values.get("auto_wrap_policy"))
+    policy = values.get("auto_wrap_policy")
+    values["auto_wrap_policy"] = words.get(str(policy), policy)
     values["transformer_layer_cls_to_wrap"] = values.pop("transformer_cls_names_to_wrap", None)
     derived = ("state_dict_config", "optim_state_dict_config", "param_init_fn", "limit_all_gathers")
     return {key: value for key, value in values.items() if key not in derived}

@@ -238,49 +238,48 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
     micro, steps, whole = (None if value in ("auto", -1) else value for value in (micro, steps, whole))
     if micro is None and whole is None and steps is None:
         return
-    if ranks.rows is None and not (micro and whole):
+    rows = ranks.rows
+    if rows is None:
+        if micro and whole:
+            _put_batch(facts, micro, whole)
+            return
         name = next(n for n in ("micro", "accumulate", "accumulate_sum", "micro_tokens", "global") if n in facts.known)
-        facts.say(
-            name,
-            "refused",
-            "a step has that of each data-parallel rank, and how many there are is not known: --ranks N",
-        )
+        text = "a step has that of each data-parallel rank, and how many there are is not known: write --ranks N"
+        facts.say(name, "refused", text)
         return
     if micro and facts.take("split_batches") is True:
-        if micro % ranks.rows:
-            facts.say(
-                "split_batches", "refused", f"a batch of {micro} is not split over {ranks.rows} ranks: write another"
-            )
+        if micro % rows:
+            facts.say("split_batches", "refused", f"a batch of {micro} is not split over {rows} ranks: write another")
             return
-        micro //= ranks.rows
+        micro //= rows
     if micro is None and whole is None:
-        text = f"data.global_batch = samples of one forward x {steps} x {ranks.rows} data-parallel ranks; data.micro_batch says the first"
+        text = f"data.global_batch = samples of one forward x {steps} x {rows} data-parallel ranks; data.micro_batch says the first"
         facts.say("accumulate", "changed", text)
         return
-    micro = whole // (ranks.rows * (steps or 1)) if micro is None else micro
-    whole = micro * (steps or 1) * ranks.rows if whole is None else whole
-    if _check_batch(facts, ranks, micro, steps, whole):
-        facts.put("data.global_batch", whole, "global", "accumulate", "accumulate_sum", "global_tokens")
-        facts.put("data.micro_batch", micro, "micro", "micro_tokens")
-        if ranks.rows:
-            steps = whole // (micro * ranks.rows)
-            facts.arithmetic = (
-                f"{micro} x {steps} micro-batches x {ranks.rows} data-parallel ranks = {whole} samples of a step"
-            )
+    micro = whole // (rows * (steps or 1)) if micro is None else micro
+    whole = micro * (steps or 1) * rows if whole is None else whole
+    if _check_batch(facts, rows, ranks.tp, micro, steps, whole):
+        _put_batch(facts, micro, whole)
+        steps = whole // (micro * rows)
+        facts.arithmetic = f"{micro} x {steps} micro-batches x {rows} data-parallel ranks = {whole} samples of a step"
 
 
-def _check_batch(facts: Facts, ranks: Ranks, micro: int, steps: int | None, whole: int) -> bool:
-    if ranks.rows is None:
-        return True
-    tp = f" (tp={ranks.tp})" if ranks.tp > 1 else ""
-    if not micro or whole % (micro * ranks.rows):
-        text = f"{whole} is not a multiple of {micro or 1} samples x {ranks.rows} data-parallel ranks{tp}: write one that is, or --ranks N"
-        facts.say(facts.first("global", "accumulate", "accumulate_sum", "micro"), "refused", text)
+def _put_batch(facts: Facts, micro: int, whole: int) -> None:
+    facts.put("data.global_batch", whole, "global", "accumulate", "accumulate_sum", "global_tokens")
+    facts.put("data.micro_batch", micro, "micro", "micro_tokens")
+
+
+def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None, whole: int) -> bool:
+    name = facts.first("global", "accumulate", "accumulate_sum", "micro")
+    cut = f" (tp={tp})" if tp > 1 else ""
+    if not micro or whole % (micro * rows):
+        text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
+        facts.say(name, "refused", text)
         return False
     is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
-    if is_said and steps and micro * ranks.rows * steps != whole:
-        text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {ranks.rows} data-parallel ranks{tp}: write one of them less"
-        facts.say(facts.first("global", "accumulate", "accumulate_sum", "micro"), "refused", text)
+    if is_said and steps and micro * rows * steps != whole:
+        text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
+        facts.say(name, "refused", text)
         return False
     return True
 

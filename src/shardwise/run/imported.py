@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardwise.config.keywords import public_call
 from shardwise.config.loader import load_values
 from shardwise.dialects.answers import Imported, imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.run.config import RunConfig
 
 
+@public_call()
 def from_config(
     *sources: Any,
     dialect: str | None = None,
