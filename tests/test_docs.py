@@ -51,6 +51,7 @@ PAGES = (
             "from-plain",
             "from-accelerate",
             "from-trainer",
+            "other-systems",
             "from-fabric",
             "from-fsdp2",
             "from-torchtune",
