@@ -32,7 +32,9 @@ def test_the_trainer(ranks, folder):
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")  # names of transformers that PEFT reads
+@pytest.mark.filterwarnings(
+    "ignore:.*checkpointing.* is deprecated:FutureWarning"
+)  # names of transformers that PEFT reads
 @pytest.mark.parametrize("lora", [False, True])
 def test_sft(ranks, folder, lora):
     pytest.importorskip("trl")

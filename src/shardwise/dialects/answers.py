@@ -126,6 +126,15 @@ def imported(
         raise ConfigError(
             f"dialect={dialect!r}", why="there is no such system", fix=did_you_mean(dialect, systems(), what="systems")
         )
+    for name, count in (("ranks", ranks), ("ranks_per_node", ranks_per_node)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}={count}", why="a run has one rank or more", fix=f"give {name} a number from 1 on")
+    if ranks and ranks_per_node and ranks % ranks_per_node:
+        raise ConfigError(
+            f"ranks={ranks} with ranks_per_node={ranks_per_node}",
+            why="each machine has as many",
+            fix=f"use a multiple of {ranks_per_node}, or another ranks_per_node",
+        )
     if not sources and environ is None:
         raise ConfigError("no configuration", why="there is nothing to import", fix="name a file, or use --env")
     read = list(_read_all(sources, dialect, allow, environ))
@@ -222,9 +231,7 @@ def _refuse_auto(facts: Facts) -> None:
     if facts.table.head.get("auto") != "refused":
         return
     for name in [name for name, fact in facts.known.items() if fact.value == "auto" and name != "load_dtype"]:
-        text = (
-            "the Trainer fills it in: import its arguments, which name this file (deepspeed: FILE), or write the value"
-        )
+        text = "another configuration fills it in: import that one, which names this file, or write the value"
         facts.say(name, "refused", text)
         del facts.known[name]
 

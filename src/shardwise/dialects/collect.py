@@ -250,7 +250,8 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts) ->
     """Keys of a section in a file of their own, or a section that is another system's."""
     table = load(row.within) if row.within in names() else facts.table
     section, _, prefix = table.head.get("strip", "").partition("=")
-    for written, value in table.flatten(inner, tuple(key.split("."))):
+    path = tuple(key.split("."))
+    for (written, value), (shown, _) in zip(table.flatten(inner, path), facts.table.flatten(inner, path), strict=False):
         bare = written
         if table.find(written) is None:
             is_prefixed = section and written.startswith(f"{section}.{prefix}")
@@ -258,10 +259,11 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts) ->
             bare = bare if table.find(bare) else written.removeprefix(f"{key}.")
         found = table.find(bare)
         if found is None:
-            facts.refuse_error(_prefixed(table.unknown(written), facts))
+            unknown = table.unknown(written)
+            facts.refuse(facts.prefix + shown, unknown.text)
             continue
         try:
-            _apply(found, bare, facts.prefix + written, found.coerced(value, written), facts, is_given=True)
+            _apply(found, bare, facts.prefix + shown, found.coerced(value, shown), facts, is_given=True)
         except RefusedError as error:
             facts.refuse_error(_prefixed(error, facts))
 

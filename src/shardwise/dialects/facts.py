@@ -184,7 +184,11 @@ class Facts:
         return ((key, self.get(key)) for key in keys)
 
     def drop(self, key: str) -> Any:
-        """Takes one of our keys out again."""
+        """Takes one of our keys out again; what said it has no effect then, unless it is used elsewhere."""
+        for note in self.notes:
+            left = [ours for ours in note.ours if not (ours.partition("=")[0] + ".").startswith(f"{key}.")]
+            if len(left) < len(note.ours):
+                note.ours, note.is_used, note.is_fact = left, bool(left), True
         *sections, last = key.split(".")
         place = self._place(sections)
         return place.pop(last, None) if place is not None else None

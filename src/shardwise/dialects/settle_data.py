@@ -189,12 +189,14 @@ def settle_figures(facts: Facts, steps: int | None) -> None:
     if facts.has("wandb_on", "run_name_wandb"):
         facts.take("wandb_on")
         loggers.append("wandb")
-    loggers = [name for name in [*loggers, *(facts.drop("log.to") or [])] if name not in (None, "none", "all")]
+    loggers = [name for name in [*loggers, *(facts.get("log.to") or [])] if name not in (None, "none", "all")]
     known = [name for name in dict.fromkeys(loggers) if name in _LOGGERS]
     for other in sorted({*map(str, loggers)} - {*known}):
         facts.say("report_to", "changed", f"{other}: log.to=pkg.mod:fn, a logger of yours")
     if known:
         facts.put("log.to", known if len(known) > 1 else known[0], "report_to", "wandb_on")
+    else:
+        facts.drop("log.to")
     for name in ("run_name", "run_name_wandb"):
         if (text := facts.take(name)) and "wandb" in known:
             facts.put("log.name", text, name)

@@ -111,42 +111,41 @@ def _settle_scaler(facts: Facts, compute: str | None) -> None:
 
 
 def settle_sharding(facts: Facts, is_sharded: bool) -> None:
-    """Units, offload, prefetch, buckets."""
-    _settle_offload(facts, is_sharded)
-    wrap, classes = facts.take("wrap"), facts.take("wrap_classes")
+    """Units, offload, prefetch, buckets: of the engine that there is, so that what is of another has no effect."""
+    has_offload = _settle_offload(facts)
+    if not is_sharded and not has_offload:
+        if size := facts.take("bucket_cap"):
+            facts.put("parallel.ddp.bucket_cap_mb", float(size), "bucket_cap")
+        return
+    facts.drop("parallel.ddp")
+    wrap = facts.take("wrap")
     if facts.take("sharded_layers") is not None:
         facts.say("sharded_layers", "changed", "blocks are units, tables and the head belong to the root")
-    elif classes is not None and wrap in (None, "TRANSFORMER_BASED_WRAP") and is_sharded:
+    elif wrap in (None, "TRANSFORMER_BASED_WRAP") and (classes := facts.take("wrap_classes")) is not None:
         facts.put("parallel.sharding.units", class_names(classes), "wrap_classes", "wrap")
-    if wrap == "SIZE_BASED_WRAP" and (least := facts.take("wrap_min")) and is_sharded:
+    if wrap == "SIZE_BASED_WRAP" and (least := facts.take("wrap_min")):
         facts.put("parallel.sharding.min_unit_params", int(least), "wrap_min", "wrap")
     ahead = {"forward": facts.take("prefetch_fwd"), "backward": facts.take("prefetch_back")}
     if facts.take("prefetch_on") is True:
         ahead = {"forward": facts.take("prefetch_fwd_depth", 1), "backward": facts.take("prefetch_back_depth", 2)}
     for key, usual in (("forward", 0), ("backward", 1)):
-        if is_sharded and ahead[key] not in (None, usual):
+        if ahead[key] not in (None, usual):
             names = (f"prefetch_{'fwd' if key == 'forward' else 'back'}", "prefetch_on")
             facts.put(f"parallel.sharding.prefetch.{key}", ahead[key], *names, f"{names[0]}_depth")
-    if (size := facts.take("bucket_cap")) and not is_sharded:
-        facts.put("parallel.ddp.bucket_cap_mb", float(size), "bucket_cap")
-    if is_sharded:
-        facts.drop("parallel.ddp")
 
 
-def _settle_offload(facts: Facts, is_sharded: bool) -> None:
+def _settle_offload(facts: Facts) -> bool:
+    """Whether shards are in host memory."""
     names = ("offload", "offload_target", "offload_obj")
     by_words = facts.get("parallel.sharding.offload")
     if not (facts.take("offload") is True or facts.has(*names[1:]) or by_words):
-        facts.take("pin")
-        return
+        return False
     for name in names:
         facts.take(name)
-    if not is_sharded:
-        key = facts.key(*names, "fsdp_words")
-        facts.refuse(key, "whole copies are not offloaded: shard them, over one rank too", facts.note("offload"))
     facts.put("parallel.sharding.offload", True, *(name for name in names if facts.has(name)))
     if facts.take("pin") is False:
         facts.put("parallel.sharding.pin_memory", False, "pin")
+    return True
 
 
 def class_names(value: Any) -> list[str]:

@@ -36,7 +36,8 @@ def settle_length(facts: Facts) -> int | None:
     if (most := facts.take("steps_per_epoch")) and isinstance(epochs, int):
         facts.drop("train.epochs")
         steps = most * epochs
-        facts.put("train.steps", steps, "steps_per_epoch")
+        facts.take("epochs")
+        facts.put("train.steps", steps, "steps_per_epoch", "epochs")
         text = f"{epochs} times so many steps, through the data without a new beginning"
         facts.say("steps_per_epoch", "changed", text)
     if "clip" in facts.known:

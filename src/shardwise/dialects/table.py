@@ -26,6 +26,10 @@ _DTYPES = {
     **{name: name for name in ("float16", "float32", "float64", "bfloat16")},
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32", "double": "float64",
 }  # fmt: skip
+_CALLED = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dtype": "a dtype", "list": "a list",
+    "map": "a mapping", "path": "a path",
+}  # fmt: skip
 _HEAD_LINE = re.compile(r"(\w+): ?(.*)")
 
 
@@ -130,8 +134,9 @@ class Row:
             return fit
         words = [kind for kind in self.takes if kind not in (*KINDS, "none")]
         near = difflib.get_close_matches(str(value), words, 1)
-        mean = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(words)}" if words else "write one"
-        raise RefusedError(key, f"it takes {'/'.join(self.takes)}: {mean}", value)
+        kinds = [_CALLED.get(kind, kind) for kind in self.takes]
+        fix = f"did you mean {near[0]!r}?" if near else f"write {'one of them' if len(kinds) > 1 else kinds[0]}"
+        raise RefusedError(key, f"it takes {', '.join(kinds)}: {fix}", value)
 
 
 def _text_as(text: str, takes: tuple[str, ...]) -> Any:
@@ -141,6 +146,8 @@ def _text_as(text: str, takes: tuple[str, ...]) -> Any:
         return None if word == "none" else word
     if "bool" in takes and plain in _TRUE + _FALSE:
         return plain in _TRUE
+    if "bool" in takes and plain in ("1", "0") and not {"int", "float"} & {*takes}:
+        return plain == "1"
     if "dtype" in takes and text.removeprefix("torch.") in _DTYPES:
         return _DTYPES[text.removeprefix("torch.")]
     if plain in _NONE and ("str" not in takes or "none" in takes):
@@ -182,8 +189,16 @@ def word_of(value: Any) -> str:
 
 def short(value: Any) -> str:
     """A value as it is shown, in one short line."""
-    text = word_of(value) if not isinstance(value, str) else value
+    text = _flow(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _flow(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
+    return value if isinstance(value, str) else word_of(value)
 
 
 @dataclass(frozen=True)

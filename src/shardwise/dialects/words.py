@@ -76,7 +76,7 @@ _OF_FACT: Mapping[str, str | Mapping[str, str]] = {
 _OF_ADAPTERS: Mapping[str, str | Mapping[str, str]] = {
     **{f"adapter_{key}": f"parallel.lora.{key}={{}}" for key in ("rank", "alpha", "dropout", "init", "targets", "exclude", "train")},
     **{f"adapter_{key}": {"true": f"parallel.lora.{key}=true"} for key in ("rslora", "dora")},
-    **{"in_4_bits": {"true": "parallel.quantize=nf4"}, "adapter_all": {"true": "parallel.lora.targets=all-linear"}},
+    "in_4_bits": {"true": "parallel.quantize=nf4"}, "adapter_all": {"true": "parallel.lora.targets=all-linear"},
 }  # fmt: skip
 _SAYS = {  # what to know of an override, beside the sentence of the row
     "accumulate": "a step has N samples over all ranks: data.micro_batch x {} x data-parallel ranks, so accumulation follows from them",
