@@ -27,7 +27,9 @@ def test_each_field_of_an_installed_record_has_a_row_with_its_default():
 
 def test_a_field_without_a_row_and_another_default_are_shown():
     record = tool.Record("trl", "", "trl", "file.py:SFTConfig")
-    text = "class SFTConfig:\n    max_length: int = 512\n    packing: bool = field(default=False)\n    new_key: int = 1\n"
+    text = (
+        "class SFTConfig:\n    max_length: int = 512\n    packing: bool = field(default=False)\n    new_key: int = 1\n"
+    )
     found = tool._coverage(record, "9", tool._fields_in(text, "SFTConfig"))
     assert (found.fields, found.missing, found.other) == (3, ["new_key"], ["max_length: 512 there, 1024 in the table"])
 

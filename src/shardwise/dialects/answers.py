@@ -128,7 +128,9 @@ def imported(
         )
     for name, count in (("ranks", ranks), ("ranks_per_node", ranks_per_node)):
         if count is not None and count < 1:
-            raise ConfigError(f"{name}={count}", why="a run has one rank or more", fix=f"give {name} a number from 1 on")
+            raise ConfigError(
+                f"{name}={count}", why="a run has one rank or more", fix=f"give {name} a number from 1 on"
+            )
     if ranks and ranks_per_node and ranks % ranks_per_node:
         raise ConfigError(
             f"ranks={ranks} with ranks_per_node={ranks_per_node}",
