@@ -1,6 +1,7 @@
 """One import from end to end: sources -> facts -> our keys, and an answer for each key of the sources."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,10 +257,16 @@ def _refuse_all(facts: Facts) -> None:
         by_text.setdefault(one.text, []).append(one.given)
     given = ", ".join(one.given for one in found)
     if len(by_text) == 1:
-        why, _, fix = found[0].text.partition(": ")
-        raise ConfigError(given, why=why, fix=fix or "remove it, or leave it out by --allow and its name")
+        why, fix = _parts(found[0].text)
+        raise ConfigError(given, why=why, fix=fix)
     raise ConfigError(
         given,
         why="each of them would train something else than there, or is not known",
         fix="\n       ".join(f"{', '.join(keys)}: {text}" for text, keys in by_text.items()),
     )
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """A sentence of a row as why and fix: ``there is no fp8: write bf16``, or what to write alone."""
+    match = re.match(r"(?!(?:write|remove|set|give|name|import|use) )([^:{]+): (.+)", text)
+    return (match[1], match[2]) if match else ("there is nothing of that meaning here", text)

@@ -178,6 +178,9 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
         text = "how long the rate rises is not known: write it in steps, or as a part of a run whose steps are written"
         facts.say(name, "refused", text)
         return
+    if args.get("warmup", 0) < 0:
+        facts.say(name, "refused", "a rate rises over no step, or more: write 0 or more")
+        return
     if steps and args.get("warmup", 0) > steps:
         text = f"the rate rises over {args['warmup']} steps, and the run has {steps}: make it shorter"
         facts.refuse(facts.key(name, "warmup_ratio", "steps"), text)
@@ -199,6 +202,8 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
     ratio = args.pop("ratio", None)  # the rise as a part of a run whose length is not known
     own_length = facts.number("curve_steps")
     length = own_length if own_length is not None else steps
+    if length is not None and length < 1:
+        return  # refused as a length already
     names = [name for name in _OF_CURVE if facts.is_given(name)] or _OF_CURVE
     ours = ahead = most = None
     if not facts.is_exact and not (steps and length != steps):

@@ -287,7 +287,7 @@ class Table:
         row = self.rows.get(key)
         if row is None:
             return False
-        return bool(row.within) or (bool({"map", "table"} & {*row.takes}) and not self.has_section(key))
+        return bool(row.within) or (bool({"map", "table", "any"} & {*row.takes}) and not self.has_section(key))
 
 
 def names() -> tuple[str, ...]:
