@@ -76,6 +76,7 @@ docs: $(ENV)  ## write the pages that are made from the code: API, errors, files
 	@$(PYTHON) tools/api_pages.py
 	@$(PYTHON) tools/error_index.py
 	@$(PYTHON) tools/shown_files.py
+	@$(PYTHON) tools/dialects.py
 	@$(PYTHON) tools/house.py --write
 
 picture: $(ENV)  ## measure the curves of 1, 2 and 4 ranks and of tp, check them, draw the pictures of README and docs (half an hour)

@@ -58,6 +58,77 @@ class Mutant:
 _SELF = "        "  # the indentation of a method's first line
 
 MUTANTS: tuple[Mutant, ...] = (
+    # ---- dialects --------------------------------------------------------------------------------------------------
+    Mutant(
+        "curve-of-another-length-ignored",
+        'steps = args.pop("steps", num_steps)',
+        'steps = num_steps if args.pop("steps", 0) else num_steps',
+        "tests/run/test_optim.py -k curve_of_the_users_own",
+        "a curve that another system stretches over other steps than the run's falls too early or too late",
+    ),
+    Mutant(
+        "negative-rate-of-a-curve",
+        "not 0 <= part < math.inf",
+        "not part < math.inf",
+        "tests/run/test_optim.py -k gives_no_rate",
+        "a curve that goes below zero makes the loss larger",
+    ),
+    Mutant(
+        "curve-without-its-late-first-step",
+        "at, warmup = done - 1, max(2, warmup)",
+        "at, warmup = done, max(2, warmup)",
+        "tests/dialects/test_curves.py -k systems_code",
+        "an imported DeepSpeed curve is a step ahead of DeepSpeed's",
+    ),
+    Mutant(
+        "curve-without-the-virtual-last-step",
+        "(done - (steps - decay)) / max(1, decay)",
+        "(done + 1 - (steps - decay)) / max(1, decay)",
+        "tests/dialects/test_curves.py -k systems_code",
+        "an imported torchtitan curve falls a step too early",
+    ),
+    Mutant(
+        "rise-of-an-imported-curve-a-step-ahead",
+        "return _rise(kind, done / max(1, warmup), floor, warmup_type)",
+        "return _rise(kind, (done + 1) / max(1, warmup), floor, warmup_type)",
+        "tests/dialects/test_curves.py -k curves_of_transformers",
+        "--exact does not keep the Trainer's learning rates",
+    ),
+    Mutant(
+        "imported-adapters-in-low-precision",
+        'or facts.table.head.get("adapters") != "fp32":',
+        "or True:",
+        "tests/dialects/test_adapters.py -k float32",
+        "adapters of an imported run are stored in bfloat16, where PEFT has float32, and small updates are lost",
+    ),
+    Mutant(
+        "fp4-imported-as-nf4",
+        'if facts.take("code_4bit", "nf4") != "nf4":',
+        "if False:",
+        "tests/dialects/test_adapters.py -k something_else",
+        "weights that another system stores in fp4, its default, are stored in another code",
+    ),
+    Mutant(
+        "two-axes-of-positions-imported-as-one",
+        "if cp > 1 and by_heads > 1:",
+        "if False:",
+        "tests/dialects/test_adapters.py -k something_else",
+        "of cp_size and sp_size one is lost",
+    ),
+    Mutant(
+        "imported-alpha-left-out",
+        'facts.put("parallel.lora.alpha", float(alpha), "adapter_alpha")',
+        "pass",
+        "tests/dialects/test_adapters.py -k those_of_the_source",
+        "imported adapters have another scale than there: ours is 2, PEFT's 1",
+    ),
+    Mutant(
+        "imported-head-without-an-adapter",
+        'for name in ("adapter_also", "adapter_head"):',
+        'for name in ("adapter_also",):',
+        "tests/dialects/test_adapters.py -k those_of_the_source",
+        "the head, which has an adapter in torchtune, stays frozen",
+    ),
     # ---- world -----------------------------------------------------------------------------------------------------
     Mutant(
         "two-gloo-threads",
@@ -1944,7 +2015,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- config and layout -----------------------------------------------------------------------------------------
     Mutant(
         "unknown-keys-ignored",
-        "_refuse_unknown_keys(cls, layer)\n    origins",
+        "_refuse_unknown_keys(cls, layer, foreign)\n    origins",
         "origins",
         "tests/config/test_loader.py -k unknown",
         "a misspelt key of a configuration has no effect",

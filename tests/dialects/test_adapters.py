@@ -4,6 +4,7 @@ import pytest
 
 from shardwise.dialects.answers import imported
 from shardwise.errors import ConfigError
+from shardwise.techniques.tp.options import TensorParallel
 
 TRL = {"output_dir": "o", "max_steps": 10, "max_length": 64, "use_peft": True, "lora_target_modules": ["q_proj"]}
 BITS = {"load_in_4bit": True}
@@ -157,3 +158,17 @@ def test_what_would_train_something_else_is_refused_by_its_key(case):
 def test_4_bits_without_adapters_are_refused():
     with pytest.raises(ConfigError, match=r"load_in_4bit=true(.|\n)*add adapters"):
         made_of("trl", {**BITS, "use_peft": False})
+
+
+@pytest.mark.parametrize(("name", "given"), [("nemo", {"distributed": {"tp_size": 2, "sequence_parallel": True}})])
+def test_sequence_parallelism_is_that_of_tensor_parallelism(name, given):
+    """The same numbers either way, so that it is not refused where there is none."""
+    made = made_of(name, {**given, "peft.dim": 4})
+    (found,) = (one for one in made.findings if one.key == "distributed.sequence_parallel")
+    if "sequence_parallel" in TensorParallel.__struct_fields__:
+        assert made.run["parallel"]["tensor_parallel"] == {"sequence_parallel": True}
+    else:
+        assert (found.verdict, "the same numbers, more memory" in found.say) == ("changed", True)
+    alone = made_of(name, {"distributed": {"sequence_parallel": True}})
+    (found,) = (one for one in alone.findings if one.key == "distributed.sequence_parallel")
+    assert (found.verdict, found.say) == ("dropped", "it has no effect in this configuration")

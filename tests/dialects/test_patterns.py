@@ -89,3 +89,15 @@ def test_what_has_no_effect_without_another_key_waits_for_one_that_is_refused(na
         if text.startswith("it has no effect without") and any(word in text for word in possible)
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_text_that_no_word_of_a_row_means_is_not_passed_over(name):
+    """Of a key that takes any text, and of which only some mean something: the others have a verdict of their own."""
+    wrong = []
+    for key, row in load(name).rows.items():
+        is_free = {"str", "any"} & {*row.takes}
+        has_words = any(actions for word, actions in row.actions.items() if word)
+        if is_free and has_words and not row.actions.get("") and not row.within and "*" not in row.verdicts:
+            wrong += [] if "*" in row.actions else [key]
+    assert wrong == []

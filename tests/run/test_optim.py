@@ -216,7 +216,11 @@ def halved(done, steps, power=1.0):
 
 
 def grown(done, steps):
-    return -1.0 if done else True
+    return True
+
+
+def below(done, steps):
+    return 1.0 - done
 
 
 def test_a_curve_of_the_users_own():
@@ -232,6 +236,7 @@ CURVES = {
     (f"schedule.build={__file__}:nothing",): "it cannot be called with them",
     (f"schedule.build={__file__}:halved", "schedule.args={pwer: 2}"): "did you mean 'power'",
     (f"schedule.build={__file__}:grown",): "it returned True, and a learning rate",
+    (f"schedule.build={__file__}:below",): "it returned -1.0, and a learning rate",
     (f"schedule.build={__file__}:nothing_such",): "nothing_such",
 }
 
