@@ -164,8 +164,12 @@ CASES = {
         torch.optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1}, decay=(0.1, 0.1), clip=0.5,
     ),
     "torchtune sgd": Case(
-        {**TUNE, "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1, "weight_decay": 0.0, "momentum": 0.5, "nesterov": True}},
+        {**TUNE, "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.5, "nesterov": True}},
         SGD, {"lr": 0.1, "momentum": 0.5, "nesterov": True},
+    ),
+    "torchtune nadam": Case(
+        {**TUNE, "optimizer": {"_component_": "torch.optim.NAdam", "betas": [0.8, 0.9], "eps": 1e-4, "lr": 0.02}},
+        torch.optim.NAdam, {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4},
     ),
     "nemo adam": Case(
         {**NEMO, "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.02, "weight_decay": 0.1}, "lr_scheduler": {"lr_decay_style": "cosine", "lr_warmup_steps": 2}},

@@ -253,10 +253,10 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts) ->
     path = tuple(key.split("."))
     for (written, value), (shown, _) in zip(table.flatten(inner, path), facts.table.flatten(inner, path), strict=False):
         bare = written
-        if table.find(written) is None:
+        if table.find(written) in (None, row):
             is_prefixed = section and written.startswith(f"{section}.{prefix}")
             bare = f"{section}.{written.removeprefix(f'{section}.{prefix}')}" if is_prefixed else written
-            bare = bare if table.find(bare) else written.removeprefix(f"{key}.")
+            bare = bare if table.find(bare) not in (None, row) else written.removeprefix(f"{key}.")
         found = table.find(bare)
         if found is None:
             unknown = table.unknown(written)

@@ -62,6 +62,7 @@ def settle_optimizer(facts: Facts) -> None:
             "optimizer", "refused", "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
         )
         return
+    is_own = build is not None  # a class that has no name here, with defaults of its own
     if facts.has("groups"):
         _settle_groups(facts)
     betas = _betas(facts)
@@ -72,6 +73,10 @@ def settle_optimizer(facts: Facts) -> None:
     decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
     if facts.has("decay"):
         decay, is_on_matrices = facts.take("decay"), False
+    if "of_torch" in facts.table.words("defaults") and not facts.is_given("decay"):
+        decay = None if is_own else 0.01 if name == "adamw" else 0.0
+    if is_own:
+        args |= _given_of_class(facts, betas)
     plain, more = _adam_arguments(facts, betas, args)
     if name == "adam" and not decay:
         name = "adamw"  # without decay they are the same
@@ -89,12 +94,18 @@ def settle_optimizer(facts: Facts) -> None:
             facts.put("optim.args", args, "eps", "betas", "beta1", "beta2", "amsgrad", "optimizer_arg")
     else:
         _put_own(facts, str(name), betas, momentum, fused)
-    if facts.has("lr"):
+    if facts.has("lr") and (facts.is_given("lr") or not is_own):
         facts.put("optim.lr", float(facts.take("lr")), "lr")
     if decay is not None:
         facts.put("optim.weight_decay", float(decay), "decay", "decay_matrices")
         if is_on_matrices and decay:
             facts.put("optim.decay_on", "matrices", "decay_matrices")
+
+
+def _given_of_class(facts: Facts, betas: list[float]) -> dict[str, Any]:
+    """Arguments that have facts of their own, for a class that has no name here."""
+    given = {"betas": betas} if facts.is_given("betas") else {}
+    return given | {name: facts.take(name) for name in ("eps", "momentum", "amsgrad") if facts.is_given(name)}
 
 
 def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:
