@@ -263,20 +263,20 @@ def page(name: str) -> str:
         verdict = _settled(row.verdicts[""])
         ours = _ours(row)
         if verdict in ("kept", "changed") or (ours and verdict == "dropped"):
-            mapped.append((row.key, ours or ("always so" if verdict == "kept" else ""), _different(row)))
+            mapped.append((row.key, _default(row), ours or ("always so" if verdict == "kept" else ""), _different(row)))
         refused += _refusals(row, whole=verdict == "refused")
         if verdict == "dropped" and not ours:
             dropped.append((row.key, row.says[""]))
     lines = [
         f"# Configurations of {name}",
         "",
-        f"`shardwise import-config FILE --from {name}` makes a run file of one, and answers each key: see [configurations of other systems](../other-systems.md).",
+        f"`shardwise import-config {'--env' if 'dialect' in table.head else f'FILE --from {name}'}` makes a run file of one, and answers each key: see [configurations of other systems](../other-systems.md).",
         f"The table follows {table.head.get('version', '')}.",
         *([f"All keys of [{extended}]({extended}.md) count too; these are others, or have other defaults."] if extended else []),
         "",
         *[f"* {_text(row.says[''])}" + (f" (there: {_text(row.meaning)})" if row.verdicts[""] == "changed" else "") for row in of_all],
         *([""] if of_all else []),
-        *_table("Keys with a meaning here", ("key there", "here", "what is different"), mapped),
+        *_table("Keys with a meaning here", ("key there", "default there", "here", "what is different"), mapped),
         *_table("Refused, until it is written otherwise", ("key or value", "why, and what to write"), refused),
         *_table("Not needed here", ("key", "why"), dropped),
         "",
@@ -297,13 +297,18 @@ def _text(cell: str) -> str:
     return cell.replace("<", "&lt;").replace("{}", "N")
 
 
+def _default(row: Row) -> str:
+    return "" if row.default is ABSENT else short(row.default)
+
+
 def _different(row: Row) -> str:
     """What is different, of the value that is usual and of others."""
-    said = []
+    said = ["changed"] if row.verdicts[""] == "changed" and not row.says[""] else []
     for word, text in row.says.items():
         verdict = row.verdicts.get(word, row.verdicts[""])
         if text and verdict in ("kept", "changed"):  # what waits for a technique says what is so without it
-            said.append(f"{word}: {text}" if word not in ("", "*") else text)
+            changed = "changed: " if verdict == "changed" else ""
+            said.append(f"{word}: {changed}{text}" if word not in ("", "*") else f"{changed}{text}")
     return "; ".join(dict.fromkeys(said))
 
 

@@ -37,6 +37,9 @@ def test_a_field_without_a_row_and_another_default_are_shown():
 @pytest.mark.parametrize("name", ["trl", "torchtune"])
 def test_a_page_says_what_a_key_becomes(name):
     page = tool.page(name)
-    keys = {"trl": "| `lora_r` | `parallel.lora.rank` |", "torchtune": "| `model.lora_rank` | `parallel.lora.rank` |"}
+    keys = {
+        "trl": "| `lora_r` | 16 | `parallel.lora.rank` |",
+        "torchtune": "| `model.lora_rank` |  | `parallel.lora.rank` |",
+    }
     assert keys[name] in page
     assert "there is no technique" not in page  # of those that exist

@@ -33,6 +33,7 @@ def test_a_value_alone_is_loaded_or_refused_by_its_key(name):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", BASE)
 def test_each_value_alone_is_loaded_or_refused_by_its_key(name):
     check_alone(name, alone(name))
@@ -60,6 +61,7 @@ def test_files_drawn_from_rows_are_loaded_or_refused_by_a_key_of_theirs():
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_ten_thousand_files_drawn_from_rows():
     imported, took = check_drawn(10_000, seed=0)
     assert imported > 3_000 and took < 0.005
@@ -95,6 +97,7 @@ def test_a_misspelt_key_is_refused_with_the_one_that_was_meant(name):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_every_misspelt_key_is_refused_with_the_one_that_was_meant():
     draw = random.Random(1)
     tried = {name: slips(name, draw) for name in BASE}

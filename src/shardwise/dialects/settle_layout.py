@@ -125,7 +125,8 @@ def _data_axes(
     if kind == "ddp" and not (shard and shard > 1):
         if copies > 1 and ranks.rows and copies != ranks.rows:
             raise RefusedError(
-                facts.key("replicate"), f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N"
+                facts.key("replicate", "mesh2"),
+                f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N",
             )
         return [("dp_replicate", -1)]
     if kind.startswith("hybrid") and copies == 1 and not (shard and shard > 1):
