@@ -39,7 +39,7 @@ def test_a_page_says_what_a_key_becomes(name):
     page = tool.page(name)
     keys = {
         "trl": "| `lora_r` | 16 | `parallel.lora.rank` |",
-        "torchtune": "| `model.lora_rank` |  | `parallel.lora.rank` |",
+        "torchtune": "| `model.lora_rank` | 8 | `parallel.lora.rank` |",
     }
     assert keys[name] in page
     assert "there is no technique" not in page  # of those that exist
