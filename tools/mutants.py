@@ -58,6 +58,91 @@ class Mutant:
 _SELF = "        "  # the indentation of a method's first line
 
 MUTANTS: tuple[Mutant, ...] = (
+    # ---- dialects: configurations of other systems -------------------------------------------------------------------
+    Mutant(
+        "import-batch-of-one-rank",
+        "whole = micro * (steps or 1) * rows if whole is None else whole",
+        "whole = micro * (steps or 1) if whole is None else whole",
+        "tests/dialects/test_import.py -k samples_of_a_step",
+        "an imported batch is that of one rank: the learning rate is too high for it",
+    ),
+    Mutant(
+        "import-batch-without-accumulation",
+        "whole = micro * (steps or 1) * rows if whole is None else whole",
+        "whole = micro * rows if whole is None else whole",
+        "tests/dialects/test_import.py -k samples_of_a_step",
+        "accumulation of another system is lost",
+    ),
+    Mutant(
+        "import-batch-of-tensor-parallel-ranks",
+        "        ranks.rows = ranks.total // (tp * cp)",
+        "        ranks.rows = ranks.total // cp",
+        "tests/dialects/test_import.py -k samples_of_a_step",
+        "ranks of tensor parallelism are counted as if they read other samples",
+    ),
+    Mutant(
+        "import-product-not-checked",
+        "    if ranks.total % known if is_open else known != ranks.total:",
+        "    if False:",
+        "tests/dialects/test_import.py -k degrees_that_are_not",
+        "degrees that are not the ranks are imported, and another layout is trained",
+    ),
+    Mutant(
+        "import-defaults-not-written",
+        "    for section, row in table.defaults:\n        key = row.key\n",
+        "    for section, row in []:\n        key = row.key\n",
+        "tests/dialects/test_import.py -k defaults_there",
+        "what a file does not say is ours and not theirs: other betas, no clipping",
+    ),
+    Mutant(
+        "import-validation-default",
+        '            facts.put("data.val_fraction", 0)',
+        "            pass",
+        "tests/dialects/test_import.py -k defaults_there",
+        "a tenth of the data is not trained on",
+    ),
+    Mutant(
+        "import-contradiction-not-seen",
+        "        if old is not None and old.note.is_given and old.value != value:",
+        "        if False:",
+        "tests/dialects/test_import.py -k contradict",
+        "of two keys that say different things one counts, and nothing is said",
+    ),
+    Mutant(
+        "import-inner-section-half-counts",
+        "        del facts.known[fact]\n        if old.note.is_given:",
+        "        if False:",
+        "tests/dialects/test_import.py -k section_of_the_file_within",
+        "defaults of the outer file count for the optimizer of the inner one",
+    ),
+    Mutant(
+        "import-unused-key-kept",
+        '            if note.is_given and note.is_fact and not note.is_used and note.verdict in ("kept", "changed"):',
+        "            if False:",
+        "tests/dialects/test_import.py -k another_version",
+        "a key that nothing reads is said to be kept",
+    ),
+    Mutant(
+        "import-unknown-key-dropped",
+        "                facts.refuse_error(_prefixed(table.unknown(written), facts))\n            continue\n        if key in given:",
+        "                pass\n            continue\n        if key in given:",
+        "tests/dialects/test_values.py -k 'misspelt and not every'",
+        "a misspelt key is left out without a word",
+    ),
+    Mutant(
+        "import-resolver-taken",
+        '    if is_given and "${" in str(value) and verdict != "dropped":',
+        "    if False:",
+        "tests/dialects/test_import.py -k resolvers_are_refused",
+        "the text of a variable is taken for its value",
+    ),
+    Mutant(
+        "import-variable-not-known",
+        "    return [name for name in environ if name.startswith(_VARIABLES) and name not in known]",
+        "    return []",
+        "tests/dialects/test_import.py -k variable_that_is_not_known",
+        "a misspelt variable of the environment is not looked at",
+    ),
     # ---- dialects --------------------------------------------------------------------------------------------------
     Mutant(
         "curve-of-another-length-ignored",
