@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from shardwise.dialects.facts import Facts
-from shardwise.dialects.table import RefusedError
+from shardwise.dialects.values import RefusedError
 
 _IS_FREED = {  # words of a strategy -> whether parameters are freed after forward
     "full": True, "full_shard": True, "hybrid": True, "hybrid_shard": True,
