@@ -72,10 +72,11 @@ gpu: $(ENV)  ## what makes sense on one CUDA device; says so if there is none
 	@$(PYTEST) -m gpu $(ARGS)
 	@$(PYTHON) -m shardwise train --launch.device=cuda --launch.nproc=1
 
-docs: $(ENV)  ## write the pages that are made from the code: API, errors, files that pages show, the table of rooms
+docs: $(ENV)  ## write the pages that are made from the code: API, errors, files that pages show, other systems, the table of rooms
 	@$(PYTHON) tools/api_pages.py
 	@$(PYTHON) tools/error_index.py
 	@$(PYTHON) tools/shown_files.py
+	@$(PYTHON) tools/dialects.py
 	@$(PYTHON) tools/house.py --write
 
 picture: $(ENV)  ## measure the curves of 1, 2 and 4 ranks and of tp, check them, draw the pictures of README and docs (half an hour)

@@ -51,6 +51,7 @@ PAGES = (
             "from-plain",
             "from-accelerate",
             "from-trainer",
+            "other-systems",
             "from-fabric",
             "from-fsdp2",
             "from-torchtune",
@@ -233,7 +234,9 @@ def _warm(command: str) -> tuple[int, list[str]] | None:
             return 1, [script, *words]
         case ["torchrun", "--standalone", "--nproc-per-node", number, script, *words] if script.startswith("examples/"):
             return int(number), [script, *words]
-        case ["shardwise", "convert" | "checkpoint" | "generate" as name, *words] if "--help" not in words:
+        case ["shardwise", "convert" | "checkpoint" | "generate" | "import-config" as name, *words] if (
+            "--help" not in words
+        ):
             return 1, [name, *words]
         case ["torchrun", "--standalone", "--nproc-per-node", number, "first.py"]:
             return int(number), ["first.py"]
@@ -281,6 +284,12 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"shardwise train --checkpoint.every=2 {SHORT} {UNPROVED} {SMALL_MODEL}"
         case ["shardwise", "checkpoint", "ls", _]:
             return command
+        case ["shardwise", "import-config", "config.yaml", *_]:
+            shutil.copy(ROOT / "tests/dialects/fixtures/accelerate/fsdp2-8gpu.yaml", folder / "config.yaml")
+            return command
+        case ["shardwise", "train", "run.yaml"]:  # what import-config has written
+            (folder / "run.yaml").write_text("train: {steps: 2}\n")
+            return f"{command} --print-config"
         case ["shardwise", "checkpoint", *_]:
             return f"{command} --help"  # what it shows is there once the command above it has run
         case ["make", "test", torch] if torch.startswith("TORCH="):  # which would install it

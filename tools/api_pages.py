@@ -47,6 +47,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "transform",
         "from_fsdp1",
     ),
+    "Other systems": ("from_config", "Imported", "Finding"),
     "Weights": (
         "load_weights", "save_weights", "load_adapter", "save_adapter", "adapter_off", "LoadReport", "full_state_dict", "load_full_state_dict", "full_optimizer_state_dict",
         "load_full_optimizer_state_dict", "state_dict", "load_state_dict", "StateDictType", "gathered",

@@ -9,6 +9,8 @@ from shardwise.data.labels import make_labels as make_labels
 from shardwise.data.labels import shift_labels as shift_labels
 from shardwise.data.loader import Loader as Loader
 from shardwise.data.sft.dataset import SFTDataset as SFTDataset
+from shardwise.dialects.answers import Finding as Finding
+from shardwise.dialects.answers import Imported as Imported
 from shardwise.dialects.fsdp1 import from_fsdp1 as from_fsdp1
 from shardwise.errors import CheckpointError as CheckpointError
 from shardwise.errors import ConfigError as ConfigError
@@ -31,6 +33,7 @@ from shardwise.parallel import world_of as world_of
 from shardwise.parallel.part_values import full_tensor as full_tensor
 from shardwise.parallel.start import init as init
 from shardwise.recipe import Recipe as Recipe
+from shardwise.run.imported import from_config as from_config
 from shardwise.state import LoadReport as LoadReport
 from shardwise.state import StateDictType as StateDictType
 from shardwise.state import full_optimizer_state_dict as full_optimizer_state_dict

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig, load_config
 
 CASES = {
-    ("",): "train generate convert checkpoint verify completion --help --version",
+    ("",): "train generate convert import-config checkpoint verify completion --help --version",
     ("co",): "convert completion",
     ("train", "--f"): "--fresh",
     ("train", "--train.st"): "--train.steps=",

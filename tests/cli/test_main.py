@@ -89,7 +89,7 @@ def test_the_help_of_train_names_every_key(capsys, monkeypatch):
         (
             ["trian"],
             "ConfigError: shardwise trian\n  why: there is no command 'trian'\n"
-            "  fix: did you mean 'train'? commands: train, generate, convert, checkpoint, verify, completion\n",
+            "  fix: did you mean 'train'? commands: train, generate, convert, import-config, checkpoint, verify, completion\n",
         ),
         (["--hlep"], "fix: did you mean '--help'? own options: --help, --version"),
         (["train", "--nporc", "2"], "why: there is no option --nporc\n  fix: did you mean --nproc?"),

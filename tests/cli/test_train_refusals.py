@@ -99,6 +99,15 @@ def test_a_missing_transform_is_refused_before_a_rank_starts(tmp_path, monkeypat
             assert told in error and "parallel.transforms=" in error and "--parallel.transforms" in error
 
 
+@pytest.mark.parametrize("key", ["schedule.build", "optim.build"])
+def test_a_missing_function_is_refused_before_a_rank_starts(tmp_path, monkeypatch, capsys, key):
+    monkeypatch.setattr("shardwise.launch.launch_local", lambda *_, **__: pytest.fail("a rank was started"))
+    (tmp_path / "mine.py").write_text("def halved(done, steps): pass\n")
+    assert cli.main(["train", *TINY, f"--log.dir={tmp_path / 'run'}", f"--{key}={tmp_path}/mine.py:halvd"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean 'halved'?" in error and f"override --{key}" in error
+
+
 def test_weights_of_another_model_are_refused_in_the_words_of_the_command_line(ranks, tmp_path):
     import torch
 

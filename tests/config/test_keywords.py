@@ -8,7 +8,7 @@ from shardwise.errors import ConfigError
 
 # Made by Shardwise and not by users, or called in the middle of a step, where torch traces them.
 NOT_CHECKED = {
-    "Axis", "Layout", "LoadReport", "MicroBatch", "Recipe", "StateDictType", "StepOutput", "StepState", "World",
+    "Axis", "Layout", "Finding", "Imported", "LoadReport", "MicroBatch", "Recipe", "StateDictType", "StepOutput", "StepState", "World",
     "column_parallel_linear", "default_collate", "linear_cross_entropy", "make_labels", "model_loss", "next_token_loss",
     "pad_collate", "parallel_embedding", "register_tp_plan", "row_parallel_linear", "shift_labels", "tp_copy", "tp_gather",
     "tp_reduce", "tp_scatter", "transform", "verify",

@@ -1,18 +1,16 @@
 """Options of other tools: each is refused with the override to write, and every override in the table is one that is taken."""
 
 import re
-from typing import Literal, get_args, get_origin
 
 import pytest
+from dialect_files import values_of
 
 from shardwise.cli import main as cli
-from shardwise.config.check import struct_in
 from shardwise.config.loader import dotted_keys
-from shardwise.config.other_tools import hint
-from shardwise.config.other_tools_table import WORDS
-from shardwise.config.record import hints_of
+from shardwise.dialects import words
+from shardwise.dialects.words import hint
 from shardwise.errors import ConfigError
-from shardwise.run.config import LOGGERS, RunConfig, load_config
+from shardwise.run.config import RunConfig, load_config
 
 NEXT_TO = {  # a key without which another would have no effect
     "data.pack": ("data.path=a.jsonl", "data.tokenizer=here"),
@@ -24,6 +22,11 @@ NEXT_TO = {  # a key without which another would have no effect
     "log.name": ("log.to=wandb",),
     "model.adapter": ("model.hf=here", "parallel.lora.rank=8"),
     "data.micro_batch": ("data.global_batch=8",),
+    "data.global_batch": ("data.micro_batch=2",),
+    "optim.momentum": ("optim.name=sgd",),
+    "schedule.decay_ratio": ("schedule.name=wsd",),
+    "checkpoint.background": ("checkpoint.every=2",),
+    "model.vocab": ("model.hf=here", "data.tokenizer=here"),
     **dict.fromkeys(("data.chat_template", "data.eos_token"), ("data.path=b.jsonl", "data.tokenizer=here")),
 }
 FOR_USER = {"N": "8", "DIRECTORY": "here", "FILE": "a.txt", "FILE.jsonl": "b.jsonl", "PATH": "there"}
@@ -31,61 +34,41 @@ KEYS = dotted_keys(RunConfig)
 
 
 def is_key(name: str) -> bool:
-    return name in KEYS or any(key.startswith(f"{name}.") for key in KEYS)
+    return name in KEYS or name.startswith("model.args.") or any(key.startswith(f"{name}.") for key in KEYS)
 
 
-@pytest.mark.parametrize("name", WORDS)
-def test_every_override_of_the_table_is_taken(name, tmp_path):
-    word = WORDS[name]
-    for value in {word.like, *word.values, *word.texts}:
-        fix = hint(f"--{name}", value or None, "override").fix
-        assert fix, f"nothing is said of {name} {value}"
-        for override in re.findall(r"^write '?--([^;']+)'?", fix):
-            key, _, ours = override.partition("=")
-            assert is_key(key), key
-            for one in ours.split("|"):  # of which the user takes one
-                full = f"{key}={FOR_USER.get(one, one)}" if "=" not in one.partition("=")[0] else one
-                load_config(None, [full, *NEXT_TO.get(key, ())])
-        inside = hint(name, value or None, "file").fix
-        if inside.startswith("write "):
-            text = inside.removeprefix("write ").partition("; ")[0]
-            for theirs, ours in FOR_USER.items():
-                text = re.sub(rf"\b{re.escape(theirs)}(?![\w.])", ours, text)
-            if "|" not in text:
-                file = tmp_path / "run.yaml"
-                file.write_text(f"{text}\n")
-                load_config(file, NEXT_TO.get(text.split(": ")[0] + "." + text.split("{")[1].split(":")[0], ()))
+def hints():
+    """Each option of the tables with the values that it takes."""
+    for key, rows in words.rows_by_key().items():
+        if "bool" in rows[0][1].takes:
+            yield key, ""
+        for value in values_of(rows[0][1]):
+            if not isinstance(value, list | dict) and value is not None:
+                yield key, str(value)
 
 
-def test_every_key_that_a_text_of_the_table_names_is_there():
-    for name, word in WORDS.items():
-        named = re.findall(
-            rf"\b((?:{'|'.join(RunConfig.__struct_fields__)})\.[a-z_.]*[a-z_0-9]*[a-z0-9])",
-            f"{word.text} {' '.join(word.texts.values())} {word.write}",
-        )
-        assert all(map(is_key, named)), (name, named)
+def test_every_override_that_is_shown_is_taken():
+    shown = {}
+    for key, value in hints():
+        fix = hint(f"--{key}", value or None, "override").fix
+        assert fix, f"nothing is said of {key} {value}"
+        for override in re.findall(r"write (?:'--([^']+)'|--([^; ]+))", fix):
+            shown.setdefault("".join(override), f"{key} {value}")
+    assert len(shown) > 120
+    for override, of in shown.items():
+        key, _, ours = override.partition("=")
+        assert is_key(key), (key, of)
+        if ours in ("word", "a.b") or "{}" in ours:  # a name that stands for one of the user's
+            assert "{}" not in ours, (override, of)
+            continue
+        load_config(None, [f"{key}={FOR_USER.get(ours, ours)}", *NEXT_TO.get(key, ())])
 
 
-def words_of(key: str) -> tuple[str, ...]:
-    """The values that a key takes, if they are words."""
-    *sections, last = key.split(".")
-    cls = RunConfig
-    for section in sections:
-        cls = struct_in(hints_of(cls)[section])
-    kinds = [kind for kind in (hints_of(cls)[last], *get_args(hints_of(cls)[last])) if get_origin(kind) is Literal]
-    return {"log.to": LOGGERS}.get(key, tuple(value for kind in kinds for value in get_args(kind)))
-
-
-def test_a_choice_has_every_value_that_its_key_takes():
-    choices = {name: word for name, word in WORDS.items() if word.write.endswith("=VALUE")}
-    found = {}
-    for name, word in choices.items():
-        key = word.write.removesuffix("=VALUE")
-        written = {ours.partition("=")[2] for ours in word.values.values() if ours.startswith(f"{key}=")}
-        known = words_of(key) if key in KEYS else ()
-        found[key] = known
-        assert {value for value in known if value not in written and word.values.get(value) != ""} == set(), name
-    assert found["optim.name"] and found["schedule.name"] and found["launch.device"] and found["log.to"]
+def test_an_override_is_shown_as_sections_of_a_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    for key, value in (("learning_rate", "2e-5"), ("gradient_checkpointing", "true"), ("tensor_parallel_degree", "2")):
+        file.write_text(hint(key, value, "file").fix.removeprefix("write ").partition("; ")[0])
+        load_config(file)
 
 
 @pytest.mark.parametrize(
@@ -123,24 +106,24 @@ def test_a_choice_has_every_value_that_its_key_takes():
         (["--epochs", "3"], "write --train.epochs=3; fractions too; in place of train.steps"),
         (["--resume"], "when its command is given again"),
         (["--lr_scheduler_type", "linear"], "write --schedule.name=linear"),
-        (["--optim", "adafactor"], "write --optim.name=adafactor; it needs parameters that are whole on each rank"),
+        (["--optim", "adafactor"], "transformers' Adafactor has other steps than torch's"),
         (
             ["--optim", "adamw_bnb_8bit"],
-            "write --optim.name=adamw|sgd|adafactor|muon; any other is a class or function: optim.build=",
+            "there is no such optimizer here",
         ),
-        (["--enable_activation_offloading", "true"], "write '--parallel.remat={mode: full, offload: true}'; on cuda"),
+        (["--enable_activation_offloading", "true"], "write '--parallel.remat={mode: full, offload: true}'"),
         (["--enable_activation_offloading", "false"], "leave it out"),
-        (["--completion_only_loss", "true"], "leave it out: of a conversation"),
-        (["--completion_only_loss", "false"], "only the answers are trained on, and no key changes that"),
+        (["--completion_only_loss", "true"], "leave it out: only answers are trained on"),
+        (["--completion_only_loss", "false"], "only answers are trained on, and no key changes that"),
         (["--shuffle", "true"], "leave it out: samples are always shuffled"),
         (["--shuffle", "false"], "samples are always shuffled, in each epoch"),
         (["--pin_memory"], "leave it out: a run needs no such setting"),
         (["--dataloader_pin_memory", "false"], "leave it out: a run needs no such setting"),
-        (["--eval_strategy", "no"], "write --train.eval_every=0; only at the end"),
-        (["--eval_strategy", "epoch"], "write --train.eval_every=N; every N"),
+        (["--eval_strategy", "no"], "write --train.eval_every=0"),
+        (["--eval_strategy", "epoch"], "write --train.eval_every=N; train.eval_every counts optimizer steps"),
         (
             ["--checkpoint.keep_latest_k=0"],
-            "write --checkpoint.keep_every=1; all of them stay; with checkpoint.every=N",
+            "write --checkpoint.keep_every=1; with checkpoint.every=N",
         ),
         (["--checkpoint.keep_latest_k=4"], "write --checkpoint.keep=4; with checkpoint.every=N"),
     ],
@@ -159,7 +142,8 @@ def test_all_options_of_a_command_are_answered_at_once(capsys):
     )
     told = capsys.readouterr().err
     assert "--bf16 --learning_rate 2e-5 --num_train_epochs=3\n" in told
-    assert "fix: --bf16: write --parallel.precision=bf16\n       --learning_rate 2e-5: write --optim.lr=2e-5\n" in told
+    assert "fix: --bf16: write --parallel.precision=bf16; " in told
+    assert "\n       --learning_rate 2e-5: write --optim.lr=2e-5\n" in told
 
 
 def test_a_file_of_another_tool_is_answered_key_by_key(tmp_path):

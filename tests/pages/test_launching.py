@@ -70,6 +70,7 @@ def test_variables_are_those_that_the_code_reads():
     inner = {  # of our own processes to each other, of tests, and names that are no variables
         "SHARDWISE_TORCH_CHECK_RUNS", "SHARDWISE_SET_OMP_NUM_THREADS", "SHARDWISE_SIGNALS_BLOCKED_AT_START",
         "BLOCKED_AT_START", "DUMP_SIGNAL", "STOP_SIGNALS", "OPENBLAS_NUM_THREADS", "RES_OPTIONS", "CUDA_VISIBLE_DEVICES",
+        "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP", "SHARD_GRAD_OP",  # values of another system's variables
     }  # fmt: skip
     read: set[str] = set()
     for path in SRC.rglob("*.py"):

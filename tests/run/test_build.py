@@ -1,5 +1,6 @@
 """The parts of the main job: data, model, optimizer and schedule as a config names them."""
 
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -289,10 +290,17 @@ def test_a_transform_that_is_not_known_is_refused_for_the_reference_model_too():
         build_plain(RunConfig(model=Model(args=SMALL), parallel=Parallel(transforms=("nonesuch",))))
 
 
-def rates_through(steps, stepped, state=None):
+def falling(done, steps):
+    return 1 - done / steps
+
+
+SCHEDULES = {"of a name": Schedule(warmup_steps=1), "of a function": Schedule(build=f"{__file__}:falling")}
+
+
+def rates_through(steps, stepped, state=None, schedule=SCHEDULES["of a name"]):
     """The rates of the steps, and the state of optimizer and schedule after."""
     optim = make_optimizer(Optim(), nn.Linear(2, 2))
-    scheduler = make_scheduler(Schedule(warmup_steps=1), optim, steps)
+    scheduler = make_scheduler(schedule, optim, steps)
     if state is not None:
         optim.load_state_dict(state[0])
         scheduler.load_state_dict(state[1])
@@ -305,7 +313,9 @@ def rates_through(steps, stepped, state=None):
     return found, (optim.state_dict(), scheduler.state_dict())
 
 
-def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one_at_once():
-    whole = rates_through(8, 8)[0]
-    assert rates_through(8, 4, rates_through(8, 4)[1])[0] == whole[4:]
-    assert rates_through(8, 4, rates_through(4, 4)[1])[0] == whole[4:]
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_run_that_is_made_longer_has_the_rates_of_the_longer_one_at_once(kind):
+    through = functools.partial(rates_through, schedule=SCHEDULES[kind])
+    whole = through(8, 8)[0]
+    assert through(8, 4, through(8, 4)[1])[0] == whole[4:]
+    assert through(8, 4, through(4, 4)[1])[0] == whole[4:]

@@ -142,6 +142,11 @@ CONFIGS = {
     ("schedule.warmup_steps=3", "schedule.warmup_ratio=0.1"): "each of them says how long",
     ("schedule.decay_ratio=0.3",): "use name=wsd",
     ("schedule.name=constant", "schedule.min_lr_ratio=0"): "a constant rate has no floor",
+    ("schedule.args={power: 2}",): "without schedule.build",
+    ("schedule.build=curve",): "a function of your own",
+    ("schedule.build=a:b", "schedule.warmup_steps=3"): "the function says the whole curve",
+    ("schedule.build=a:b", "schedule.name=linear"): "remove schedule.name",
+    ("schedule.build=a:b", "schedule.args={done: 1}"): "leave done out",
     ("schedule.name=wsd", "schedule.warmup_ratio=0.5", "schedule.decay_ratio=0.6"): "has risen, and gone down",
     ("model.freeze=[a]", "model.train_only=[b]"): "each of them says which parameters are trained",
 }
@@ -204,3 +209,40 @@ def test_an_optimizer_that_cannot_be_built_is_refused(words):
     with pytest.raises(ConfigError) as caught:
         make_optimizer(load_config(None, list(words)).config.optim, nn.Linear(2, 2))
     assert OWN[words] in str(caught.value)
+
+
+def halved(done, steps, power=1.0):
+    return (1 - done / steps) ** power
+
+
+def grown(done, steps):
+    return True
+
+
+def below(done, steps):
+    return 1.0 - done
+
+
+def test_a_curve_of_the_users_own():
+    words = [f"schedule.build={__file__}:halved", "train.steps=4"]
+    config = load_config(None, words).config
+    assert config.schedule.warmup_steps is None  # of its own
+    assert rates(config.schedule, 4) == [1.0, 0.75, 0.5, 0.25]
+    config = load_config(None, [*words, "schedule.args={power: 2, steps: 8}"]).config
+    assert rates(config.schedule, 4) == [1.0, (7 / 8) ** 2, (6 / 8) ** 2, (5 / 8) ** 2]
+
+
+CURVES = {
+    (f"schedule.build={__file__}:nothing",): "it cannot be called with them",
+    (f"schedule.build={__file__}:halved", "schedule.args={pwer: 2}"): "did you mean 'power'",
+    (f"schedule.build={__file__}:grown",): "it returned True, and a learning rate",
+    (f"schedule.build={__file__}:below",): "it returned -1.0, and a learning rate",
+    (f"schedule.build={__file__}:nothing_such",): "nothing_such",
+}
+
+
+@pytest.mark.parametrize("words", CURVES, ids=" ".join)
+def test_a_curve_that_gives_no_rate_is_refused(words):
+    with pytest.raises(ConfigError) as caught:
+        rates(load_config(None, list(words)).config.schedule, 4)
+    assert CURVES[words] in str(caught.value)

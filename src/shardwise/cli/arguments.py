@@ -89,7 +89,7 @@ def _refuse_other_tools(words: Sequence[str], parser: Parser) -> None:
     own = parser.option_names()
     if all(word.partition("=")[0] in own for word in words if word.startswith("--") or "=" in word):
         return  # the usual case, without the table
-    from shardwise.config.other_tools import command_line_error
+    from shardwise.dialects.words import command_line_error
 
     if (error := command_line_error(parser.prog, words, own, _sections())) is not None:
         raise error

@@ -28,6 +28,10 @@ COMMANDS = {
         "continue a text, or answer a message, with a model directory or a run's weights",
     ),
     "convert": ("shardwise.cli.convert", "weights of any kind to any other: Hugging Face, safetensors, torch, DCP"),
+    "import-config": (
+        "shardwise.cli.import_config",
+        "a configuration of another system (accelerate, DeepSpeed, the Trainer, ...) as a run file, every key answered",
+    ),
     "checkpoint": ("shardwise.cli.checkpoint", "list, show, verify and prune the checkpoints of a run"),
     "verify": ("shardwise.cli.verify", "run your model sharded and in one process, and compare every gradient"),
     "completion": ("shardwise.cli.completion", "a script by which bash, zsh or fish complete commands and keys"),

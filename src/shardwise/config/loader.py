@@ -16,12 +16,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 
 from shardwise.config.check import checked, struct_in
-from shardwise.config.other_tools import file_error, override_error
 from shardwise.config.record import Options, default_of, hints_of
 from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
 from shardwise.config.suggest import closest, did_you_mean, missing_blank
@@ -32,6 +31,19 @@ from shardwise.errors import ConfigError, ShardwiseError
 C = TypeVar("C", bound=msgspec.Struct)
 _OF_TORCH = "torch has this option, and Shardwise does not: "
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
+
+
+class Foreign(Protocol):
+    """Knows keys of other systems: each answer is an error that shows what to write, or None."""
+
+    def whole(self, values: Mapping[str, Any], path: str) -> ConfigError | None:
+        """For a file that is another system's as a whole."""
+
+    def override(self, key: str, value: str, *, inside: bool) -> ConfigError | None:
+        """For an override, ``inside`` a section that there is."""
+
+    def keys(self, unknown: Mapping[str, Any], path: Sequence[str], origin: str) -> ConfigError | None:
+        """For unknown keys of a section, the first of them at ``origin``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +57,9 @@ class Loaded(Generic[C]):
     origins: dict[str, str]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str], cls: type[C]) -> Loaded[C]:
+def load_config(
+    path: str | Path | None, overrides: Sequence[str], cls: type[C], *, foreign: Foreign | None = None
+) -> Loaded[C]:
     """Loads a configuration, applies overrides and checks every value.
 
     Args:
@@ -54,17 +68,41 @@ def load_config(path: str | Path | None, overrides: Sequence[str], cls: type[C])
         overrides: ``--train.steps=20`` or ``train.steps=20``; the value is YAML 1.2 (``3e-4``, ``null``, ``[1, 2]``)
             and replaces the value of the file.
         cls: the record to build.
+        foreign: answers keys of other systems.
 
     Raises:
         ConfigError: for anything that is missing, unknown, given twice, misspelled or of the wrong type.
     """
     layer = _read(path, cls)
+    is_strange = foreign is not None and bool(layer.values.keys() - {*hints_of(cls)})
+    error = foreign.whole(layer.values, str(path)) if foreign is not None and is_strange else None
+    if error is not None:
+        raise error
     for key, text in _split_overrides(overrides):
-        _apply_override(layer, key, text, cls)
-    _refuse_unknown_keys(cls, layer)
+        _apply_override(layer, key, text, cls, foreign)
+    _refuse_unknown_keys(cls, layer, foreign)
     origins: dict[str, str] = {}
     config = _build(cls, layer.values, (), layer, origins)
     return Loaded(config=config, origins=origins)
+
+
+def with_overrides(
+    values: Mapping[str, Any], overrides: Sequence[str], cls: type[msgspec.Struct], *, foreign: Foreign | None = None
+) -> dict[str, Any]:
+    """A configuration that is a mapping, with overrides applied to it."""
+    layer = Layer(values=_plain(values))
+    for key, text in _split_overrides(overrides):
+        _apply_override(layer, key, text, cls, foreign)
+    return layer.values
+
+
+def load_values(values: Mapping[str, Any], cls: type[C], *, origin: str) -> Loaded[C]:
+    """Loads a configuration that is a mapping, as :func:`load_config` loads a file; ``origin`` says where it is from."""
+    layer = Layer(values=_plain(values))
+    _mark(layer, layer.values, (), origin)
+    _refuse_unknown_keys(cls, layer, None)
+    origins: dict[str, str] = {}
+    return Loaded(config=_build(cls, layer.values, (), layer, origins), origins=origins)
 
 
 def _read(path: str | Path | None, cls: type[C]) -> Layer:
@@ -149,10 +187,12 @@ def _split_overrides(overrides: Sequence[str]) -> list[tuple[str, str]]:
     return list(pairs.items())
 
 
-def _apply_override(layer: Layer, key: str, text: str, cls: type[msgspec.Struct]) -> None:
+def _apply_override(
+    layer: Layer, key: str, text: str, cls: type[msgspec.Struct], foreign: Foreign | None = None
+) -> None:
     """Set one dotted key in ``layer``, creating the mappings above it."""
     keys, origin = tuple(key.split(".")), f"override --{key}"
-    _refuse_unknown_override(key, text, keys, cls)
+    _refuse_unknown_override(key, text, keys, cls, foreign)
     place = layer.values
     for depth, part in enumerate(keys[:-1], start=1):
         inner = place.setdefault(part, {})
@@ -174,7 +214,9 @@ def _apply_override(layer: Layer, key: str, text: str, cls: type[msgspec.Struct]
         _mark(layer, value, keys, origin)
 
 
-def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.Struct]) -> None:
+def _refuse_unknown_override(
+    key: str, text: str, keys: Keys, cls: type[msgspec.Struct], foreign: Foreign | None
+) -> None:
     """Raises ConfigError for an unknown key, compared with all dotted keys: ``--steps`` finds ``train.steps``."""
     record: type[msgspec.Struct] | None = cls
     for depth, part in enumerate(keys):
@@ -183,7 +225,8 @@ def _refuse_unknown_override(key: str, text: str, keys: Keys, cls: type[msgspec.
         hints = hints_of(record)
         if part not in hints:
             told = replacement_for(record, part, "override")
-            if not told and (error := override_error(key, text, inside=depth > 0)) is not None:
+            error = foreign.override(key, text, inside=depth > 0) if foreign is not None and not told else None
+            if error is not None:
                 raise error
             near = _near_key(keys, depth, list(hints), cls)
             raise ConfigError(
@@ -230,9 +273,9 @@ def dotted_keys(cls: type[msgspec.Struct], prefix: str = "") -> list[str]:
     return found
 
 
-def _refuse_unknown_keys(cls: type[msgspec.Struct], layer: Layer) -> None:
+def _refuse_unknown_keys(cls: type[msgspec.Struct], layer: Layer, foreign: Foreign | None) -> None:
     """Raises ConfigError for all keys that no record has, together: each is a line of the fix."""
-    found = list(_unknown_keys(cls, layer.values, (), layer))
+    found = list(_unknown_keys(cls, layer.values, (), layer, foreign))
     if len(found) == 1:
         raise found[0]
     if found:
@@ -244,21 +287,24 @@ def _refuse_unknown_keys(cls: type[msgspec.Struct], layer: Layer) -> None:
 
 
 def _unknown_keys(
-    cls: type[msgspec.Struct], values: Mapping[str, Any], path: Keys, layer: Layer
+    cls: type[msgspec.Struct], values: Mapping[str, Any], path: Keys, layer: Layer, foreign: Foreign | None
 ) -> Iterator[ConfigError]:
     hints = hints_of(cls)
     unknown = {key: value for key, value in values.items() if key not in hints}
     by_torch = {key: told for key in unknown if (told := replacement_for(cls, key, "file"))}
-    theirs = {k: v for k, v in unknown.items() if k not in by_torch and file_error({k: v}, path, "") is not None}
-    if theirs and (error := file_error(theirs, path, _origin(layer, (*path, next(iter(theirs)))))) is not None:
-        yield error
+    theirs: dict[str, Any] = {}
+    if foreign is not None:
+        theirs = {k: v for k, v in unknown.items() if k not in by_torch and foreign.keys({k: v}, path, "") is not None}
+        first = _origin(layer, (*path, next(iter(theirs)))) if theirs else ""
+        if theirs and (error := foreign.keys(theirs, path, first)) is not None:
+            yield error
     for key, value in unknown.items():
         if key not in theirs:
             yield _unknown_key(key, value, cls, path, layer, by_torch.get(key))
     for key, value in values.items():
         inner = struct_in(hints[key]) if key in hints else None
         if inner is not None and isinstance(value, dict):
-            yield from _unknown_keys(inner, value, (*path, key), layer)
+            yield from _unknown_keys(inner, value, (*path, key), layer, foreign)
 
 
 def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, origins: dict[str, str]) -> C:

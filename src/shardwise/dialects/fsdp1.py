@@ -1,42 +1,29 @@
-"""Translates FSDP1's options: what each of its strategies means here, and which of its options have no counterpart.
-
-The mapping of strategies is torch's own advice for FSDP2: a 1-D mesh for the full strategies, a 2-D one for the hybrid
-ones, ``reshard_after_forward`` off where only gradients and optimizer state are sharded.
-"""
+"""FSDP1's options as they are called in Python: a face of the dialect, whose table says what each of them means here."""
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
+
+from msgspec.structs import replace
 
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.suggest import did_you_mean
+from shardwise.dialects.answers import Finding, imported
+from shardwise.dialects.table import load
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
-from shardwise.techniques.data.options import Prefetch, Sharding
+from shardwise.techniques.data.options import Sharding
 
-STRATEGIES = {  # name -> (hybrid, freed after forward)
-    "FULL_SHARD": (False, True),
-    "SHARD_GRAD_OP": (False, False),
-    "HYBRID_SHARD": (True, True),
-    "HYBRID_SHARD_ZERO2": (True, False),
-    "_HYBRID_SHARD_ZERO2": (True, False),  # its private name in torch
-    "NO_SHARD": (False, False),
-}
-_BACKWARD = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_WRAP = ("NO_WRAP", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP")
-_FILES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
+_ROWS = load("fsdp1").rows
+STRATEGIES = _ROWS["sharding_strategy"].takes
 _MIN_NUM_PARAMS = 100_000
-_USUAL = {"use_orig_params": None, "sync_module_states": True, "limit_all_gathers": True}
-_NO_COUNTERPART = "FSDP2 has no counterpart: parameters are always the model's own, of equal values"
-_WRITTEN = {  # state_dict_type -> what is written instead; the default, full weights, is what save_weights writes
-    "SHARDED_STATE_DICT": "what is called decides: checkpoints of sw.CheckpointManager are sharded, and readable under "
-    "every layout; sw.save_weights and sw.full_state_dict write whole tensors",
-    "LOCAL_STATE_DICT": "flattened local pieces are FSDP1's alone: in checkpoints of sw.CheckpointManager each rank writes what it "
-    "holds, by name, readable under every layout",
-}
+_USUAL = {
+    "sharding_strategy": "FULL_SHARD", "cpu_offload": False, "backward_prefetch": "BACKWARD_PRE", "forward_prefetch": False,
+    "auto_wrap_policy": "NO_WRAP", "min_num_params": _MIN_NUM_PARAMS, "transformer_layer_cls": None,
+    "state_dict_type": "FULL_STATE_DICT", "use_orig_params": None, "sync_module_states": True, "limit_all_gathers": True,
+}  # fmt: skip
 
 
 @public_call()
@@ -92,144 +79,81 @@ def from_fsdp1(
         >>> from_fsdp1("HYBRID_SHARD").layout
         'dp_replicate=-1,dp_shard=node'
     """
-    said = _Fsdp1Options(
-        is_enabled=_switch("enable_fsdp", enable_fsdp),
-        strategy=_word("sharding_strategy", sharding_strategy, STRATEGIES),
-        ranks_per_node=ranks_per_node,
-        cpu_offload=cpu_offload,
-        backward=_word("backward_prefetch", backward_prefetch or "NO_PREFETCH", _BACKWARD),
-        forward_prefetch=_switch("forward_prefetch", forward_prefetch),
-        policy=_word("auto_wrap_policy", auto_wrap_policy, _WRAP),
-        min_num_params=min_num_params,
-        transformer_layer_cls=transformer_layer_cls,
-        mixed_precision=None if mixed_precision in ("", "no") else mixed_precision,
-        files=_word("state_dict_type", state_dict_type, _FILES),
-        without_counterpart={
-            "use_orig_params": use_orig_params,
-            "sync_module_states": sync_module_states,
-            "limit_all_gathers": limit_all_gathers,
-        },
-    )
-    precision = said.mixed_precision if said.is_enabled else None
-    made = Parallel(layout=said.layout(), precision=precision, sharding=said.sharding())
-    for given, why in said.changes():
-        warnings.warn(f"{given}: {why}", stacklevel=level_of_caller())  # of the caller of a public call
+    _switch("enable_fsdp", enable_fsdp)
+    given = {
+        "sharding_strategy": _word("sharding_strategy", sharding_strategy),
+        "cpu_offload": cpu_offload,
+        "backward_prefetch": _word("backward_prefetch", backward_prefetch or "NO_PREFETCH"),
+        "forward_prefetch": _switch("forward_prefetch", forward_prefetch),
+        "auto_wrap_policy": _word("auto_wrap_policy", auto_wrap_policy),
+        "min_num_params": _MIN_NUM_PARAMS if min_num_params is None else min_num_params,
+        "transformer_layer_cls": transformer_layer_cls,
+        "state_dict_type": _word("state_dict_type", state_dict_type),
+        "use_orig_params": use_orig_params,
+        "sync_module_states": sync_module_states,
+        "limit_all_gathers": limit_all_gathers,
+    }
+    word = None if mixed_precision in ("", "no") else mixed_precision
+    beside = {"mixed_precision": word, "ranks_per_node": ranks_per_node}
+    if enable_fsdp:
+        made, changes = _enabled(given, word, ranks_per_node)
+    else:
+        made, changes = Parallel(layout="dp_replicate=-1", sharding=Sharding(engine="ddp")), _unused(given | beside)
+    for option, why in changes:
+        warnings.warn(f"{option}={(given | beside)[option]}: {why}", stacklevel=level_of_caller())
     return made
 
 
-@dataclass(frozen=True)
-class _Fsdp1Options:
-    """FSDP1's options, each checked to be a known word."""
-
-    is_enabled: bool
-    strategy: str
-    ranks_per_node: int | None
-    cpu_offload: bool
-    backward: str
-    forward_prefetch: bool
-    policy: str
-    min_num_params: int | None
-    transformer_layer_cls: Any
-    mixed_precision: str | None
-    files: str
-    without_counterpart: Mapping[str, Any]
-
-    @property
-    def is_hybrid(self) -> bool:
-        return STRATEGIES[self.strategy][0]
-
-    @property
-    def is_ddp(self) -> bool:
-        is_plain = self.strategy == "NO_SHARD" and not self.cpu_offload and not self.mixed_precision
-        return is_plain or not self.is_enabled
-
-    def layout(self) -> str:
-        if not self.is_enabled or self.strategy == "NO_SHARD":
-            return "dp_replicate=-1"
-        if not self.is_hybrid:
-            return "dp_shard=-1"
-        return f"dp_replicate=-1,dp_shard={'node' if self.ranks_per_node is None else self.ranks_per_node}"
-
-    def sharding(self) -> Sharding:
-        if self.is_ddp:
-            return Sharding(engine="ddp")
-        prefetch = Prefetch(forward=int(self.forward_prefetch), backward=int(self.backward != "NO_PREFETCH"))
-        return Sharding(
-            engine="auto" if self.strategy == "NO_SHARD" else "fsdp2",
-            reshard_after_forward=STRATEGIES[self.strategy][1],
-            offload=self.cpu_offload,
-            prefetch="default" if prefetch == Prefetch() else prefetch,
-            **_units(self.policy, self.min_num_params, self.transformer_layer_cls),
-        )
-
-    def changes(self) -> Iterator[tuple[str, str]]:
-        """``(given, why)`` for each option that means something else here, or nothing."""
-        if not self.is_enabled:
-            yield from self._unused_by_ddp()
-            return
-        if self.strategy == "NO_SHARD":
-            kept = "DDP is used" if self.is_ddp else "FSDP2 on whole copies is used, for what DDP cannot do"
-            yield "sharding_strategy=NO_SHARD", f"deprecated in torch; it is plain data parallelism: {kept}"
-        if self.ranks_per_node is not None and not self.is_hybrid:
-            same = f"{self.strategy} is the same within and across nodes, so it is not used"
-            yield f"ranks_per_node={self.ranks_per_node}", same
-        if self.mixed_precision:
-            kept = "gradients are reduced, and buffers kept, in float32"
-            yield f"mixed_precision={self.mixed_precision}", kept
-        if self.files in _WRITTEN:
-            yield f"state_dict_type={self.files}", _WRITTEN[self.files]
-        for option, value in self.without_counterpart.items():
-            if value is not _USUAL[option]:
-                yield f"{option}={value}", _NO_COUNTERPART
-        unused = f"auto_wrap_policy={self.policy} does not use it"
-        if self.min_num_params not in (None, _MIN_NUM_PARAMS) and self.policy != "SIZE_BASED_WRAP":
-            yield f"min_num_params={self.min_num_params}", unused
-        if self.transformer_layer_cls is not None and self.policy != "TRANSFORMER_BASED_WRAP":
-            yield f"transformer_layer_cls={self.transformer_layer_cls}", unused
-        yield from self._changes_of_ddp() if self.is_ddp else self._changes_of_fsdp2()
-
-    def _unused_by_ddp(self) -> Iterator[tuple[str, str]]:
-        """With ``enable_fsdp=False``: every option of FSDP1 that was given and is not the default."""
-        given = {
-            "sharding_strategy": (self.strategy, "FULL_SHARD"),
-            "ranks_per_node": (self.ranks_per_node, None),
-            "cpu_offload": (self.cpu_offload, False),
-            "mixed_precision": (self.mixed_precision, None),
-            "backward_prefetch": (self.backward, "BACKWARD_PRE"),
-            "forward_prefetch": (self.forward_prefetch, False),
-            "auto_wrap_policy": (self.policy, "NO_WRAP"),
-            "min_num_params": (self.min_num_params or _MIN_NUM_PARAMS, _MIN_NUM_PARAMS),
-            "transformer_layer_cls": (self.transformer_layer_cls, None),
-            "state_dict_type": (self.files, "FULL_STATE_DICT"),
-            **{option: (value, _USUAL[option]) for option, value in self.without_counterpart.items()},
-        }
-        for option, (value, usual) in given.items():
-            if value != usual:
-                yield f"{option}={value}", "enable_fsdp=False is plain data parallelism (DDP), which does not use it"
-
-    def _changes_of_ddp(self) -> Iterator[tuple[str, str]]:
-        whole = "DDP keeps whole copies and gathers nothing, so it is not used"
-        if self.backward != "BACKWARD_PRE":
-            yield f"backward_prefetch={self.backward}", whole
-        if self.forward_prefetch:
-            yield f"forward_prefetch={self.forward_prefetch}", whole
-        if self.policy != "NO_WRAP":
-            yield f"auto_wrap_policy={self.policy}", whole
-
-    def _changes_of_fsdp2(self) -> Iterator[tuple[str, str]]:
-        if self.backward == "BACKWARD_POST":
-            yield "backward_prefetch=BACKWARD_POST", "FSDP2 has no such order: BACKWARD_PRE is used"
-        if self.policy == "NO_WRAP":
-            yield "auto_wrap_policy=NO_WRAP", 'blocks are found all the same; Sharding(units="none") is one flat unit'
+def _enabled(
+    given: dict[str, Any], precision: str | None, ranks_per_node: int | None
+) -> tuple[Parallel, list[tuple[str, str]]]:
+    """What the table makes of the options, and ``(option, why)`` for each that means something else here, or nothing."""
+    classes = given["transformer_layer_cls"]
+    is_named = given["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
+    values = {
+        key: value
+        for key, value in given.items()
+        if value is not None and value != "" and key != "transformer_layer_cls"
+    }
+    answer = imported(
+        values | ({"transformer_layer_cls": "named below"} if classes is not None else {}), dialect="fsdp1"
+    )
+    parallel = answer.parallel
+    is_plain = given["sharding_strategy"] == "NO_SHARD"
+    needs_more = bool(given["cpu_offload"] or precision)  # than DDP can do
+    sharding = replace(
+        parallel.sharding or Sharding(), engine="fsdp2" if not is_plain else "auto" if needs_more else "ddp"
+    )
+    if is_named and sharding.engine != "ddp":
+        named = classes or "no_split"
+        sharding = replace(sharding, units=named if isinstance(named, str | type) else tuple(named))
+    changes = [change for finding in answer.findings for change in _change(finding, given)]
+    if precision:
+        changes.append(("mixed_precision", "gradients are reduced, and buffers kept, in float32"))
+    layout = parallel.layout
+    if ranks_per_node is not None and "node" in layout:
+        layout = layout.replace("node", str(ranks_per_node))
+    elif ranks_per_node is not None:
+        same = f"{given['sharding_strategy']} is the same within and across nodes, so it is not used"
+        changes.append(("ranks_per_node", same))
+    return Parallel(layout=layout, precision=precision, sharding=sharding), changes
 
 
-def _units(policy: str, min_num_params: int | None, transformer_layer_cls: Any) -> dict[str, Any]:
-    if policy == "SIZE_BASED_WRAP":
-        return {"min_unit_params": _MIN_NUM_PARAMS if min_num_params is None else min_num_params}
-    if policy == "TRANSFORMER_BASED_WRAP":
-        named = transformer_layer_cls or "no_split"
-        return {"units": named if isinstance(named, str | type) else tuple(named)}
-    return {}
+def _change(finding: Finding, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    option = finding.key
+    if not finding.given or option not in given:
+        return
+    is_usual = given[option] == _USUAL[option] and option != "auto_wrap_policy"
+    is_merged = option == "min_num_params" and finding.verdict == "changed"  # what it was given for
+    if finding.verdict != "kept" and not is_usual and not is_merged:
+        yield option, finding.say
+
+
+def _unused(given: dict[str, Any]) -> list[tuple[str, str]]:
+    """With ``enable_fsdp=False``: every option of FSDP1 that was given and is not the default."""
+    order = ("sharding_strategy", "ranks_per_node", "cpu_offload", "mixed_precision", *_USUAL)
+    unused = [option for option in dict.fromkeys(order) if given[option] != _USUAL.get(option)]
+    return [(option, "enable_fsdp=False is plain data parallelism (DDP), which does not use it") for option in unused]
 
 
 def _switch(key: str, given: Any) -> bool:
@@ -238,11 +162,12 @@ def _switch(key: str, given: Any) -> bool:
     return given
 
 
-def _word(key: str, given: Any, known: Collection[str]) -> str:
+def _word(key: str, given: Any) -> str:
     """The word itself, or the name of the enum member."""
     word = given.name if isinstance(given, Enum) else given
+    known = [word for word in _ROWS[key].takes if word != "none"]
     if not isinstance(word, str) or word not in known:
         raise ConfigError(
-            f"{key}={given!r}", why="FSDP1 has no such value", fix=did_you_mean(str(word), list(known), what="values")
+            f"{key}={given!r}", why="FSDP1 has no such value", fix=did_you_mean(str(word), known, what="values")
         )
     return word

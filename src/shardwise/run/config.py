@@ -5,7 +5,7 @@ The defaults train a byte-level language model of 0.8 million parameters for 500
 :class:`RunConfig`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -177,7 +177,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
         if self.train.epochs is None:  # else both are counted from the data, once they are open
             steps = steps or DEFAULT_STEPS
             computed["train", "steps"] = DEFAULT_STEPS
-        if self.schedule.warmup_ratio is None and steps is not None:
+        if self.schedule.warmup_ratio is None and self.schedule.build is None and steps is not None:
             computed["schedule", "warmup_steps"] = Schedule().settled_warmup(steps)
         return computed
 
@@ -290,4 +290,26 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     >>> loaded.config.train.steps, loaded.origins["train.steps"], loaded.origins["train.seed"]
     (20, 'override --train.steps', 'default')
     """
-    return load(path, overrides, RunConfig)
+    return load(path, overrides, RunConfig, foreign=FOREIGN)
+
+
+class _Foreign:
+    """Answers keys of other systems from their tables, which are read when there is such a key."""
+
+    def whole(self, values: Mapping[str, Any], path: str) -> ConfigError | None:
+        from shardwise.dialects.words import foreign_file
+
+        return foreign_file(values, path)
+
+    def override(self, key: str, value: str, *, inside: bool) -> ConfigError | None:
+        from shardwise.dialects.words import override_error
+
+        return override_error(key, value, inside=inside)
+
+    def keys(self, unknown: Mapping[str, Any], path: Sequence[str], origin: str) -> ConfigError | None:
+        from shardwise.dialects.words import file_error
+
+        return file_error(unknown, path, origin)
+
+
+FOREIGN = _Foreign()

@@ -131,12 +131,18 @@ def make_scheduler(
     schedule: Schedule, optim: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate scheduler: a linear rise, then constant, or down to the floor at the last step: as a cosine, as a line, or
-    as a line at the end of the run (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395)."""
+    as a line at the end of the run (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395); or a curve of the user's own.
+
+    Raises:
+        ConfigError: ``schedule.build`` does not take its arguments, or gives no learning rate.
+    """
     return torch.optim.lr_scheduler.LambdaLR(optim, _factor(schedule, num_steps))
 
 
 def _factor(schedule: Schedule, num_steps: int) -> Callable[[int], float]:
     """Steps done before -> the learning rate of the next one, as a part of that at the highest."""
+    if schedule.build is not None:
+        return _own_factor(schedule.build, schedule.args, num_steps)
     warmup = schedule.settled_warmup(num_steps)
     begin = num_steps - round(schedule.decay_ratio * num_steps) if schedule.name == "wsd" else warmup
 
@@ -155,6 +161,27 @@ def _factor(schedule: Schedule, num_steps: int) -> Callable[[int], float]:
         if schedule.name == "cosine":
             left = 0.5 * (1 - math.cos(math.pi * left))
         return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left
+
+    return factor
+
+
+def _own_factor(build: str, args: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    """The curve that a function of the user makes, checked at each step."""
+    function = load_target(build, what="schedule.build")
+    args = dict(args)
+    steps = args.pop("steps", num_steps)
+    shown = "".join(f", {key}={value}" for key, value in args.items())
+
+    def factor(done: int) -> float:
+        given = f"schedule.build={build!r} for ({done}, {steps}{shown})"
+        part = called(functools.partial(function, done, steps), args, given)
+        if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < math.inf:
+            raise ConfigError(
+                given,
+                why=f"it returned {part!r}, and a learning rate is optim.lr times a number that is not negative",
+                fix="return a part of the highest rate: 1.0 is all of it, 0 none",
+            )
+        return float(part)
 
     return factor
 

@@ -153,8 +153,18 @@ class Schedule(Options, frozen=True, kw_only=True):
     decay_ratio: Annotated[Fraction, doc("with wsd: the part of the run, at its end, in which the rate goes down")] = (
         0.2
     )
+    build: Annotated[
+        str | None,
+        doc(
+            "another curve: pkg.mod:fn, a function (done, steps, **args) -> part of optim.lr in the step after done of steps; null: name"
+        ),
+    ] = None
+    args: Annotated[dict[str, Any], doc("keyword arguments of build; steps: length of the curve, if not the run's")] = (
+        msgspec.field(default_factory=dict)
+    )
 
     def check(self) -> None:
+        self._check_build()
         for key, names in (("min_lr_ratio", ("cosine", "linear", "wsd")), ("decay_ratio", ("wsd",))):
             if self.name not in names and getattr(self, key) != default_of(Schedule, key):
                 raise ConfigError(
@@ -171,8 +181,34 @@ class Schedule(Options, frozen=True, kw_only=True):
                 fix="remove one",
             )
 
+    def _check_build(self) -> None:
+        if self.build is None:
+            if self.args:
+                raise ConfigError(
+                    f"schedule.args={self.args} without schedule.build",
+                    why="they are the arguments of that function, so they would have no effect",
+                    fix="add schedule.build, or remove schedule.args",
+                )
+            return
+        split_target(self.build, f"schedule.build={self.build!r}", "; a function of your own")
+        for key in ("name", "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio"):
+            if getattr(self, key) != default_of(Schedule, key):
+                raise ConfigError(
+                    f"schedule.{key}={getattr(self, key)} with schedule.build={self.build!r}",
+                    why="the function says the whole curve, so it would have no effect",
+                    fix=f"remove schedule.{key}, or pass what it says: schedule.args={{...}}",
+                )
+        if "done" in self.args:
+            raise ConfigError(
+                f"schedule.args={self.args}: done",
+                why="it is the number of steps done before, which the run gives",
+                fix="leave done out; steps may be given, where the curve is of another length than the run",
+            )
+
     def settled_warmup(self, num_steps: int) -> int:
-        """Steps of warm-up in a run of ``num_steps``, also where they are not given."""
+        """Steps of warm-up in a run of ``num_steps``, also where they are not given; 0 where a function of the user says the curve."""
+        if self.build is not None:
+            return 0
         if self.warmup_ratio is not None:
             return round(self.warmup_ratio * num_steps)
         return min(50, num_steps // 10) if self.warmup_steps is None else self.warmup_steps

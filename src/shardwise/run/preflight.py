@@ -79,7 +79,7 @@ def at_origin(origin: str) -> Iterator[None]:
 
 
 def _check_functions(config: RunConfig, origins: Mapping[str, str]) -> None:
-    targets = [(section, "build") for section in ("data", "optim")]
+    targets = [(section, "build") for section in ("data", "optim", "schedule")]
     targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
     for section, key in targets:
         target = getattr(getattr(config, section), key)

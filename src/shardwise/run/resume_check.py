@@ -59,7 +59,7 @@ MAY_CHANGE = tuple(
 )
 """Keys of :data:`FIXED` that change neither which samples there are nor their order: how many are taken at once, and how they are
 read. A key that is added to ``data`` is refused until it is listed here."""
-_OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "parallel.")
+_OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "schedule.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
 _WHOLE = ("optim.groups",)
 """Mappings whose keys are patterns, not parts of a key."""

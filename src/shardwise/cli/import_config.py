@@ -1,0 +1,120 @@
+"""``shardwise import-config FILE...``: a configuration of another system as a run file, with an answer for each of its keys. Imports no
+torch.
+
+The run file is printed, the answers go to the error stream, so that ``> run.yaml`` keeps the one and shows the others.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from shardwise.cli.arguments import Parser
+from shardwise.errors import ConfigError
+
+OVERRIDES = True
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "files", metavar="FILE", nargs="*", help="a .yaml, .toml or .json file; several are one configuration"
+    )
+    parser.add_argument("--from", dest="dialect", metavar="NAME", help="whose the first file is (by its keys)")
+    parser.add_argument("--ranks", metavar="N", type=int, help="ranks of all machines, where the files do not say it")
+    parser.add_argument("--ranks-per-node", metavar="M", type=int, help="ranks of one machine")
+    parser.add_argument(
+        "--env", action="store_true", help="variables of this environment count too, as accelerate sets them"
+    )
+    parser.add_argument(
+        "--allow",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="leave a key out that would be refused; may be repeated",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="keep the learning rate curve of the files where ours follows it within two steps",
+    )
+    parser.add_argument("--json", action="store_true", help="print the run file and all answers as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print no answers")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the run file is written (it is printed)")
+    parser.usage = "shardwise import-config FILE... [--from NAME] [--ranks N] [--env] [--allow KEY] [-o run.yaml] [--train.steps=20 ...]"
+
+
+def more_help() -> str:
+    """Help text: the systems whose configurations are read, and what an answer is."""
+    from shardwise.dialects.collect import systems
+
+    return (
+        f"systems: {', '.join(systems())}\n"
+        "answers: changed (it means something else here), kept, dropped (it is not needed, and why); a key that would train\n"
+        "something else without a word, or that is not known, ends the import: every such key is named, and nothing is written"
+    )
+
+
+def keys() -> list[str]:
+    """Keys that can be overridden in the run file."""
+    from shardwise.config.loader import dotted_keys
+    from shardwise.run.config import RunConfig
+
+    return dotted_keys(RunConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.config.loader import load_values, with_overrides
+    from shardwise.run.config import FOREIGN, RunConfig
+    from shardwise.run.imported import from_config
+
+    _check_output(args)
+    made = from_config(
+        *args.files,
+        dialect=args.dialect,
+        ranks=args.ranks,
+        ranks_per_node=args.ranks_per_node,
+        allow=args.allow,
+        exact=args.exact,
+        environ=os.environ if args.env else None,
+    )
+    if args.overrides:
+        values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
+        made = replace(made, run=values, config=load_values(values, RunConfig, origin="the run file").config)
+    text = made.yaml()
+    if args.json:
+        text = json.dumps(
+            {
+                "dialect": made.dialect,
+                "run": made.run,
+                "findings": [asdict(finding) for finding in made.findings],
+                "missing": made.missing,
+                "samples": made.samples,
+            },
+            default=str,
+        )
+        text += "\n"
+    if args.output is None:
+        print(text, end="")
+    else:
+        Path(args.output).write_text(text, encoding="utf-8")
+    if not args.quiet and not args.json:
+        print(made, file=sys.stderr)
+    return 0
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    if args.output is None:
+        return
+    for file in args.files:
+        if Path(file).resolve() == Path(args.output).resolve():
+            raise ConfigError(
+                f"--output {args.output}", why="it is the file that is imported", fix="name another: -o run.yaml"
+            )
+    if not Path(args.output).resolve().parent.is_dir():
+        raise ConfigError(
+            f"--output {args.output}",
+            why="the folder is not there",
+            fix=f"make it: mkdir -p {Path(args.output).parent}",
+        )

@@ -1,0 +1,319 @@
+"""From one configuration to facts: whose it is, each key by its row, configurations within it, defaults of what is absent."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.sources import read_file
+from shardwise.dialects.facts import Curve, Fact, Facts, Note
+from shardwise.dialects.table import Row, Table, head_of, load, names
+from shardwise.dialects.values import ABSENT, RefusedError, literal, short, word_of
+from shardwise.errors import ConfigError
+from shardwise.techniques import TECHNIQUES
+
+_LEAST_KNOWN = 0.3  # the part of keys that must have a row for a configuration to be of a system
+_VARIABLE = re.compile(r"\$\{([^${}]*)\}")
+# What a section of the inner configuration counts instead of the outer one's: fact of its own -> facts of both.
+_GROUPS = {
+    "clip": ("clip",),
+    "optimizer": (
+        "optimizer", "optimizer_arg", "lr", "betas", "beta1", "beta2", "eps", "decay", "momentum", "amsgrad",
+    ),
+    "curve": ("curve", "curve_args", "warmup", "warmup_ratio", "warmup_percent", "warmup_type", "floor", "cycles"),
+}  # fmt: skip
+_FILLED_BY = {"curve_max": "lr"}  # "auto" that is the value of another fact of the outer configuration
+
+
+class Reader:
+    """Reads files; one that a file names is looked for from the working directory, then beside that file."""
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = folder
+
+    def read(self, path: str) -> dict[str, Any]:
+        file = Path(path)
+        if not file.exists() and self.folder is not None and (self.folder / file).exists():
+            file = self.folder / file
+        return read_file(file).values
+
+
+def systems() -> list[str]:
+    """The systems whose files are read; variables of an environment are read by another's."""
+    return [name for name in names() if "dialect" not in head_of(name).head]
+
+
+def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
+    """The system whose configuration this is: by its signs, then by the part of keys that have a row.
+
+    Raises:
+        ConfigError: it is none's, or could be of several.
+    """
+    scores = {name: score for name in systems() if (score := _score(name, values)) is not None}
+    best = max(scores.values(), default=(False, 0.0, 0))
+    found = [name for name, score in scores.items() if score == best and best[1] >= least]
+    for name in names():
+        extended = head_of(name).head.get("extends")
+        if extended in found or name in found:
+            found = _with_or_without(head_of(name), str(extended), values)
+    if len(found) == 1:
+        return found[0]
+    raise ConfigError(
+        f"a configuration with the keys {', '.join(list(values)[:6]) or '(none)'}",
+        why=f"it could be of {' or '.join(found)}" if found else "it has the signs of no system",
+        fix=f"say whose it is: --from {found[-1] if found else 'NAME'}; known are {', '.join(systems())}",
+    )
+
+
+def _score(name: str, values: Mapping[str, Any]) -> tuple[bool, float, int] | None:
+    signs = values.keys() & {*head_of(name).words("signs")}
+    if not signs:
+        return None
+    table = load(name)
+    keys = [key for key, _ in table.flatten(values)]
+    known = sum(row is not None and not row.key.endswith("*") for row in map(table.find, keys))
+    has_mark = any(key in table.words("marks") for key in _keys_in(values))
+    return has_mark, round(known / max(1, len(keys)), 3), len(signs)
+
+
+def _keys_in(values: Any) -> set[str]:
+    if isinstance(values, Mapping):
+        return {*values}.union(*map(_keys_in, values.values()))
+    return set().union(*map(_keys_in, values)) if isinstance(values, list) else set()
+
+
+def _with_or_without(head: Table, extended: str, values: Mapping[str, Any]) -> list[str]:
+    """Of a system whose keys are another's and some of its own, with other defaults: which of the two it is, or that it is not
+    clear."""
+    if values.keys() & {*head.words("signs")}:
+        return [head.name]
+    is_unclear = values.keys() & {*head.words("unclear")} and not values.keys() & {*head.words("clear")}
+    return [extended, head.name] if is_unclear else [extended]
+
+
+def interpolated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With ``${a.b}`` of the same file put in; what is not there, and resolvers, stay as they are."""
+
+    def filled(value: Any, depth: int = 0) -> Any:
+        if isinstance(value, Mapping):
+            return {key: filled(inner, depth) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [filled(inner, depth) for inner in value]
+        if not isinstance(value, str) or depth > 20:  # deeper: it names itself, and is refused as it is
+            return value
+        for match in _VARIABLE.finditer(value):
+            named = _at(values, match[1])
+            if named is not ABSENT:
+                return filled(named if match[0] == value else value.replace(match[0], str(named)), depth + 1)
+        return value
+
+    return filled(values)
+
+
+def _at(values: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return ABSENT
+        values = values[part]
+    return values
+
+
+def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
+    """Reads each key of a configuration by its row, then the defaults there of what is absent."""
+    table = facts.table
+    variables = {name.split(".")[0] for name in _VARIABLE.findall(str(values)) if ":" not in name}
+    given: dict[str, Any] = {}
+    empty: set[str] = set()
+    for written, value in table.flatten(interpolated(values)):
+        key, row = written, table.find(written)
+        if row is not None and row.alias:
+            key, row = row.alias, table.find(row.alias)
+        if row is None or (value == {} and not {"map", "any"} & {*row.takes}):
+            if value in (None, {}) and table.has_section(key):
+                empty.add(key)
+                note = Note(facts.prefix + written, value, True, "dropped", "an empty section: defaults there count")
+                facts.notes.append(note)
+            elif written.split(".")[0] in variables:
+                facts.notes.append(Note(facts.prefix + written, value, True, "dropped", "a variable of the file"))
+            else:
+                facts.refuse_error(_prefixed(table.unknown(written), facts))
+            continue
+        if key in given:
+            facts.refuse(facts.prefix + written, f"{key} is given twice: write it once", value=value)
+            continue
+        given[key] = value
+        _read_key(row, key, value, facts, reader)
+    _read_defaults(given, empty, facts)
+    return facts
+
+
+def _prefixed(error: RefusedError, facts: Facts) -> RefusedError:
+    return RefusedError(facts.prefix + error.key, error.text, error.value)
+
+
+def _read_key(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> None:
+    shown = facts.prefix + key
+    if row.key.endswith(".*") and (near := facts.table.misspelt(row, key)):
+        facts.refuse(shown, f"{facts.table.name} has no such key: did you mean {near!r}?", value=value)
+        return
+    try:
+        if row.within:
+            _read_within(row, key, value, facts, reader)
+        else:
+            _apply(row, key, shown, row.coerced(value, key), facts, is_given=True)
+    except RefusedError as error:
+        facts.refuse_error(_prefixed(error, facts))
+
+
+def _read_defaults(given: Mapping[str, Any], empty: set[str], facts: Facts) -> None:
+    """The defaults there: at the top, of sections that always count, and of those that the source has."""
+    table = facts.table
+    records = tuple(f"{name}." for name in table.words("records"))
+    facts.is_record = bool(records and given) and all(key.startswith(records) for key in given)
+    always = set() if facts.is_record else {*table.words("always")}
+    present = {key[: match.start()] for key in given for match in re.finditer(r"\.", key)} | empty
+    present |= {section for section in table.words("within") if section.rpartition(".")[0] in present}
+    for section, row in table.defaults:
+        key = row.key
+        if key in given or (facts.is_record and not key.startswith(records)):
+            continue
+        if not section or key.partition(".")[0] in always or section in present:
+            _apply(row, key, facts.prefix + key, row.usual, facts, is_given=False)
+
+
+def exists(technique: str) -> bool:
+    """Whether there is a technique of this name, for rows that wait for it."""
+    return any(technique == one.name for one in TECHNIQUES)
+
+
+def _apply(row: Row, key: str, shown: str, value: Any, facts: Facts, *, is_given: bool) -> None:
+    """What a row makes of a value."""
+    word = word_of(value)
+    verdict, say, actions = row.verdict_of(word), row.say_of(word), row.action_of(word)
+    if verdict.startswith("needs "):
+        verdict, say = ("kept", "") if exists(verdict.removeprefix("needs ")) else ("refused", say)
+    if verdict == "refused" and not is_given:
+        return
+    if verdict == "refused" and value is None and "none" not in row.verdicts:
+        verdict, say = "dropped", "nothing is said by it"
+    note = Note(shown, value, is_given, verdict, say.replace("{}", short(value)) if "{}" in say else say)
+    note.is_fact = any(action.startswith("@") for action in actions)
+    facts.notes.append(note)
+    if is_given and "${" in str(value) and verdict != "dropped":
+        text = "only other keys of the same file are put in: print the resolved configuration first, and import that"
+        facts.refuse(shown, text, note)
+    elif verdict == "refused":
+        facts.refuse(shown, note.say or "it has no counterpart: remove it", note)
+    else:
+        for action in actions:
+            _act(action, row, key, value, facts, note)
+
+
+def _act(action: str, row: Row, key: str, value: Any, facts: Facts, note: Note) -> None:
+    """One action of a row: a fact, or our key."""
+    target, is_constant, constant = action.partition("=")
+    if is_constant and value is None and "none" not in row.actions:
+        return
+    made = literal(constant) if is_constant else value
+    if target == "@curve" and made is not None:
+        made = Curve(facts.table.head["family"], made)
+    if target == "@optimizer_arg":
+        before = facts.known.get("optimizer_arg")
+        made = {**(before.value if before else {}), key.rpartition(".")[2]: value}
+    if target.endswith("+"):  # one more of several
+        target, made = target.removesuffix("+"), [made]
+    if target.startswith("@"):
+        facts.add(target[1:], made, note)
+    elif made is not None or is_constant:
+        facts.put_once(target, made, note)
+
+
+def _read_within(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> None:
+    """A configuration within this one: another system's, or keys of a section of this one in a file of their own."""
+    if value in (None, "", {}):
+        facts.notes.append(Note(facts.prefix + key, value, True, "dropped", "nothing is said by it"))
+        return
+    inner = reader.read(value) if isinstance(value, str) and not row.is_pattern else value
+    if row.is_pattern:
+        inner, key = {key.removeprefix(row.key[:-1]): value}, row.key[:-2]
+    if not isinstance(inner, dict):
+        raise RefusedError(key, "it takes a path, or the mapping itself", value)
+    if isinstance(value, str) and not row.is_pattern:
+        facts.notes.append(Note(facts.prefix + key, value, True, "kept", "read as well", is_used=True))
+    if row.is_pattern or row.within not in names():
+        _read_section(row, key, inner, facts)
+        return
+    within = Facts(load(row.within), allow=facts.allow, prefix=f"{facts.prefix}{key}.")
+    merge(facts, collect(inner, within, reader), is_within=True)
+
+
+def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts) -> None:
+    """Keys of a section in a file of their own, or a section that is another system's."""
+    table = load(row.within) if row.within in names() else facts.table
+    section, _, prefix = table.head.get("strip", "").partition("=")
+    path = tuple(key.split("."))
+    for (written, value), (shown, _) in zip(table.flatten(inner, path), facts.table.flatten(inner, path), strict=False):
+        bare = written
+        if table.find(written) in (None, row):
+            is_prefixed = section and written.startswith(f"{section}.{prefix}")
+            bare = f"{section}.{written.removeprefix(f'{section}.{prefix}')}" if is_prefixed else written
+            bare = bare if table.find(bare) not in (None, row) else written.removeprefix(f"{key}.")
+        found = table.find(bare)
+        if found is None:
+            unknown = table.unknown(written)
+            facts.refuse(facts.prefix + shown, unknown.text)
+            continue
+        try:
+            _apply(found, bare, facts.prefix + shown, found.coerced(value, shown), facts, is_given=True)
+        except RefusedError as error:
+            facts.refuse_error(_prefixed(error, facts))
+
+
+def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
+    """Adds a second configuration. ``auto`` in it is the first one's value; both given and different is a contradiction."""
+    own = set()
+    if is_within:
+        own = {fact for name in other.table.words("wins") for fact in _won(name, facts, other)}
+    facts.notes += other.notes
+    facts.refused += other.refused
+    facts.left_out |= other.left_out
+    for name, new in other.known.items():
+        old = facts.known.get(name)
+        if new.value == "auto":
+            filling = facts.known.get(_FILLED_BY.get(name, name))
+            if filling is not None:
+                facts.known[name] = filling
+            new.note.say, new.note.is_used = new.note.say or "the value of the other configuration", True
+        elif new.value is None and old is not None:
+            new.note.is_used = True
+        elif old is None or (name in own and not (old.note.is_given and new.note.is_given)):
+            facts.known[name] = new
+        elif new.note.is_given:
+            facts.add(name, new.value, new.note)
+    for key, value in other.leaves():
+        facts.put_once(
+            key, value, next(note for note in other.notes if any(o.startswith(f"{key}=") for o in note.ours))
+        )
+
+
+def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:
+    """The facts that the inner configuration decides by itself, since it has a section of that meaning: what the outer one says of
+    them does not count there."""
+    own = other.known.get(name)
+    if own is None or own.value in ("auto", None):
+        return ()
+    if name == "optimizer" and "one_group" in other.table.head and (decay := facts.known.pop("decay_matrices", None)):
+        facts.known.setdefault("decay", decay)  # its own optimizer has all parameters in one group
+    for fact in _GROUPS[name]:
+        old, new = facts.known.get(fact), other.known.get(fact)
+        is_filled = new is not None and new.value == "auto"
+        if old is None or is_filled:
+            continue
+        if fact not in other.table.words("wins") and new is not None and new.note.is_given and old.note.is_given:
+            continue  # both say it: refused where they differ
+        if fact in ("beta1", "beta2") and other.known.get("betas", Fact("auto", own.note)).value == "auto":
+            continue
+        del facts.known[fact]
+        if old.note.is_given:
+            old.note.drop(f"{own.note.key} counts there")
+    return _GROUPS[name]

@@ -1,0 +1,245 @@
+"""The facts of a configuration: what it says in meanings that several systems have, which key said it, and what became of that key."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shardwise.dialects.table import Table
+from shardwise.dialects.values import ABSENT, RefusedError, short
+
+_EITHER = ("offload", "compile")  # facts that several switches turn on: one that is on counts
+_LATER = (
+    "data",
+    "model",
+    "report_to",
+    "optimizer_arg",
+    "pin",
+)  # facts of which the more particular key is the later row
+
+
+class Curve(NamedTuple):
+    """A learning rate curve: whose it is, and which of its."""
+
+    family: str
+    kind: str
+
+
+@dataclass
+class Note:
+    """One key of the source, and what became of it.
+
+    Attributes:
+        key: as the source has it.
+        value: what it is there.
+        is_given: the source says it; else it is the default there.
+        verdict: kept, changed, dropped or refused.
+        say: the sentence.
+        ours: our keys with their values.
+        is_used: something was made of it.
+        is_fact: it counts by a fact, so that something has to be made of it.
+    """
+
+    key: str
+    value: Any
+    is_given: bool
+    verdict: str
+    say: str = ""
+    ours: list[str] = field(default_factory=list)
+    is_used: bool = False
+    is_fact: bool = False
+
+    def change(self, verdict: str, text: str) -> None:
+        self.verdict, self.is_used = verdict, True
+        self.say = "; ".join(dict.fromkeys(part for part in (self.say, text) if part))
+
+    def drop(self, text: str) -> None:
+        self.verdict, self.say, self.is_used = "dropped", text, True
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A meaning with its value, and the key that said it."""
+
+    value: Any
+    note: Note
+
+
+class Facts:
+    """What was read of one configuration. ``settle`` takes facts out of it, and puts our keys in.
+
+    Args:
+        table: of the system.
+        allow: keys that are left out where they would be refused.
+        prefix: of all keys, in a configuration within another.
+
+    Attributes:
+        known: name -> fact.
+        run: our keys, as sections.
+        notes: what became of each key.
+        refused: keys that cannot be imported.
+        is_record: it is a record of options, not a whole configuration.
+        is_exact: curves are to be theirs, whichever of ours is near.
+        missing: what the source cannot say.
+        arithmetic: how many samples a step has, and why.
+    """
+
+    def __init__(self, table: Table, *, allow: tuple[str, ...] = (), prefix: str = ""):
+        self.table, self.allow, self.prefix = table, allow, prefix
+        self.known: dict[str, Fact] = {}
+        self.run: dict[str, Any] = {}
+        self.notes: list[Note] = []
+        self.refused: list[RefusedError] = []
+        self.left_out: set[str] = set()  # entries of allow that left something out
+        self.is_record = self.is_exact = False
+        self.nodes = 1
+        self.missing: list[str] = []
+        self.arithmetic = ""
+
+    # ---- what the source says ----------------------------------------------------------------------------------------
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these facts has a value."""
+        return any(name in self.known and self.known[name].value is not None for name in names)
+
+    def is_given(self, name: str) -> bool:
+        """Whether the source itself says it, and not only a default there."""
+        return name in self.known and self.known[name].note.is_given
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value of a fact, whose key is used by that; ``default`` where there is none."""
+        if name not in self.known:
+            return default
+        self.known[name].note.is_used = True
+        return default if self.known[name].value is None else self.known[name].value
+
+    def number(self, name: str) -> int | None:
+        """The value of a fact if it is a whole number."""
+        value = self.take(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def note(self, name: str) -> Note | None:
+        return self.known[name].note if name in self.known else None
+
+    def first(self, *names: str) -> str:
+        """The first of these facts that was given, else the first there is."""
+        given = [name for name in names if self.is_given(name)] or [name for name in names if name in self.known]
+        return given[0] if given else names[0]
+
+    def key(self, *names: str) -> str:
+        """The key that one of these facts comes from."""
+        name = self.first(*names)
+        return self.known[name].note.key if name in self.known else name
+
+    def add(self, name: str, value: Any, note: Note) -> None:
+        """A fact, as one key says it. Two keys that were given and contradict each other are refused."""
+        old = self.known.get(name)
+        if old is not None and not note.is_given:
+            return
+        if old is not None and old.note.is_given and old.value != value:
+            if name in _EITHER and old.value and not value:
+                note.is_used = True
+                return
+            if name not in _EITHER and name not in _LATER:
+                self.refuse(note.key, f"it contradicts {old.note.key}={short(old.note.value)}: write one of them", note)
+                return
+        if old is not None:
+            old.note.is_used = True  # another key says the same
+        self.known[name] = Fact(value, note)
+
+    # ---- what becomes of it ------------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: Any, *names: str) -> None:
+        """Our key, and the facts that it comes from."""
+        *sections, last = key.split(".")
+        place = self.run
+        for section in sections:
+            if not isinstance(place.get(section), dict):
+                place[section] = {}
+            place = place[section]
+        place[last] = value
+        for note in map(self.note, names):
+            if note is not None and (note.is_used or len(names) == 1):
+                note.is_used = True
+                note.ours.append(f"{key}={short(value)}")
+
+    def put_once(self, key: str, value: Any, note: Note) -> None:
+        """Our key, as a row says it by itself: a key that was given counts more than a default, two that were given and differ are
+        refused, and lists are joined."""
+        old = self.get(key)
+        said_by = next(
+            (one for one in self.notes if one is not note and any(o.startswith(f"{key}=") for o in one.ours)), None
+        )
+        if isinstance(old, list) and isinstance(value, list):
+            value = list(dict.fromkeys([*old, *value]))
+        elif said_by is not None and said_by.is_given and old != value:
+            if note.is_given:
+                self.refuse(note.key, f"it contradicts {said_by.key}={short(said_by.value)}: write one of them", note)
+            return
+        self.put(key, value)
+        note.is_used = True
+        note.ours.append(f"{key}={short(value)}")
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Our keys that rows say by themselves, with their values."""
+        keys = dict.fromkeys(ours.partition("=")[0] for note in self.notes for ours in note.ours)
+        return ((key, self.get(key)) for key in keys)
+
+    def drop(self, key: str) -> Any:
+        """Takes one of our keys out again; what said it has no effect then, unless it is used elsewhere."""
+        for note in self.notes:
+            left = [ours for ours in note.ours if not (ours.partition("=")[0] + ".").startswith(f"{key}.")]
+            if len(left) < len(note.ours):
+                note.ours, note.is_used, note.is_fact = left, bool(left), True
+        *sections, last = key.split(".")
+        place = self._place(sections)
+        return place.pop(last, None) if place is not None else None
+
+    def get(self, key: str) -> Any:
+        """The value of one of our keys."""
+        *sections, last = key.split(".")
+        place = self._place(sections)
+        return place.get(last) if place is not None else None
+
+    def _place(self, sections: Sequence[str]) -> dict[str, Any] | None:
+        place: Any = self.run
+        for section in sections:
+            place = place.get(section) if isinstance(place, dict) else None
+        return place if isinstance(place, dict) else None
+
+    def say(self, name: str, verdict: str, text: str) -> None:
+        """What is said of a key where it depends on others too."""
+        note = self.note(name)
+        if note is None:
+            return
+        if verdict == "refused":
+            note.is_used = True
+            self.refuse(note.key, text, note)
+        else:
+            note.change(verdict, text)
+
+    def refuse(self, key: str, text: str, note: Note | None = None, *, value: Any = ABSENT) -> None:
+        """Refuses a key, unless it is to be left out by name."""
+        left_out = next((name for name in self.allow if _covers(name, key)), None)
+        if left_out is None:
+            value = note.value if note is not None else value
+            self.refused.append(RefusedError(key, text, value, is_default=note is not None and not note.is_given))
+            return
+        self.left_out.add(left_out)
+        if note is None:
+            note = Note(key, None if value is ABSENT else value, True, "dropped")
+            self.notes.append(note)
+        note.drop(f"left out, as --allow says: {text}")
+
+    def refuse_error(self, error: RefusedError) -> None:
+        self.refuse(error.key, error.text, value=error.value)
+
+    def end_of_notes(self) -> None:
+        """A key that was given, counts by a fact, and that nothing used, says so."""
+        for note in self.notes:
+            if note.is_given and note.is_fact and not note.is_used and note.verdict in ("kept", "changed"):
+                note.verdict, note.say = "dropped", "it has no effect in this configuration"
+
+
+def _covers(name: str, key: str) -> bool:
+    """Whether a name of ``--allow`` means a key: the key itself, or a section it is in."""
+    return key == name or key.startswith(name.removesuffix("*").removesuffix(".") + ".")

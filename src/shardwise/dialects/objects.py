@@ -1,0 +1,205 @@
+"""Objects of other libraries, and variables of an environment, as configurations. Nothing of theirs is imported: an object is known by
+the name of its class, or of one that it inherits from."""
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from shardwise.dialects.facts import Facts, Note
+from shardwise.dialects.table import load, names
+from shardwise.dialects.values import RefusedError
+from shardwise.errors import ConfigError
+
+# Class -> the system, and the section that the record is of.
+CLASSES: dict[str, tuple[str, str]] = {
+    "TrainingArguments": ("transformers", ""),
+    "SFTConfig": ("trl", ""),
+    "FSDPParams": ("oumi", "fsdp"),
+    "FSDP2Manager": ("nemo", "distributed"),
+    "FSDP2Config": ("nemo", "distributed"),
+    "DDPTransformConfig": ("optimus", "model_transforms.ddp"),
+    "FullyShardTransformConfig": ("optimus", "model_transforms.fully_shard"),
+    "FullyShardedDataParallelPlugin": ("accelerate", "fsdp_config"),
+    "ParallelismConfig": ("accelerate", "parallelism_config"),
+    "DeepSpeedPlugin": ("accelerate", "deepspeed_config"),
+    "FSDPStrategy": ("fabric", "strategy"),
+    "ModelParallelStrategy": ("fabric", "strategy"),
+    "DDPStrategy": ("fabric", "strategy"),
+    "ParallelConfig": ("ml", "trainer.parallel"),
+    "JobConfig": ("torchtitan", ""),
+}
+_BY_NAME = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")  # enums whose names are the words
+_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DEEPSPEED_")
+
+
+def of_object(source: Any) -> tuple[str, dict[str, Any]]:
+    """The system and the configuration of an object."""
+    kind = next((one.__name__ for one in type(source).__mro__ if one.__name__ in CLASSES), None)
+    if kind is None:
+        raise ConfigError(
+            f"an object of {type(source).__name__}",
+            why="it is no record of a system that is known",
+            fix=f"give a file, a mapping, or one of {', '.join(CLASSES)}",
+        )
+    system, section = CLASSES[kind]
+    values = _READERS.get(kind, _fields)(source)
+    if section.startswith("model_transforms."):
+        values = {"_name": section.rpartition(".")[2], **values}
+    elif kind == "FSDPParams":
+        values.setdefault("enable_fsdp", True)
+    values = {key: value for key, value in values.items() if value is not None}
+    beside = _beside(kind, values) if system == "accelerate" else {}
+    for name in reversed(section.split(".")) if section else ():
+        values = {name: values}
+    return system, {**values, **beside}
+
+
+def _beside(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What a plugin says of keys beside its section."""
+    beside = {"distributed_type": "DEEPSPEED" if kind == "DeepSpeedPlugin" else "FSDP"}
+    policy = values.get("mixed_precision_policy") or {}
+    dtypes = {policy.get("param_dtype"), policy.get("reduce_dtype")}
+    for dtype, word in (("bfloat16", "bf16"), ("float16", "fp16")):
+        if dtypes == {dtype}:  # as the word makes it; any other is refused as a key
+            del values["mixed_precision_policy"]
+            beside["mixed_precision"] = word
+    return beside
+
+
+def plain(value: Any) -> Any:
+    """A value of another library as plain values: enums, dtypes and policies by the name of their class."""
+    kind = type(value).__name__
+    if isinstance(value, Enum):
+        return value.name if kind in _BY_NAME else plain(value.value)
+    if kind == "dtype":
+        return str(value).removeprefix("torch.")
+    if kind == "CPUOffloadPolicy":
+        return {"_target_": kind, "pin_memory": value.pin_memory}
+    if kind == "OffloadPolicy":
+        return False
+    if kind == "CPUOffload":
+        return value.offload_params
+    if kind == "timedelta":
+        return value.total_seconds()
+    if isinstance(value, type):
+        return value.__name__
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(inner) for inner in value]
+    if callable(value):
+        return getattr(value, "__name__", kind)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _fields(source: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(source):
+        names_ = [field.name for field in dataclasses.fields(source) if not field.name.startswith("_")]
+        return {name: plain(getattr(source, name, None)) for name in names_}
+    return {name: plain(value) for name, value in vars(source).items() if not name.startswith("_")}
+
+
+def _settled_plugin(source: Any) -> dict[str, Any]:
+    """A plugin that has settled its fields: policies and functions stand in the place of words."""
+    values = _fields(source)
+    words = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
+    values["offload_params"] = bool(values.pop("cpu_offload", False))
+    policy = values.get("auto_wrap_policy")
+    values["auto_wrap_policy"] = words.get(str(policy), policy)
+    values["transformer_layer_cls_to_wrap"] = values.pop("transformer_cls_names_to_wrap", None)
+    derived = ("state_dict_config", "optim_state_dict_config", "param_init_fn", "limit_all_gathers")
+    return {key: value for key, value in values.items() if key not in derived}
+
+
+def _sizes(source: Any) -> dict[str, Any]:
+    return {
+        key: value for key, value in _fields(source).items() if not key.endswith("handler") and key != "device_mesh"
+    }
+
+
+def _strategy(source: Any) -> dict[str, Any]:
+    """A strategy that keeps its arguments in attributes."""
+    held = {**getattr(source, "_fsdp_kwargs", {}), **getattr(source, "_ddp_kwargs", {})}
+    for name in ("sharding_strategy", "cpu_offload", "mixed_precision"):
+        held[name] = getattr(source, name, held.get(name))
+    for name in (
+        "device_mesh",
+        "data_parallel_size",
+        "tensor_parallel_size",
+        "process_group_backend",
+        "state_dict_type",
+    ):
+        held.setdefault(name, getattr(source, f"_{name}", None))
+    again = getattr(source, "_activation_checkpointing_kwargs", None) or {}
+    held["activation_checkpointing_policy"] = again.get("auto_wrap_policy")
+    kind = next(one.__name__ for one in type(source).__mro__ if one.__name__ in CLASSES)
+    named = {name: _classes(name, value) if name.endswith("_policy") else plain(value) for name, value in held.items()}
+    return {"class_path": kind, "init_args": {name: value for name, value in named.items() if value is not None}}
+
+
+def _classes(name: str, policy: Any) -> list[str] | None:
+    """The classes that a policy stands for."""
+    classes = policy if policy is None else getattr(policy, "_module_classes", policy)
+    if classes is None or isinstance(classes, list | tuple | set | frozenset):
+        return None if classes is None else sorted(getattr(one, "__name__", str(one)) for one in classes)
+    raise ConfigError(
+        f"{name}={getattr(policy, '__name__', type(policy).__name__)}",
+        why="it is a function, which decides by code of its own",
+        fix="give the classes that are units: {Block}",
+    )
+
+
+_READERS = {
+    "FullyShardedDataParallelPlugin": _settled_plugin,
+    "ParallelismConfig": _sizes,
+    "FSDPStrategy": _strategy,
+    "ModelParallelStrategy": _strategy,
+    "DDPStrategy": _strategy,
+}
+
+
+def of_environment(environ: Mapping[str, str], facts: Facts) -> tuple[str, dict[str, Any]]:
+    """The system and the configuration that variables of an environment stand for. What a variable says that no key has is noted in
+    ``facts``."""
+    for name in (one for one in names() if "dialect" in load(one).head):
+        table = load(name)
+        found: dict[str, Any] = {}
+        for variable in sorted({*table.rows} & {*environ}) + sorted(_unknown(environ, table.rows)):
+            row = table.find(variable)
+            if row is None:
+                facts.refuse_error(table.unknown(variable))
+                continue
+            _read_variable(row, variable, environ[variable].strip(), found, facts)
+        return table.head["dialect"], found
+    raise AssertionError("there is no table of variables")
+
+
+def _unknown(environ: Mapping[str, str], known: Mapping[str, Any]) -> list[str]:
+    return [name for name in environ if name.startswith(_VARIABLES) and name not in known]
+
+
+def _read_variable(row: Any, variable: str, text: str, found: dict[str, Any], facts: Facts) -> None:
+    if row.alias:
+        if text:
+            found[row.alias] = text
+        return
+    try:
+        value = row.coerced(text, variable)
+    except RefusedError as error:
+        facts.refuse_error(error)
+        return
+    word = text.lower()
+    verdict, say = row.verdict_of(word), row.say_of(word)
+    note = Note(variable, value, True, verdict, say, is_used=True)
+    facts.notes.append(note)
+    if verdict == "refused":
+        facts.refuse(variable, say, note)
+        return
+    for action in row.action_of(word):
+        key, _, constant = action.partition("=")
+        found.setdefault(key, constant)
+        note.ours.append(f"{key}={constant}")

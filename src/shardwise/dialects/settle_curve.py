@@ -1,0 +1,168 @@
+"""From facts to the arguments of a curve: one function for each family of ``curves.py``, by its name.
+
+``(facts, kind, steps, lr) -> arguments``, with ``ratio`` for a rise that is a part of a run of unknown length; None: the curve is refused.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.dialects.facts import Facts
+
+_HF_KINDS = (
+    "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts", "cosine_with_min_lr", "polynomial",
+    "warmup_stable_decay",
+)  # fmt: skip
+_HF_NAMES = {
+    "num_cycles": "cycles", "power": "power", "timescale": "timescale", "min_lr_rate": "floor", "min_lr_ratio": "floor",
+    "num_decay_steps": "decay", "num_stable_steps": "stable", "decay_type": "decay_type", "warmup_type": "warmup_type",
+}  # fmt: skip
+_HF_RATES = {"min_lr": "floor", "lr_end": "lr_end_ratio"}  # given as rates, not as parts of the highest
+_NO_CURVE = "there is no such curve: write schedule.name=cosine, linear, constant or wsd in the run file"
+Arguments = dict[str, Any]
+
+
+def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
+    more = _mapping_of(facts, "curve_args")
+    if more is None:
+        return None
+    if kind not in _HF_KINDS:
+        facts.say("curve", "refused", _NO_CURVE)
+        return None
+    if facts.has("cycles"):
+        more["num_cycles"] = facts.take("cycles")
+    rise, ratio = facts.take("warmup"), facts.take("warmup_ratio")
+    if isinstance(rise, float) and 0 < rise < 1:
+        rise, ratio = 0, rise
+    ratio = None if rise or kind == "constant" else ratio
+    if ratio and steps:
+        rise, ratio = math.ceil(ratio * steps), None
+    args: Arguments = {"kind": kind, "warmup": int(rise or 0) if kind != "constant" else 0}
+    for key, value in more.items():
+        if key in _HF_RATES:
+            args[_HF_RATES[key]] = value / lr
+        elif key in _HF_NAMES:
+            args[_HF_NAMES[key]] = value
+        else:
+            facts.say("curve_args", "refused", f"{key} is not known of {kind}: remove it")
+            return None
+    if kind == "polynomial":
+        args.setdefault("lr_end_ratio", 1e-7 / lr)
+    return args | ({"ratio": ratio} if ratio else {})
+
+
+def _mapping_of(facts: Facts, name: str) -> dict[str, Any] | None:
+    said = facts.take(name) or {}
+    try:
+        return dict(json.loads(said) if isinstance(said, str) else said)
+    except (TypeError, ValueError):
+        facts.say(name, "refused", "it takes a mapping: write {name: number}")
+        return None
+
+
+def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
+    args = {
+        "warmup": facts.take("warmup", 0),
+        "decay_type": facts.take("decay_type", "linear"),
+        "floor": facts.take("floor", 0.0),
+    }
+    return args | ({"decay_ratio": facts.take("decay_ratio")} if facts.has("decay_ratio") else {})
+
+
+def nemo(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
+    rise = facts.take("warmup")
+    if rise is None:
+        rise = min(1000, (facts.take("curve_steps") or steps or 0) // 10)
+    init, floor = facts.take("init_lr"), facts.take("floor_lr")
+    args = {
+        "kind": kind,
+        "warmup": rise,
+        "init": 0.1 if init is None else init / lr,
+        "floor": 0.01 if floor is None else floor / lr,
+    }
+    if kind == "WSD":
+        args |= {"decay": facts.take("decay_steps", 0), "decay_type": facts.take("decay_type", "exponential")}
+    return args
+
+
+def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
+    highest = facts.take("curve_max")
+    if kind == "WarmupDecayLR" and highest is None:
+        highest = 0.001
+    if isinstance(highest, int | float) and kind != "WarmupCosineLR":
+        facts.put("optim.lr", float(highest), "curve_max")
+        lr = highest
+    if not lr:
+        facts.say("curve_max", "refused", "nothing would be trained: write the rate that the run has")
+        return None
+    lowest = facts.take("curve_min", 0.0)
+    low = facts.take("curve_min_ratio", 0.0) if kind == "WarmupCosineLR" else (0.0 if lowest == "auto" else lowest) / lr
+    rise = facts.take("warmup")
+    return {
+        "kind": kind,
+        "warmup": rise if isinstance(rise, int) else 0,
+        "warmup_type": facts.take("warmup_type", "log"),
+        "low": low,
+        "floor": facts.take("floor", 1e-4),
+    }
+
+
+def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
+    if facts.take("init_div", 100) == 0:
+        facts.say("init_div", "refused", "the rate begins at its highest divided by it: write 1 or more")
+        return None
+    if kind == "constant":
+        return {"kind": kind}
+    if kind == "cosine_annealing":
+        return {"kind": kind, "floor": facts.take("floor_lr", 0.0) / lr}
+    rise = facts.take("warmup")
+    is_by_part = rise is None or not facts.is_given("warmup")
+    if kind == "linear_warmup":
+        part = facts.take("warmup_percent", 0.05)
+        return {
+            "kind": kind,
+            "warmup": _part(facts, part, steps) if is_by_part else rise,
+            "init": facts.take("init_lr", 0.0) / lr,
+        }
+    if kind != "wsd":
+        facts.say("curve", "refused", _NO_CURVE)
+        return None
+    if facts.has("warmup_ratio") and is_by_part:
+        rise = _part(facts, facts.take("warmup_ratio"), steps)
+    return {
+        "kind": kind,
+        "warmup": rise,
+        "floor": facts.take("floor", 0.0),
+        "init_div": facts.take("init_div", 100),
+        "decay_ratio": facts.take("decay_ratio", 0.1),
+        "decay_type": facts.take("decay_type", "linear"),
+        "power": facts.take("sqrt_power", 0.5),
+    }
+
+
+def ml(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
+    if kind not in ("linear", "linear_no_decay", "constant"):
+        facts.say(
+            "curve",
+            "refused",
+            "it repeats, or is not known: write schedule.name=cosine, linear, constant or wsd in the run file",
+        )
+        return None
+    rise = facts.take("warmup")
+    if kind == "linear" and not facts.is_given("warmup"):
+        rise = _part(facts, facts.take("warmup_percent", 0.01), steps)
+    elif kind == "linear_no_decay" and not rise:
+        rise = 1000
+    is_constant = kind != "linear" or facts.take("curve_decays") is False
+    return {"kind": "constant" if is_constant else "linear", "warmup": rise or 0, "floor": facts.take("floor", 1e-4)}
+
+
+def _part(facts: Facts, part: float, steps: int | None) -> int | None:
+    """A part of the run in whole steps; None: how long the run is, is not known."""
+    return None if steps is None else int(part * steps)
+
+
+ARGUMENTS: dict[str, Callable[[Facts, str, int | None, float], Arguments | None]] = {
+    one.__name__: one for one in (hf, torchtitan, nemo, deepspeed, optimus, ml)
+}

@@ -1,0 +1,212 @@
+"""From facts to our keys: what runs again or is compiled, model and data, validation, checkpoints, figures. See ``settle_layout.py``."""
+
+import math
+from typing import Any
+
+from shardwise.dialects.facts import Facts
+from shardwise.dialects.settle_precision import class_names
+
+_LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
+_LOGGERS = ("wandb", "tensorboard", "csv")
+_OF_REMAT = (
+    "remat",
+    "remat_bool",
+    "remat_some",
+    "remat_option",
+    "remat_every",
+    "remat_classes",
+    "remat_only",
+    "remat_ops",
+    "remat_offload",
+)
+_OF_COMPILE = (
+    "compile",
+    "compile_backend",
+    "compile_with",
+    "compile_mode",
+    "compile_dynamic",
+    "compile_fullgraph",
+    "compile_budget",
+)
+
+
+def settle_remat(facts: Facts) -> None:
+    """``parallel.remat``."""
+    mode, every = facts.take("remat"), facts.number("remat_every")
+    if facts.take("remat_bool") is True or facts.has("remat_classes"):
+        mode = "full"
+    if facts.take("remat_some") is not None:  # some of the blocks whole, or some results of all
+        option = facts.take("remat_option", facts.take("remat_every"))
+        mode, every = ("full", int(option)) if str(option).isdigit() else ("selective", None)
+        if mode == "full" and every and every > 1:
+            text = "the first of every so many blocks runs again; which one does not change numbers"
+            facts.say("remat_option", "kept", text)
+    record: dict[str, Any] = {}
+    if classes := facts.take("remat_classes") or facts.take("remat_only"):
+        record["targets"] = class_names(classes)
+    elif mode and "remat_only" in facts.known:
+        mode = None
+        facts.say("remat_only", "dropped", "no class is named, so nothing runs again there")
+    if mode and (results := facts.take("remat_ops")):
+        mode, record["save"] = (
+            "selective",
+            [name.removeprefix("torch.ops.").removesuffix(".default") for name in results],
+        )
+    if every and every > 1:
+        record["every"] = every
+    if mode == "budget":
+        facts.say("remat_budget", "changed", "the part of activations that may be kept is an option of compile")
+        facts.put("parallel.compile.activation_memory_budget", facts.take("remat_budget", 0.5), "remat_budget", "remat")
+        mode = None
+    if facts.take("remat_offload") is True:
+        if mode != "full":
+            text = "inputs of blocks that run again are offloaded, so blocks run again"
+            facts.say("remat_offload", "changed", text)
+        mode, record["offload"] = "full", True
+    if mode:
+        facts.put("parallel.remat", {"mode": mode, **record} if record else mode, *_known(facts, _OF_REMAT))
+
+
+def settle_compile(facts: Facts) -> None:
+    """``parallel.compile``."""
+    switch, named = facts.take("compile"), str(facts.take("compile_backend") or "no").lower()
+    is_by_name = named != "no" and ("compile" not in facts.known or facts.is_given("compile_backend"))
+    is_on = any(switch.values()) if isinstance(switch, dict) else bool(switch)
+    is_on = is_on or (is_by_name and not facts.is_given("compile"))
+    options = {
+        "mode": facts.take("compile_mode"),
+        "dynamic": facts.take("compile_dynamic"),
+        "fullgraph": facts.take("compile_fullgraph"),
+        "activation_memory_budget": facts.take("compile_budget"),
+    }
+    if not is_on or facts.take("compile_disable") is True:
+        return
+    usual = (("mode", "default"), ("fullgraph", False), ("activation_memory_budget", 1.0))
+    options = {key: value for key, value in options.items() if value is not None and (key, value) not in usual}
+    backend = named if named not in ("no", "true") else str(facts.take("compile_with") or "inductor").lower()
+    if backend != "inductor":
+        options["backend"] = backend
+    facts.put("parallel.compile", options or "blocks", *_known(facts, _OF_COMPILE))
+
+
+def _known(facts: Facts, names: tuple[str, ...]) -> list[str]:
+    return [name for name in names if name in facts.known]
+
+
+# ---- of a whole run --------------------------------------------------------------------------------------------------
+
+
+def settle_data(facts: Facts) -> None:
+    """Model and data."""
+    model, data = facts.take("model"), facts.take("data")
+    if isinstance(data, list) and len(data) != 1:
+        facts.say("data", "refused", "there is one file: write the mixture into it")
+    elif isinstance(data, list):
+        data = data[0]
+    if facts.get("model.build") is None:
+        facts.put("model.hf", model or "MODEL_DIRECTORY", "model")
+        if facts.get("parallel.remat") is not None:
+            facts.put("model.args.use_cache", False, *_known(facts, _OF_REMAT))  # as there, where blocks run again
+    if not model:
+        facts.missing.append("model.hf: a directory that save_pretrained has written")
+    if facts.get("data.path") is None:
+        facts.put("data.path", data or "DATA.jsonl", "data")
+    if not data:
+        facts.missing.append("data.path: a text, tokens (.npy, .bin), records (.jsonl) or a saved dataset")
+    if names := facts.take("freeze"):
+        facts.put("model.freeze", [name if "*" in name else f"{name}.*" for name in names], "freeze")
+    if length := facts.take("pack_to", 0):
+        facts.put("data.pack", True, "pack_to")
+        facts.put("data.seq_len", length, "pack_to")
+    workers = facts.take("workers")
+    if workers == "auto":
+        facts.put("data.num_workers", 4, "workers")
+        facts.say("workers", "changed", "four processes a rank")
+    elif isinstance(workers, int):
+        facts.put("data.num_workers", workers, "workers")
+    if (ahead := facts.take("prefetch_factor")) and facts.get("data.num_workers"):
+        facts.put("data.prefetch", ahead, "prefetch_factor")
+    loss = str(facts.take("loss", ""))
+    if loss and not any(name in loss.lower() for name in _LOSSES):
+        facts.say("loss", "refused", "another loss: write train.loss=pkg.mod:fn and train.count in the run file")
+    if (seed := facts.number("seed")) is not None:
+        facts.put("train.seed", seed, "seed")
+
+
+def settle_validation(facts: Facts, steps: int | None) -> None:
+    """Nothing of the data is kept for validation unless the source keeps some: our default is a tenth."""
+    if facts.is_given("val_percent") and (percent := facts.take("val_percent")) and not facts.get("data.val_path"):
+        facts.put("data.val_fraction", percent / 100, "val_percent")
+    if not facts.get("data.val_path"):
+        facts.drop("data.val_path")
+        if facts.get("data.val_fraction") is None:
+            facts.put("data.val_fraction", 0)
+    when, every = facts.take("eval_strategy"), facts.take("eval_steps")
+    if every is None and when == "steps" and "log_every" in facts.known:
+        every = facts.known["log_every"].value
+    if isinstance(every, float) and every < 1:
+        every = round(every * steps) if steps else None
+    if not (facts.get("data.val_path") or facts.get("data.val_fraction")):
+        for name in ("eval_steps", "val_enable"):
+            if facts.is_given(name):
+                text = "nothing to validate on is named: data.val_path, or data.val_fraction"
+                facts.say(name, "changed", text)
+                break
+        facts.drop("train.eval_every")
+    elif when in ("no", "epoch") or facts.take("val_enable") is False:
+        facts.put("train.eval_every", 0, "eval_strategy")
+    elif every:
+        facts.put("train.eval_every", int(every), "eval_steps", "eval_strategy")
+
+
+def settle_checkpoints(facts: Facts, steps: int | None) -> None:
+    """Checkpoints: how often, how many stay."""
+    kind, every = facts.take("save_strategy", "steps"), facts.take("save_steps")
+    if facts.take("ckpt_enable") is True:
+        every = facts.take("ckpt_every", every)
+    if isinstance(every, float) and every < 1:
+        every = math.ceil(every * steps) if steps and every > 0 else None
+    if facts.take("ckpt_enable") is False:
+        facts.drop("checkpoint.every")
+        every = None
+    if kind == "steps" and every:
+        facts.put("checkpoint.every", int(every), "save_steps", "ckpt_every", "save_strategy")
+    if not facts.get("checkpoint.every"):
+        facts.drop("checkpoint.keep")
+        facts.drop("checkpoint.background")
+        return
+    most, is_behind = facts.take("keep"), facts.take("ckpt_background")
+    if most:
+        facts.put("checkpoint.keep", most, "keep")
+    elif "keep" in facts.known:
+        facts.put("checkpoint.keep_every", 1, "keep")
+    if is_behind is not None:
+        facts.put("checkpoint.background", is_behind, "ckpt_background")
+
+
+def settle_figures(facts: Facts, steps: int | None) -> None:
+    """Loggers, and how often there is a line."""
+    loggers = facts.take("report_to")
+    loggers = [*loggers] if isinstance(loggers, list) else [loggers]
+    if facts.has("wandb_on", "run_name_wandb"):
+        facts.take("wandb_on")
+        loggers.append("wandb")
+    loggers = [name for name in [*loggers, *(facts.get("log.to") or [])] if name not in (None, "none", "all")]
+    known = [name for name in dict.fromkeys(loggers) if name in _LOGGERS]
+    for other in sorted({*map(str, loggers)} - {*known}):
+        facts.say("report_to", "changed", f"{other}: log.to=pkg.mod:fn, a logger of yours")
+    if known:
+        facts.put("log.to", known if len(known) > 1 else known[0], "report_to", "wandb_on")
+    else:
+        facts.drop("log.to")
+    for name in ("run_name", "run_name_wandb"):
+        if (text := facts.take(name)) and "wandb" in known:
+            facts.put("log.name", text, name)
+    if (project := facts.take("log_project")) and "wandb" in known:
+        facts.put("log.project", project, "log_project")
+    every = facts.take("log_every")
+    if isinstance(every, int | float) and every:
+        by_part = max(1, round(every * steps)) if steps else 10
+        facts.put("log.every", int(every) if every >= 1 else by_part, "log_every")
+    if minutes := facts.take("timeout_min"):
+        facts.put("train.timeout_s", 60.0 * minutes, "timeout_min")

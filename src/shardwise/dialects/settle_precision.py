@@ -1,0 +1,154 @@
+"""From facts to our keys: precision, units, offload, prefetch. See ``settle_layout.py``."""
+
+from typing import Any
+
+from shardwise.dialects.facts import Facts
+from shardwise.dialects.settle_adapters import stored_beside_adapters
+
+_SHORT = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
+    "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
+}  # fmt: skip
+
+
+def settle_precision(facts: Facts, is_sharded: bool) -> None:
+    """``parallel.precision``: a word, or the record."""
+    if not is_sharded and facts.table.head.get("policy") == "sharded":
+        _drop_policy(facts)
+    stored = _SHORT.get(facts.take("store") or facts.take("load_dtype"))
+    word = _mixed(facts)
+    param, reduce, out = (
+        _SHORT.get(str(facts.take(name)).removeprefix("torch.")) for name in ("param", "reduce", "out")
+    )
+    compute = facts.take("compute")
+    if compute and _SHORT[compute] == "bf16":
+        word, reduce = "bf16", None
+        if not is_sharded:
+            facts.say("compute", "changed", "parameters are cast, not operators by autocast, as there under sharding")
+    stored, word = stored_beside_adapters(facts, "bf16" if facts.take("store_low") is True else stored, word)
+    inputs = "units" if facts.take("cast") or facts.take("cast1") else None
+    if inputs is None and (facts.take("cast") is False or facts.take("cast_root") is False) and param:
+        inputs = "none"
+    record = _precision(facts, word, stored, param or word, reduce, out, inputs)
+    names = (
+        "mp", "mp_bf16", "mp_fp16", "mp_bf16_else", "autocast", "autocast_dtype", "store", "load_dtype", "param", "reduce", "out",
+        "cast", "cast1", "compute", "store_low",
+    )  # fmt: skip
+    if record:
+        facts.put("parallel.precision", record, *([name for name in names if facts.is_given(name)] or names))
+    if stored not in (None, "fp32"):
+        text = "parameters and optimizer state are {}, without an fp32 copy{}"
+        more = "; autocast adds nothing to it" if word == stored else ""
+        name = "store" if facts.has("store") else "load_dtype" if facts.has("load_dtype") else "store_low"
+        facts.say(name, "changed" if word else "kept", text.format("bfloat16" if stored == "bf16" else "float16", more))
+    _settle_scaler(facts, param or word)
+
+
+def _drop_policy(facts: Facts) -> None:
+    for name in ("param", "reduce", "out", "cast"):
+        if facts.is_given(name):
+            facts.say(name, "dropped", "only the sharded engine there reads it")
+        facts.known.pop(name, None)
+
+
+def _mixed(facts: Facts) -> str | None:
+    """The word of mixed precision, from the switches there are for it."""
+    word = facts.take("mp")
+    for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16")):
+        if facts.take(name) is True:
+            word = meant
+    if facts.take("mp_bf16_else") is True and not word:
+        word = "bf16"
+    if facts.take("autocast") is True:
+        dtype = facts.take("autocast_dtype", "bfloat16")
+        word = _SHORT.get(str(dtype).removeprefix("torch."))
+        if word not in ("bf16", "fp16"):
+            facts.say("autocast_dtype", "refused", "there is no autocast in it: write bfloat16 or float16")
+    return word
+
+
+def _precision(
+    facts: Facts,
+    word: str | None,
+    stored: str | None,
+    param: str | None,
+    reduce: str | None,
+    out: str | None,
+    inputs: str | None,
+) -> Any:
+    is_low = stored not in (None, "fp32")
+    record: Any = {}
+    if is_low and param in (None, stored) and not reduce and not out:
+        record = {"storage": stored}
+    elif param or reduce or out:
+        by_word = "fp32" if word else None
+        whole = {"compute": param, "storage": stored or by_word, "reduce": reduce or by_word, "output": out}
+        record = {key: value for key, value in whole.items() if value is not None}
+        if inputs is not None and param:
+            record["cast_inputs"] = inputs
+        if record == {"compute": param, "storage": "fp32", "reduce": "fp32"}:
+            record = param
+        elif reduce is None and param and not word:
+            record["reduce"] = param  # FSDP's default: gradients are summed in the dtype of compute
+    elif stored == "fp32" and facts.is_given("store"):
+        record = "fp32"
+    is_plain = isinstance(record, dict) and bool(record) and {*record.values()} == {"fp32"}
+    return "fp32" if is_plain else record
+
+
+def _settle_scaler(facts: Facts, compute: str | None) -> None:
+    usual = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    names = {"init_scale": "scale_init", "growth_factor": "scale_growth", "backoff_factor": "scale_backoff", "growth_interval": "scale_window"}  # fmt: skip
+    scaler = {key: facts.take(name) for key, name in names.items() if facts.has(name)}
+    if facts.has("scale_power"):
+        scaler["init_scale"], names["init_scale"] = 2.0 ** facts.take("scale_power"), "scale_power"
+    for key, value in scaler.items():
+        if compute == "fp16" and value != usual[key]:
+            facts.put(f"train.scaler.{key}", value, names[key])
+
+
+# ---- sharding --------------------------------------------------------------------------------------------------------
+
+
+def settle_sharding(facts: Facts, is_sharded: bool) -> None:
+    """Units, offload, prefetch, buckets: of the engine that there is, so that what is of another has no effect."""
+    has_offload = _settle_offload(facts)
+    if not is_sharded and not has_offload:
+        if size := facts.take("bucket_cap"):
+            facts.put("parallel.ddp.bucket_cap_mb", float(size), "bucket_cap")
+        return
+    facts.drop("parallel.ddp")
+    wrap = facts.take("wrap")
+    if facts.take("sharded_layers") is not None:
+        facts.say("sharded_layers", "changed", "blocks are units, tables and the head belong to the root")
+    elif wrap in (None, "TRANSFORMER_BASED_WRAP") and (classes := facts.take("wrap_classes")) is not None:
+        facts.put("parallel.sharding.units", class_names(classes), "wrap_classes", "wrap")
+    if wrap == "SIZE_BASED_WRAP" and (least := facts.take("wrap_min")):
+        facts.put("parallel.sharding.min_unit_params", int(least), "wrap_min", "wrap")
+    ahead = {"forward": facts.take("prefetch_fwd"), "backward": facts.take("prefetch_back")}
+    if facts.take("prefetch_on") is True:
+        ahead = {"forward": facts.take("prefetch_fwd_depth", 1), "backward": facts.take("prefetch_back_depth", 2)}
+    for key, usual in (("forward", 0), ("backward", 1)):
+        if ahead[key] not in (None, usual):
+            names = (f"prefetch_{'fwd' if key == 'forward' else 'back'}", "prefetch_on")
+            facts.put(f"parallel.sharding.prefetch.{key}", ahead[key], *names, f"{names[0]}_depth")
+
+
+def _settle_offload(facts: Facts) -> bool:
+    """Whether shards are in host memory."""
+    names = ("offload", "offload_target", "offload_obj")
+    by_words = facts.get("parallel.sharding.offload")
+    if not (facts.take("offload") is True or facts.has(*names[1:]) or by_words):
+        return False
+    for name in names:
+        facts.take(name)
+    facts.put("parallel.sharding.offload", True, *(name for name in names if facts.has(name)))
+    if facts.take("pin") is False:
+        facts.put("parallel.sharding.pin_memory", False, "pin")
+    return True
+
+
+def class_names(value: Any) -> list[str]:
+    """Names of classes, without their modules."""
+    given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return [str(name).strip().rpartition(".")[2] for name in given]

@@ -1,0 +1,233 @@
+"""From facts to our keys: how long the run is, its optimizer, its learning rate curve. See ``settle_layout.py``."""
+
+from typing import Any
+
+from shardwise.dialects import curves
+from shardwise.dialects.facts import Curve, Fact, Facts
+from shardwise.dialects.settle_curve import ARGUMENTS
+
+_CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd", "fusedadam": "adamw"}
+_CLASSES_OF_TORCH = {"adafactor": "adafactor", "muon": "muon"}  # others' of these names take other steps
+_OF_CURVE = (
+    "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
+    "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
+)  # fmt: skip
+_ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two curves
+
+
+def settle_length(facts: Facts) -> int | None:
+    """The length of the run; its steps, if they are known."""
+    steps, epochs = facts.number("steps"), facts.take("epochs")
+    for name in ("steps", "steps_cap", "curve_steps", "steps_per_epoch"):
+        value = facts.number(name) if name != "curve_steps" or facts.is_given(name) else None
+        if value is not None and value < 1 and (name, value) != ("steps", -1):
+            facts.say(name, "refused", "it is one or more: write 1 or more")
+            return None
+    if steps is not None and steps > 0:
+        facts.put("train.steps", steps, "steps")
+    elif cap := facts.take("steps_cap"):
+        steps = cap
+        facts.put("train.steps", steps, "steps_cap")
+        if epochs and facts.is_given("epochs"):
+            facts.say("epochs", "changed", f"the run has {cap} steps, however many epochs that is")
+    elif epochs:
+        steps = None
+        facts.put("train.epochs", epochs, "epochs")
+    if (most := facts.take("steps_per_epoch")) and isinstance(epochs, int):
+        facts.drop("train.epochs")
+        steps = most * epochs
+        facts.take("epochs")
+        facts.put("train.steps", steps, "steps_per_epoch", "epochs")
+        text = f"{epochs} times so many steps, through the data without a new beginning"
+        facts.say("steps_per_epoch", "changed", text)
+    if "clip" in facts.known:
+        most = facts.take("clip")
+        facts.put("train.max_grad_norm", float(most) if isinstance(most, int | float) and most else None, "clip")
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+
+# ---- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def settle_optimizer(facts: Facts) -> None:
+    """``optim``: torch's own classes; where an option has no key of ours, ``optim.build`` with the class itself."""
+    said = facts.take("optimizer")
+    if said is None:
+        if facts.is_given("lr"):
+            facts.say("lr", "refused", "which optimizer it is of is not said: name it")
+        return
+    name, build = _class_of(facts, str(said))
+    if name is None and build is None:
+        facts.say(
+            "optimizer", "refused", "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
+        )
+        return
+    is_own = build is not None  # a class that has no name here, with defaults of its own
+    if facts.has("groups"):
+        _settle_groups(facts)
+    betas = _betas(facts)
+    if betas is None:
+        return
+    args = dict(facts.take("optimizer_arg", {}))
+    momentum, fused = facts.take("momentum"), facts.take("fused")
+    decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
+    if facts.has("decay"):
+        decay, is_on_matrices = facts.take("decay"), False
+    if "of_torch" in facts.table.words("defaults") and not facts.is_given("decay"):
+        decay = None if is_own else 0.01 if name == "adamw" else 0.0
+    if is_own:
+        args |= _given_of_class(facts, betas)
+    plain, more = _adam_arguments(facts, betas, args)
+    if name == "adam" and not decay:
+        name = "adamw"  # without decay they are the same
+    if name == "adam":
+        build, args = "torch.optim:Adam", {**plain, **more, **args}
+    elif name == "adamw" and (more or args):
+        build, args = "torch.optim:AdamW", {"betas": betas, **more, **args}
+    elif name == "sgd" and args:
+        build, args = "torch.optim:SGD", {"momentum": momentum or 0.0, **args}
+    if build:
+        facts.put("optim.build", build, "optimizer")
+        if args and fused is not None and build.startswith("torch.optim"):
+            args["fused"] = fused
+        if args:
+            facts.put("optim.args", args, "eps", "betas", "beta1", "beta2", "amsgrad", "optimizer_arg")
+    else:
+        _put_own(facts, str(name), betas, momentum, fused)
+    if facts.has("lr") and (facts.is_given("lr") or not is_own):
+        facts.put("optim.lr", float(facts.take("lr")), "lr")
+    if decay is not None:
+        facts.put("optim.weight_decay", float(decay), "decay", "decay_matrices")
+        if is_on_matrices and decay:
+            facts.put("optim.decay_on", "matrices", "decay_matrices")
+
+
+def _given_of_class(facts: Facts, betas: list[float]) -> dict[str, Any]:
+    """Arguments that have facts of their own, for a class that has no name here."""
+    given = {"betas": betas} if facts.is_given("betas") else {}
+    return given | {name: facts.take(name) for name in ("eps", "momentum", "amsgrad") if facts.is_given(name)}
+
+
+def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:
+    """Our name of an optimizer, or the class to build."""
+    module, dot, last = said.rpartition(".")
+    name = _CLASSES.get(last.lower())
+    if name is None and module.startswith("torch."):
+        name = _CLASSES_OF_TORCH.get(last.lower())
+    if name == "adam" and facts.take("decoupled", False):
+        name = "adamw"
+    if name is None and dot:
+        text = "a class of another package: it takes parameter groups; what needs whole tensors is refused at the first step"
+        facts.say("optimizer", "changed", text)
+        return None, f"{module}:{last}"
+    return name, None
+
+
+def _betas(facts: Facts) -> list[float] | None:
+    said = facts.take("betas")
+    if said is None:
+        return [float(facts.take("beta1", 0.9)), float(facts.take("beta2", 0.999))]
+    try:
+        betas = [float(beta) for beta in (said.split(",") if isinstance(said, str) else said)]
+    except (TypeError, ValueError):
+        betas = []
+    if len(betas) == 2:
+        return betas
+    facts.say("betas", "refused", "it takes two numbers: write [0.9, 0.999]")
+    return None
+
+
+def _adam_arguments(facts: Facts, betas: list[float], args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of Adam that are always written, and those that have no key of ours."""
+    eps, amsgrad = facts.take("eps", 1e-8), facts.take("amsgrad")
+    more = {"amsgrad": True} if amsgrad else {}
+    return {"betas": betas, "eps": eps}, {**({"eps": eps} if eps != 1e-8 else {}), **more}
+
+
+def _put_own(facts: Facts, name: str, betas: list[float], momentum: float | None, fused: bool | None) -> None:
+    if name != "adamw":
+        facts.put("optim.name", name, "optimizer")
+    if name == "adamw":
+        facts.put("optim.betas", betas, "betas", "beta1", "beta2")
+    if name == "sgd":
+        facts.put("optim.momentum", float(momentum or 0.0), "momentum" if facts.has("momentum") else "optimizer")
+    if fused is not None and name in ("adamw", "sgd"):
+        facts.put("optim.fused", fused, "fused")
+
+
+def _settle_groups(facts: Facts) -> None:
+    text = "patterns of optim.groups: {pattern: {lr, weight_decay}}; the group that takes all gives optim.*"
+    facts.say("groups", "changed", text)
+    groups, note = facts.take("groups"), facts.known["groups"].note
+    for group in groups if isinstance(groups, list) else [groups]:
+        pattern = group.get("pattern", ".*") if isinstance(group, dict) else group
+        if pattern not in (".*", ""):
+            facts.refuse(note.key, f"{pattern!r} is an expression: write optim.groups with a pattern as *.bias", note)
+            return
+        options = group.get("optimizer_kwargs", {})
+        for key, name in (("lr", "lr"), ("betas", "betas"), ("eps", "eps"), ("weight_decay", "decay")):
+            if key in options:
+                facts.known[name] = Fact(options[key], note)
+
+
+# ---- learning rate curve ---------------------------------------------------------------------------------------------
+
+
+def settle_schedule(facts: Facts, steps: int | None) -> None:
+    """``schedule``: ours where it follows theirs within two steps, else theirs by ``schedule.build``."""
+    if facts.has("lr") and not facts.take("lr"):
+        facts.say("lr", "refused", "nothing would be trained: write the rate that the run has")
+        return
+    curve = facts.take("curve") or _implied(facts)
+    if curve is None:
+        return
+    args = ARGUMENTS[curve.family](facts, curve.kind, steps, facts.take("lr") or 1.0)
+    if args is None:
+        return
+    name = "warmup" if "warmup" in facts.known else "curve"
+    if args.get("warmup", 0) is None:
+        text = "how long the rate rises is not known: write it in steps, or as a part of a run whose steps are written"
+        facts.say(name, "refused", text)
+        return
+    if args.get("warmup", 0) < 0:
+        facts.say(name, "refused", "a rate rises over no step, or more: write 0 or more")
+        return
+    if steps and args.get("warmup", 0) > steps:
+        text = f"the rate rises over {args['warmup']} steps, and the run has {steps}: make it shorter"
+        facts.refuse(facts.key(name, "warmup_ratio", "steps"), text)
+        return
+    if facts.has("target_lr"):
+        facts.put("optim.lr", float(facts.take("target_lr")), "target_lr")
+    _put_curve(facts, curve.family, args, steps)
+
+
+def _implied(facts: Facts) -> Curve | None:
+    """The curve of a system where no key names one."""
+    implied = facts.table.head.get("curve")
+    if implied is None or not facts.has("lr"):
+        return None
+    return Curve("hf", implied) if implied == "constant" else Curve(facts.table.head["family"], implied)
+
+
+def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | None) -> None:
+    ratio = args.pop("ratio", None)  # the rise as a part of a run whose length is not known
+    own_length = facts.number("curve_steps")
+    length = own_length if own_length is not None else steps
+    if length is not None and length < 1:
+        return  # refused as a length already
+    names = [name for name in _OF_CURVE if facts.is_given(name)] or _OF_CURVE
+    ours = ahead = most = None
+    if not facts.is_exact and not (steps and length != steps):
+        ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH, ratio)
+    if ours is None:
+        args |= {"warmup_ratio": ratio} if ratio else {}
+        args |= {"steps": length} if length != steps else {}
+        facts.put("schedule.build", f"shardwise.dialects.curves:{family}", *names)
+        facts.put("schedule.args", args)
+        return
+    for key, value in ours.items():
+        if not (ours["name"] == "constant" and key == "min_lr_ratio"):
+            facts.put(f"schedule.{key}", value, *names)
+    if ahead:
+        text = f"the same curve, at most {ahead} step{'s' * (ahead > 1)} ahead: rates differ by at most {most:.2g} of the highest; --exact keeps theirs"
+        facts.say(next((name for name in ("curve", "decay_type", "warmup") if facts.has(name)), "lr"), "changed", text)

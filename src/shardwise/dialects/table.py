@@ -1,0 +1,264 @@
+"""The table of one system: for each key of its configuration what it takes, its default there, what it becomes here. Torch-free.
+
+A table is a page of ``tables/``: a head of ``word: value`` lines, then one row for each key::
+
+    | key | takes | default | meaning there | ours | verdict | say |
+
+``ours`` names our key (``optim.lr``), a fact that several systems have (``@micro``), a constant (``@mp=bf16``), another key
+of the same system (``= other.key``), a configuration within this one (``file: NAME``), or nothing (``-``). ``ours``, ``verdict``
+and ``say`` have an entry for the row, and entries for single values: ``kept ; no: dropped``. ``*`` is any value but the default.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwise.dialects.values import ABSENT, RefusedError, coerced, literal, word_of
+
+TABLES = Path(__file__).parent / "tables"
+VERDICTS = ("kept", "changed", "dropped", "refused")  # and "needs NAME": refused until there is such a technique
+_HEAD_LINE = re.compile(r"(\w+): ?(.*)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one key.
+
+    Attributes:
+        key: dotted; a ``*`` in the middle is one part, at the end the rest; ``(loss)`` is a meaning that no key has.
+        takes: the words and kinds of values that it takes.
+        default: its value there where it is not given; ABSENT: none.
+        meaning: what it means there.
+        actions: value -> what it becomes; ``""``: of other values.
+        verdicts: value -> kept, changed, dropped, refused or ``needs NAME``.
+        says: value -> the sentence.
+    """
+
+    key: str
+    takes: tuple[str, ...]
+    default: Any
+    meaning: str
+    actions: Mapping[str, tuple[str, ...]]
+    verdicts: Mapping[str, str]
+    says: Mapping[str, str]
+
+    @cached_property
+    def is_pattern(self) -> bool:
+        return "*" in self.key
+
+    @cached_property
+    def is_of_all(self) -> bool:
+        """Whether it is a meaning of every configuration of the system, without a key."""
+        return self.key.startswith("(")
+
+    @cached_property
+    def usual(self) -> Any:
+        """The default as its own type."""
+        return self.coerced(self.default, self.key)
+
+    @cached_property
+    def default_word(self) -> str:
+        return word_of(self.default)
+
+    @cached_property
+    def alias(self) -> str:
+        """The other key that this one is a name of; empty: none."""
+        first = self.actions.get("", ())
+        return first[0][1:] if first and first[0].startswith("=") else ""
+
+    @cached_property
+    def within(self) -> str:
+        """What the configuration within is: the name of a table, or a section of this one; empty: there is none."""
+        return next((self.actions[kind][0] for kind in ("file", "table") if kind in self.actions), "")
+
+    def action_of(self, word: str) -> tuple[str, ...]:
+        return self._entry(self.actions, word)
+
+    def verdict_of(self, word: str) -> str:
+        return self._entry(self.verdicts, word)
+
+    def say_of(self, word: str) -> str:
+        return self._entry(self.says, word)
+
+    def _entry(self, entries: Mapping[str, Any], word: str) -> Any:
+        """The entry of a value: its own, that of a class's bare name, that of any but the default, that of the row."""
+        word = word.lower()
+        own = entries.get(word)
+        if own is None and "." in word and "/" not in word and "*" not in word:
+            own = entries.get(word.rpartition(".")[2])
+        if own is None and "*" in entries and word != self.default_word:
+            own = entries["*"]
+        return entries[""] if own is None else own
+
+    def coerced(self, value: Any, key: str) -> Any:
+        """The value as its own type: words of YAML 1.1 and of an environment are switches and numbers too.
+
+        Raises:
+            RefusedError: the row does not take it.
+        """
+        return coerced(value, self.takes, key)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of one system."""
+
+    name: str
+    head: Mapping[str, str]
+    rows: Mapping[str, Row] = field(repr=False)
+
+    def words(self, line: str) -> tuple[str, ...]:
+        """The words of a line of the head."""
+        return tuple(_split(self.head.get(line, ""), ","))
+
+    def pairs(self, line: str) -> dict[str, str]:
+        """The ``name=value`` words of a line of the head."""
+        return dict(word.split("=") for word in self.words(line))
+
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], Row]]:
+        found = []
+        for row in sorted((row for row in self.rows.values() if row.is_pattern), key=lambda row: -len(row.key)):
+            bare = row.key.removesuffix(".*")
+            text = re.escape(bare).replace(r"\*", "[^.]+") + (r"\..+" if bare != row.key else "")
+            found.append((re.compile(text), row))
+        return found
+
+    @cached_property
+    def plain_keys(self) -> list[str]:
+        return [key for key, row in self.rows.items() if not row.is_pattern and not row.is_of_all]
+
+    @cached_property
+    def defaults(self) -> list[tuple[str, Row]]:
+        """The rows of keys that have a default, each with its section."""
+        rows = [self.rows[key] for key in self.plain_keys if self.rows[key].default is not ABSENT]
+        return [(row.key.rpartition(".")[0], row) for row in rows]
+
+    def find(self, key: str) -> Row | None:
+        """The row of a key: its own, else the longest pattern that it fits."""
+        return self.rows.get(key) or next((row for pattern, row in self._patterns if pattern.fullmatch(key)), None)
+
+    def has_section(self, key: str) -> bool:
+        return any(known.startswith(f"{key}.") for known in self.rows)
+
+    def unknown(self, key: str) -> RefusedError:
+        """The refusal of a key without a row, with the nearest that there is."""
+        near = difflib.get_close_matches(key, self.plain_keys, 1, 0.6)
+        if not near:
+            last = {known.rpartition(".")[2]: known for known in reversed(self.plain_keys)}
+            near = [last[word] for word in difflib.get_close_matches(key.rpartition(".")[2], [*last], 1, 0.75)]
+        what = f"did you mean {near[0]!r}?" if near else "remove it"
+        return RefusedError(key, f"{self.name} ({self.version}) has no such key: {what}")
+
+    @property
+    def version(self) -> str:
+        """The versions whose definitions the rows follow, without the files that they are in."""
+        return re.sub(r" \([^()]*\)", "", self.head.get("version", "")).partition(";")[0]
+
+    def misspelt(self, row: Row, key: str) -> str | None:
+        """For a key that only a pattern of its section takes: one of the section's own that it nearly is."""
+        section = row.key.removesuffix("*")
+        own = [known.removeprefix(section) for known in self.plain_keys if known.startswith(section)]
+        near = difflib.get_close_matches(key.removeprefix(section), own, 1, 0.85)
+        return f"{section}{near[0]}" if near else None
+
+    def flatten(self, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+        """Nested values as dotted keys. Items of a list of mappings are named by the key that the head's ``lists`` says, else by
+        their place; a section whose keys may be written without their prefix (``prefix``) gets it."""
+        prefix = self.pairs("prefix").get(".".join(path), "")
+        by = self.pairs("lists")
+        for name, value in values.items():
+            here = (*path, name)
+            if prefix and ".".join((*path, f"{prefix}{name}")) in self.rows:
+                here = (*path, f"{prefix}{name}")
+            key = ".".join(here)
+            if isinstance(value, list) and value and all(isinstance(v, dict) for v in value) and key not in self.rows:
+                for place, item in enumerate(value):
+                    yield from self.flatten(item, (*here, str(item.get(by.get(key, ""), place))))
+            elif isinstance(value, dict) and value and not self._is_leaf(key):
+                yield from self.flatten(value, here)
+            else:
+                yield key, value
+
+    def _is_leaf(self, key: str) -> bool:
+        """Whether the row takes a mapping as it is."""
+        row = self.rows.get(key)
+        if row is None:
+            return False
+        return bool(row.within) or (bool({"map", "table", "any"} & {*row.takes}) and not self.has_section(key))
+
+
+def names() -> tuple[str, ...]:
+    """The systems that there is a table of."""
+    return tuple(sorted(path.stem for path in TABLES.glob("*.md") if path.stem != "words"))
+
+
+@cache
+def head_of(name: str) -> Table:
+    """A table without its rows: what says whether a configuration is of the system."""
+    return Table(name, dict(_head(name)), {})
+
+
+def _head(name: str) -> Iterator[tuple[str, str]]:
+    with (TABLES / f"{name}.md").open(encoding="utf-8") as page:
+        for line in page:
+            if line.startswith("| "):
+                return
+            if match := _HEAD_LINE.match(line):
+                yield match[1], match[2].strip()
+
+
+@cache
+def load(name: str) -> Table:
+    """The table of a system."""
+    head = head_of(name).head
+    rows = dict(load(head["extends"]).rows) if "extends" in head else {}
+    for line in (TABLES / f"{name}.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and not line.startswith("| key "):
+            row = _row(line)
+            rows[row.key] = row
+    return Table(name, head, rows)
+
+
+def _row(line: str) -> Row:
+    key, takes, default, meaning, ours, verdict, say = (cell.strip() for cell in line.strip()[1:-1].split("|"))
+    return Row(
+        key,
+        tuple(takes.split("/")),
+        ABSENT if default in ("-", "req", "") else literal(default),
+        meaning,
+        _actions(ours),
+        _by_word(verdict, ";"),
+        _by_word(say, "‖"),
+    )
+
+
+def _split(cell: str, separator: str) -> list[str]:
+    return [part.strip() for part in cell.split(separator) if part.strip()]
+
+
+def _by_word(cell: str, separator: str) -> dict[str, str]:
+    """``kept ; no: dropped`` -> ``{"": "kept", "no": "dropped"}``."""
+    found = {"": ""}
+    for place, part in enumerate(part.strip() for part in cell.split(separator)):
+        word, colon, rest = part.partition(":")
+        has_word = colon and (place or separator == ";") and (" " not in word.strip() or separator == "‖")
+        if has_word:
+            found[word.strip().lower()] = rest.strip()
+        else:
+            found[""] = part
+    return found
+
+
+def _actions(cell: str) -> dict[str, tuple[str, ...]]:
+    if cell in ("-", ""):
+        return {"": ()}
+    if cell.startswith("= "):
+        return {"": ("=" + cell[2:].strip(),)}
+    if re.match(r"[^\s@:=]*: ", cell):
+        return {word: () if text == "-" else tuple(_split(text, "&")) for word, text in _by_word(cell, ";").items()}
+    return {"": tuple(_split(cell, "&"))}

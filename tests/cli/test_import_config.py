@@ -1,0 +1,111 @@
+"""``shardwise import-config``: the run file to one stream, the answers to the other; ``train`` names it for a file of another system."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main as cli
+from shardwise.run.config import load_config
+
+FIXTURES = Path(__file__).resolve().parent.parent / "dialects" / "fixtures"
+FILE = str(FIXTURES / "accelerate" / "fsdp2-8gpu.yaml")
+TITAN = str(FIXTURES / "torchtitan" / "hsdp-tp.toml")
+
+
+def test_the_run_file_is_printed_and_the_answers_beside_it(capsys, tmp_path):
+    assert cli.main(["import-config", FILE]) == 0
+    printed = capsys.readouterr()
+    (tmp_path / "run.yaml").write_text(printed.out)
+    assert load_config(tmp_path / "run.yaml").config.parallel.layout == "dp_shard=-1"
+    assert "kept     num_processes=8 -> launch.nproc=8" in printed.err
+    assert "changed  mixed_precision=bf16 -> parallel.precision=bf16: " in printed.err
+    assert "dropped  machine_rank=0: torchrun or srun says it" in printed.err
+
+
+def test_a_run_file_is_written_with_overrides_and_without_a_word(capsys, tmp_path):
+    run = tmp_path / "run.yaml"
+    assert cli.main(["import-config", FILE, "-o", str(run), "--quiet", "--train.steps=7", "--parallel.remat=none"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == printed.err == ""
+    config = load_config(run).config
+    assert config.train.steps == 7 and config.parallel.remat == "none" and config.launch.nproc == 8
+
+
+def test_json_has_an_answer_for_each_key(capsys):
+    assert cli.main(["import-config", TITAN, "--json", "--ranks", "8"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert set(made) == {"dialect", "run", "findings", "missing", "samples"} and made["dialect"] == "torchtitan"
+    assert {"key", "value", "given", "verdict", "say", "ours"} == set(made["findings"][0])
+    assert {one["verdict"] for one in made["findings"]} == {"kept", "changed", "dropped"}
+
+
+def test_nothing_is_written_where_a_key_is_refused(capsys, tmp_path):
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(Path(FILE).read_text().replace("mixed_precision: bf16", "mixed_precision: fp8\nmachne_rank: 0"))
+    assert cli.main(["import-config", str(bad), "-o", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "mixed_precision=fp8, machne_rank" in said or "machne_rank, mixed_precision=fp8" in said
+    assert "did you mean 'machine_rank'?" in said and "write mixed_precision bf16" in said
+    assert not (tmp_path / "run.yaml").exists()
+    assert cli.main(["import-config", str(bad), "--allow", "mixed_precision", "--allow", "machne_rank", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name a file, or use --env"),
+        ([FILE, "--from", "axolotl"], "there is no such system"),
+        ([FILE, "-o", FILE], "it is the file that is imported"),
+        ([FILE, "-o", "none/run.yaml"], "the folder is not there"),
+        ([FILE, "--train.stepz=3"], "did you mean --train.steps=3"),
+        ([FILE, "--allow", "machine_rank"], "no such key is refused"),
+        ([TITAN, "--ranks", "6"], "6"),
+        ([FILE, "--ranks", "0"], "give ranks a number from 1 on"),
+        ([FILE, "--ranks", "8", "--ranks-per-node", "3"], "use a multiple of 3"),
+    ],
+)
+def test_a_mistake_of_the_command_line_is_answered(capsys, words, says):
+    assert cli.main(["import-config", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_variables_of_the_environment_are_read(capsys, monkeypatch):
+    for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2"), ("FSDP_OFFLOAD_PARAMS", "true")):
+        monkeypatch.setenv(name, value)
+    assert cli.main(["import-config", "--env"]) == 0
+    assert "offload: true" in capsys.readouterr().out
+
+
+def test_train_names_the_command_for_a_file_of_another_system(capsys):
+    for file, system in ((TITAN, "torchtitan"), (FILE, "accelerate")):
+        assert cli.main(["train", file]) == 2
+        said = capsys.readouterr().err
+        assert f"it is a configuration of {system}" in said
+        assert f"fix: import it: shardwise import-config {file} -o run.yaml" in said
+
+
+def test_it_is_quick_and_leaves_torch_out():
+    code = (
+        "import sys\nfrom shardwise.cli.main import main\n"
+        f"assert main(['import-config', {TITAN!r}, '--ranks', '8', '--quiet']) == 0\n"
+        "assert not {'torch', 'numpy', 'yaml'} & {*sys.modules}, sys.modules.keys()\n"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - began < 5  # half a second on a machine that does nothing else
+
+
+def test_one_table_is_read_for_a_file_of_one_system():
+    code = (
+        "import sys\nfrom shardwise.dialects import table\nread = []\nrow = table._row\n"
+        "table._row = lambda line: read.append(line) or row(line)\n"
+        "from shardwise.run.imported import from_config\n"
+        f"from_config({FILE!r})\nassert len(read) < 400, len(read)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
