@@ -89,6 +89,7 @@ class Facts:
         self.notes: list[Note] = []
         self.refused: list[RefusedError] = []
         self.left_out: set[str] = set()  # entries of allow that left something out
+        self.off: dict[str, str] = {}  # keys and sections that another key switches off -> what it says
         self.is_record = self.is_exact = False
         self.nodes = 1
         self.missing: list[str] = []

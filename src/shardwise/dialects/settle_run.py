@@ -8,6 +8,7 @@ from shardwise.dialects.settle_curve import ARGUMENTS
 
 _CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd", "fusedadam": "adamw"}
 _CLASSES_OF_TORCH = {"adafactor": "adafactor", "muon": "muon"}  # others' of these names take other steps
+_DECAYS_OF_TORCH = {"adamw": 0.01, "muon": 0.1}
 _OF_CURVE = (
     "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
@@ -73,8 +74,9 @@ def settle_optimizer(facts: Facts) -> None:
     decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
     if facts.has("decay"):
         decay, is_on_matrices = facts.take("decay"), False
-    if "of_torch" in facts.table.words("defaults") and not facts.is_given("decay"):
-        decay = None if is_own else 0.01 if name == "adamw" else 0.0
+    is_of_torch = "of_torch" in facts.table.words("defaults") or facts.take("of_torch") is True
+    if is_of_torch and not facts.is_given("decay"):
+        decay = None if is_own else _DECAYS_OF_TORCH.get(str(name), 0.0)
     if is_own:
         args |= _given_of_class(facts, betas)
     plain, more = _adam_arguments(facts, betas, args)
