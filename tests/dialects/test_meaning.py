@@ -6,7 +6,8 @@ import pytest
 from dialect_files import BASE, put, values_of, with_key
 
 from shardwise.dialects.answers import imported
-from shardwise.dialects.table import load, word_of
+from shardwise.dialects.table import load
+from shardwise.dialects.values import word_of
 from shardwise.errors import ShardwiseError
 from shardwise.run.data_config import Data
 from shardwise.run.imported import from_config

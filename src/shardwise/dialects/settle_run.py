@@ -5,7 +5,7 @@ from typing import Any
 from shardwise.dialects import curves
 from shardwise.dialects.facts import Curve, Fact, Facts
 from shardwise.dialects.settle_curve import ARGUMENTS
-from shardwise.dialects.table import short
+from shardwise.dialects.values import short
 
 _CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd", "fusedadam": "adamw"}
 _CLASSES_OF_TORCH = {"adafactor": "adafactor", "muon": "muon"}  # others' of these names take other steps
