@@ -1,5 +1,6 @@
 """What keys mean together: switches of sections, the order of keys, defaults there that no key says, and lengths that nobody says."""
 
+import json
 from typing import Any
 
 import pytest
@@ -119,6 +120,23 @@ def test_the_optimizer_of_deepspeed_decays_all_wherever_the_decay_is_written(is_
         sources = sources[::-1] if is_file else [{"deepspeed": inner} | outer]
     optim = from_config(*sources, **RANKS).run["optim"]
     assert optim["weight_decay"] == 0.1 and "decay_on" not in optim
+
+
+def test_a_file_that_the_launcher_names_is_filled_in_by_the_run_around_it(tmp_path):
+    params = {"lr": "auto", "weight_decay": "auto"}
+    inner = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": params}}
+    (tmp_path / "ds.json").write_text(json.dumps(inner))
+    launcher = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 8,
+        "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")},
+    }
+    outer = {"output_dir": "o", "max_steps": 5, "weight_decay": 0.1, "learning_rate": 3e-4}
+    for sources in ([launcher, outer], [outer, launcher]):
+        optim = from_config(*sources).run["optim"]
+        assert (optim["lr"], optim["weight_decay"]) == (3e-4, 0.1) and "decay_on" not in optim
+    with pytest.raises(ShardwiseError, match="another configuration fills it in"):
+        from_config(launcher)
 
 
 # ---- defaults there ------------------------------------------------------------------------------------------------------

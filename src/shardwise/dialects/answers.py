@@ -147,7 +147,7 @@ def imported(
     )  # a whole run first, what is beside it then
     facts, *others = read
     for other in others:
-        merge(facts, other, is_within="wins" in other.table.head)
+        merge(facts, other, is_within="wins" in other.decides.head)
     _refuse_all(facts)
     facts.is_exact = exact
     try:

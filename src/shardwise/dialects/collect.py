@@ -329,7 +329,8 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
     """Adds a second configuration. ``auto`` in it is the first one's value; both given and different is a contradiction."""
     own = set()
     if is_within:
-        own = {fact for name in other.table.words("wins") for fact in _won(name, facts, other)}
+        facts.decides = other.decides
+        own = {fact for name in other.decides.words("wins") for fact in _won(name, facts, other)}
     facts.notes += other.notes
     facts.refused += other.refused
     facts.left_out |= other.left_out
@@ -339,6 +340,9 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
             filling = facts.known.get(_FILLED_BY.get(name, name))
             if filling is not None:
                 facts.known[name] = filling
+            elif facts.table.head.get("auto") == "refused":
+                facts.known[name] = new  # a configuration around this one may still fill it in
+                continue
             new.note.say, new.note.is_used = new.note.say or "the value of the other configuration", True
         elif new.value is None and old is not None:
             new.note.is_used = True
@@ -358,14 +362,14 @@ def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:
     own = other.known.get(name)
     if own is None or own.value in ("auto", None):
         return ()
-    if name == "optimizer" and "one_group" in other.table.head and (decay := facts.known.pop("decay_matrices", None)):
+    if name == "optimizer" and "one_group" in other.decides.head and (decay := facts.known.pop("decay_matrices", None)):
         facts.known.setdefault("decay", decay)  # its own optimizer has all parameters in one group
     for fact in _GROUPS[name]:
         old, new = facts.known.get(fact), other.known.get(fact)
         is_filled = new is not None and new.value == "auto"
         if old is None or is_filled:
             continue
-        if fact not in other.table.words("wins") and new is not None and new.note.is_given and old.note.is_given:
+        if fact not in other.decides.words("wins") and new is not None and new.note.is_given and old.note.is_given:
             continue  # both say it: refused where they differ
         if fact in ("beta1", "beta2") and other.known.get("betas", Fact("auto", own.note)).value == "auto":
             continue

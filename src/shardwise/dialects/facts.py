@@ -91,6 +91,7 @@ class Facts:
         self.refused: list[RefusedError] = []
         self.left_out: set[str] = set()  # entries of allow that left something out
         self.off: dict[str, str] = {}  # keys and sections that another key switches off -> what it says
+        self.decides = table  # whose rules say what counts of an outer configuration: of the innermost that was read
         self.is_record = self.is_exact = False
         self.nodes = 1
         self.missing: list[str] = []
