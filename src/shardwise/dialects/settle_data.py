@@ -113,6 +113,12 @@ def settle_data(facts: Facts) -> None:
         facts.put("data.path", data or "DATA.jsonl", "data")
     if not data:
         facts.missing.append("data.path: a text, tokens (.npy, .bin), records (.jsonl) or a saved dataset")
+    if facts.get("data.seq_len") is None and not facts.take("pack_to", 0):
+        text = "how long samples are is not said, and there none may be cut: here they are cut at 128 tokens unless it is written"
+        facts.missing.append(f"data.seq_len: {text}; write the longest")
+    if facts.take("prompts", facts.take("prompts_usual")) is True:
+        text = 'prompts are trained on there, here only answers: write the whole as one text, {"text": ...} a line'
+        facts.say("prompts" if facts.is_given("prompts") else "prompts_usual", "changed", text)
     if names := facts.take("freeze"):
         facts.put("model.freeze", [name if "*" in name else f"{name}.*" for name in names], "freeze")
     if length := facts.take("pack_to", 0):

@@ -5,9 +5,11 @@ from typing import Any
 from shardwise.dialects import curves
 from shardwise.dialects.facts import Curve, Fact, Facts
 from shardwise.dialects.settle_curve import ARGUMENTS
+from shardwise.dialects.values import short
 
 _CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd", "fusedadam": "adamw"}
 _CLASSES_OF_TORCH = {"adafactor": "adafactor", "muon": "muon"}  # others' of these names take other steps
+_DECAYS_OF_TORCH = {"adamw": 0.01, "muon": 0.1}
 _OF_CURVE = (
     "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
@@ -73,8 +75,9 @@ def settle_optimizer(facts: Facts) -> None:
     decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
     if facts.has("decay"):
         decay, is_on_matrices = facts.take("decay"), False
-    if "of_torch" in facts.table.words("defaults") and not facts.is_given("decay"):
-        decay = None if is_own else 0.01 if name == "adamw" else 0.0
+    is_of_torch = "of_torch" in facts.table.words("defaults") or facts.take("of_torch") is True
+    if is_of_torch and not facts.is_given("decay"):
+        decay = None if is_own else _DECAYS_OF_TORCH.get(str(name), 0.0)
     if is_own:
         args |= _given_of_class(facts, betas)
     plain, more = _adam_arguments(facts, betas, args)
@@ -91,7 +94,8 @@ def settle_optimizer(facts: Facts) -> None:
         if args and fused is not None and build.startswith("torch.optim"):
             args["fused"] = fused
         if args:
-            facts.put("optim.args", args, "eps", "betas", "beta1", "beta2", "amsgrad", "optimizer_arg")
+            facts.put("optim.args", args, "eps", "betas", "beta1", "beta2", "amsgrad", "momentum", "optimizer_arg")
+            _say_arguments(facts, args)
     else:
         _put_own(facts, str(name), betas, momentum, fused)
     if facts.has("lr") and (facts.is_given("lr") or not is_own):
@@ -100,6 +104,16 @@ def settle_optimizer(facts: Facts) -> None:
         facts.put("optim.weight_decay", float(decay), "decay", "decay_matrices")
         if is_on_matrices and decay:
             facts.put("optim.decay_on", "matrices", "decay_matrices")
+
+
+def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
+    """Of arguments that have no fact of their own, each is said to be one of ``optim.args``: the fact is that of the last."""
+    note = facts.note("optimizer_arg")
+    section = note.key.rpartition(".")[0] if note else None
+    for one in facts.notes:
+        place, _, last = one.key.rpartition(".")
+        if place == section and last in args and not one.ours:
+            one.ours.append(f"optim.args={short(args)}")
 
 
 def _given_of_class(facts: Facts, betas: list[float]) -> dict[str, Any]:
