@@ -223,8 +223,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "imported-keys-in-the-order-of-the-file",
-        "entries.sort(key=lambda one:",
-        "[].sort(key=lambda one:",
+        "    entries.sort(key=lambda one: (bool(",
+        "    [].sort(key=lambda one: (bool(",
         "tests/dialects/test_meaning.py -k wherever_the_decay",
         "weight decay of an imported run is on matrices only or on all, by the order of keys",
     ),

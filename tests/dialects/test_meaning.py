@@ -154,7 +154,7 @@ def test_a_default_there_that_is_changed_is_said(name):
         if row.key in values:
             continue
         made = from_config(values, dialect=name, **RANKS)
-        assert row.key in found(made) or "packing" in row.key, row.key
+        assert row.key in found(made) or row.key in table.pairs("switches"), row.key
 
 
 def test_what_is_trained_on_by_default_there_is_said():
@@ -172,7 +172,6 @@ def test_what_is_trained_on_by_default_there_is_said():
         ({"_component_": "torchtune.datasets.alpaca_dataset"}, True),
         ({"_component_": "torchtune.datasets.alpaca_cleaned_dataset", "train_on_input": True}, True),
         ({"_component_": "torchtune.datasets.alpaca_dataset", "train_on_input": False}, False),
-        ({"_component_": "torchtune.datasets.chat_dataset", "train_on_input": True}, True),
         ({"_component_": "torchtune.datasets.chat_dataset"}, False),
     ],
 )
@@ -180,6 +179,13 @@ def test_prompts_that_are_trained_on_there_are_said_by_default_as_where_it_is_wr
     made = from_config(BASE["torchtune"] | {"dataset": dataset}, dialect="torchtune", **RANKS)
     said = [one.verdict for one in made.findings if "prompts are trained on there, here only answers" in one.say]
     assert said == (["changed"] if is_said else [])
+
+
+def test_prompts_that_are_asked_for_against_the_default_there_are_refused():
+    dataset = {"_component_": "torchtune.datasets.chat_dataset", "train_on_input": True}
+    with pytest.raises(ShardwiseError, match="write the whole as one text") as refused:
+        from_config(BASE["torchtune"] | {"dataset": dataset}, dialect="torchtune", **RANKS)
+    assert "dataset.train_on_input" in refused.value.given
 
 
 def test_nothing_is_clipped_where_nothing_is_there():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,9 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
     empty: set[str] = set()
     entries = [_entry(table, written, value) for written, value in table.flatten(interpolated(values))]
     facts.off = _switched_off(table, {key: value for _, key, _, value in entries})
-    order = [
-        *table.rows.values()
-    ]  # of rows, not of the file, so that it means the same in every order; files within come last
-    entries.sort(key=lambda one: (bool(one[2] and one[2].within), order.index(one[2]) if one[2] else 0))
+    # in the order of rows, so that the order of keys means nothing; configurations within come last
+    places = {key: place for place, key in enumerate(table.rows)}
+    entries.sort(key=lambda one: (bool(one[2].within), places[one[2].key]) if one[2] else (False, -1))
     for written, key, row, value in entries:
         if row is None or (value == {} and not {"map", "any"} & {*row.takes}):
             if value in (None, {}) and table.has_section(key):
@@ -153,11 +153,9 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
 def _entry(table: Table, written: str, value: Any) -> tuple[str, str, Row | None, Any]:
     """A key as it is written and as it is called, its row, and its value."""
     row = table.find(written)
-    return (
-        (written, row.alias, table.find(row.alias), value)
-        if row is not None and row.alias
-        else (written, written, row, value)
-    )
+    if row is not None and row.alias:
+        return written, row.alias, table.find(row.alias), value
+    return written, written, row, value
 
 
 def _switched_off(table: Table, given: Mapping[str, Any]) -> dict[str, str]:
@@ -168,19 +166,13 @@ def _switched_off(table: Table, given: Mapping[str, Any]) -> dict[str, str]:
         key, _, wanted = said.partition(":")
         row = table.rows[key]
         value = given.get(key, None if row.default is ABSENT else row.default)
-        value = _text_as_given(row, key, value)
+        with suppress(RefusedError):  # which is said where the key itself is read
+            value = row.coerced(value, key)
         word = word_of(value)
         is_on = word == wanted.lower() if wanted else word not in ("none", "false", "", "[]")
         if not is_on and word != "auto":
             off[place] = f"{key}={short(value)}"
     return off
-
-
-def _text_as_given(row: Row, key: str, value: Any) -> Any:
-    try:
-        return row.coerced(value, key)
-    except RefusedError:  # which is said where the key itself is read
-        return value
 
 
 def _switch_of(key: str, facts: Facts) -> str | None:

@@ -116,9 +116,12 @@ def settle_data(facts: Facts) -> None:
     if facts.get("data.seq_len") is None and not facts.take("pack_to", 0):
         text = "how long samples are is not said, and there none may be cut: here they are cut at 128 tokens unless it is written"
         facts.missing.append(f"data.seq_len: {text}; write the longest")
-    if facts.take("prompts", facts.take("prompts_usual")) is True:
+    is_usual = facts.take("prompts_usual", False)
+    if facts.take("prompts", is_usual) is True:  # refused where it is asked for against the default there
         text = 'prompts are trained on there, here only answers: write the whole as one text, {"text": ...} a line'
-        facts.say("prompts" if facts.is_given("prompts") else "prompts_usual", "changed", text)
+        facts.say(
+            "prompts" if facts.is_given("prompts") else "prompts_usual", "changed" if is_usual else "refused", text
+        )
     if names := facts.take("freeze"):
         facts.put("model.freeze", [name if "*" in name else f"{name}.*" for name in names], "freeze")
     if length := facts.take("pack_to", 0):
