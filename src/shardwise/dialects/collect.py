@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.config.sources import read_file
 from shardwise.dialects.facts import Curve, Fact, Facts, Note
-from shardwise.dialects.table import ABSENT, RefusedError, Row, Table, head_of, literal, load, names, short, word_of
+from shardwise.dialects.table import ABSENT, UNRESOLVED, RefusedError, Row, Table, head_of, literal, load, names, short, word_of
 from shardwise.errors import ConfigError
 from shardwise.techniques import TECHNIQUES
 
@@ -199,8 +199,7 @@ def _apply(row: Row, key: str, shown: str, value: Any, facts: Facts, *, is_given
     note.is_fact = any(action.startswith("@") for action in actions)
     facts.notes.append(note)
     if is_given and "${" in str(value) and verdict != "dropped":
-        text = "only other keys of the same file are put in: print the resolved configuration first, and import that"
-        facts.refuse(shown, text, note)
+        facts.refuse(shown, UNRESOLVED, note)
     elif verdict == "refused":
         facts.refuse(shown, note.say or "it has no counterpart: remove it", note)
     else:

@@ -155,11 +155,23 @@ class Facts:
             if not isinstance(place.get(section), dict):
                 place[section] = {}
             place = place[section]
+        if names and place.get(last, value) != value:
+            self._end_of(key, names)
         place[last] = value
         for note in map(self.note, names):
             if note is not None and (note.is_used or len(names) == 1):
                 note.is_used = True
                 note.ours.append(f"{key}={short(value)}")
+
+    def _end_of(self, key: str, names: tuple[str, ...]) -> None:
+        """Facts that said our key before other ones did no longer count."""
+        others = [self.note(name) for name in names]
+        for note in self.notes:
+            left = [ours for ours in note.ours if not ours.startswith(f"{key}=")]
+            if len(left) < len(note.ours) and not any(note is other for other in others):
+                note.ours = left
+                if not left:
+                    note.drop(f"{self.key(*names)} counts there")
 
     def put_once(self, key: str, value: Any, note: Note) -> None:
         """Our key, as a row says it by itself: a key that was given counts more than a default, two that were given and differ are

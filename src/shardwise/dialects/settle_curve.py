@@ -32,7 +32,8 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | Non
         return None
     if facts.has("cycles"):
         more["num_cycles"] = facts.take("cycles")
-    rise, ratio = facts.take("warmup"), facts.take("warmup_ratio")
+    rise = facts.take("warmup")
+    ratio = None if rise else facts.take("warmup_ratio")
     if isinstance(rise, float) and 0 < rise < 1:
         rise, ratio = 0, rise
     ratio = None if rise or kind == "constant" else ratio

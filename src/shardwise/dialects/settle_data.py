@@ -98,7 +98,14 @@ def _known(facts: Facts, names: tuple[str, ...]) -> list[str]:
 
 def settle_data(facts: Facts) -> None:
     """Model and data."""
-    model, data = facts.take("model"), facts.take("data")
+    model, data = facts.take("model"), facts.take("data_file") or facts.take("data")
+    if whose := facts.take("weights_of"):
+        text = f"it is in {whose}'s format, which is not read: give the directory of the same model with config.json and safetensors"
+        facts.say("model", "changed", text)
+        model = None
+    if facts.take("prompts_there") and not (facts.is_given("prompts") and facts.take("prompts") is False):
+        text = 'prompts are trained on there by default, here only answers; to keep it write records as one text, {"text": ...} a line'
+        facts.say("prompts_there", "changed", text)
     if isinstance(data, list) and len(data) != 1:
         facts.say("data", "refused", "there is one file: write the mixture into it")
     elif isinstance(data, list):

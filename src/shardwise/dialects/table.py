@@ -21,6 +21,8 @@ TABLES = Path(__file__).parent / "tables"
 VERDICTS = ("kept", "changed", "dropped", "refused")  # and "needs NAME": refused until there is such a technique
 KINDS = ("int", "float", "bool", "str", "dtype", "list", "map", "table", "path", "any")
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+UNRESOLVED = "only other keys of the same file are put in: print the resolved configuration first, and import that"
+_COMPOSED = ("defaults", "hydra")  # of a file that is a part of a configuration
 _TRUE, _FALSE, _NONE = ("true", "yes", "on"), ("false", "no", "off"), ("none", "null", "")
 _DTYPES = {
     **{name: name for name in ("float16", "float32", "float64", "bfloat16")},
@@ -133,6 +135,8 @@ class Row:
         if fit is not ABSENT:
             return fit
         words = [kind for kind in self.takes if kind not in (*KINDS, "none")]
+        if isinstance(value, str) and "${" in value:
+            raise RefusedError(key, UNRESOLVED, value)
         near = difflib.get_close_matches(str(value), words, 1)
         kinds = [_CALLED.get(kind, kind) for kind in self.takes]
         fix = f"did you mean {near[0]!r}?" if near else f"write {'one of them' if len(kinds) > 1 else kinds[0]}"
@@ -245,6 +249,8 @@ class Table:
 
     def unknown(self, key: str) -> RefusedError:
         """The refusal of a key without a row, with the nearest that there is."""
+        if key.split(".")[0] in _COMPOSED:
+            return RefusedError(key, "other files are put together by it: print the resolved configuration first, and import that")
         near = difflib.get_close_matches(key, self.plain_keys, 1, 0.6)
         if not near:
             last = {known.rpartition(".")[2]: known for known in reversed(self.plain_keys)}
@@ -262,7 +268,7 @@ class Table:
         section = row.key.removesuffix("*")
         own = [known.removeprefix(section) for known in self.plain_keys if known.startswith(section)]
         near = difflib.get_close_matches(key.removeprefix(section), own, 1, 0.85)
-        return f"{section}{near[0]}" if near else None
+        return f"{section}{near[0]}" if near and _places(near[0]) == _places(key.removeprefix(section)) else None
 
     def flatten(self, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         """Nested values as dotted keys. Items of a list of mappings are named by the key that the head's ``lists`` says, else by
@@ -288,6 +294,11 @@ class Table:
         if row is None:
             return False
         return bool(row.within) or (bool({"map", "table", "any"} & {*row.takes}) and not self.has_section(key))
+
+
+def _places(key: str) -> list[str]:
+    """The places in lists that a key names."""
+    return [part for part in key.split(".") if part.isdigit()]
 
 
 def names() -> tuple[str, ...]:
