@@ -7,7 +7,19 @@ from typing import Any
 
 from shardwise.config.sources import read_file
 from shardwise.dialects.facts import Curve, Fact, Facts, Note
-from shardwise.dialects.table import ABSENT, UNRESOLVED, RefusedError, Row, Table, head_of, literal, load, names, short, word_of
+from shardwise.dialects.table import (
+    ABSENT,
+    UNRESOLVED,
+    RefusedError,
+    Row,
+    Table,
+    head_of,
+    literal,
+    load,
+    names,
+    short,
+    word_of,
+)
 from shardwise.errors import ConfigError
 from shardwise.techniques import TECHNIQUES
 
@@ -287,6 +299,8 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
         elif old is None or (name in own and not (old.note.is_given and new.note.is_given)):
             facts.known[name] = new
         elif new.note.is_given:
+            if is_within and old.note.verdict == new.note.verdict == "changed":
+                old.note.say = f"as {new.note.key} says"
             facts.add(name, new.value, new.note)
     for key, value in other.leaves():
         facts.put_once(

@@ -155,7 +155,7 @@ class Facts:
             if not isinstance(place.get(section), dict):
                 place[section] = {}
             place = place[section]
-        if names and place.get(last, value) != value:
+        if names and place.get(last, value) != value and not isinstance(place[last], list):
             self._end_of(key, names)
         place[last] = value
         for note in map(self.note, names):

@@ -92,7 +92,7 @@ def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Argument
     if kind == "WarmupDecayLR" and highest is None:
         highest = 0.001
     if isinstance(highest, int | float) and kind != "WarmupCosineLR":
-        facts.put("optim.lr", float(highest), "curve_max")
+        facts.put("optim.lr", float(highest), "curve_max" if facts.has("curve_max") else "curve")
         lr = highest
     if not lr:
         facts.say("curve_max", "refused", "nothing would be trained: write the rate that the run has")

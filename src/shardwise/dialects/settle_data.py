@@ -183,8 +183,14 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
     most, is_behind = facts.take("keep"), facts.take("ckpt_background")
     if most:
         facts.put("checkpoint.keep", most, "keep")
-    elif "keep" in facts.known:
+    elif most == 0:
         facts.put("checkpoint.keep_every", 1, "keep")
+    elif "keep" in facts.known:
+        facts.say(
+            "keep",
+            "changed",
+            "all stay there, here the last of them (checkpoint.keep), or all by checkpoint.keep_every=1",
+        )
     if is_behind is not None:
         facts.put("checkpoint.background", is_behind, "ckpt_background")
 

@@ -44,7 +44,9 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
     said = None if said == -1 else said
     if facts.take("one_rank"):
         if said not in (None, 1):
-            facts.say("ranks", "dropped", f"{facts.key('one_rank')} starts one process there")
+            facts.known.pop("ranks").note.drop(
+                f"{facts.key('one_rank')} starts one process there, however many are written"
+            )
         said = 1
     own = [part for part in own.split(",") if part.strip()] if isinstance(own, str) and "," in own else own
     here = len(own) if isinstance(own, list) and own else int(own) if str(own).isdigit() and int(own) else None
@@ -58,7 +60,7 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
         )
     per_node = per_node or here or (total // nodes if total else None)
     if per_node and nodes == 1 and (said or here):
-        facts.put("launch.nproc", total, "ranks", "per_node")
+        facts.put("launch.nproc", total, "ranks", "per_node", "one_rank")
     facts.nodes = nodes
     return Ranks(total, per_node)
 

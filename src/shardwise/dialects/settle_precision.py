@@ -54,6 +54,8 @@ def _say_of_zero(facts: Facts, word: str, reduce: str | None) -> None:
             note.say = "the same dtypes for parameters"
             if reduce is None:
                 note.say += f"; gradients are accumulated and summed in fp32, there in {word}; to keep that: parallel.precision.reduce={word}"
+            else:
+                note.say += f"; gradients as {facts.key('reduce')} says"
 
 
 def _drop_policy(facts: Facts) -> None:

@@ -33,12 +33,12 @@ def settle_length(facts: Facts) -> int | None:
     if steps is not None and steps > 0:
         facts.put("train.steps", steps, "steps")
         if "shorter" in facts.table.words("length") and facts.is_given("epochs") and epochs > 0:
-            facts.say("steps", "changed", _SHORTER.format(steps, epochs))
+            facts.say("epochs", "changed", _SHORTER.format(steps, epochs))
     elif cap := facts.take("steps_cap"):
         steps = cap
         facts.put("train.steps", steps, "steps_cap")
         if epochs and epochs > 0:
-            facts.say("steps_cap", "changed", _SHORTER.format(cap, epochs))
+            facts.say("epochs", "changed", _SHORTER.format(cap, epochs))
     elif epochs:
         steps = None
         facts.put("train.epochs", epochs, "epochs")
@@ -47,7 +47,9 @@ def settle_length(facts: Facts) -> int | None:
         steps = most * epochs
         facts.take("epochs")
         facts.put("train.steps", steps, "steps_per_epoch", "epochs")
-        text = f"{epochs} times so many steps, through the data without a new beginning; {_SHORTER.format(steps, epochs)}"
+        text = (
+            f"{epochs} times so many steps, through the data without a new beginning; {_SHORTER.format(steps, epochs)}"
+        )
         facts.say("steps_per_epoch", "changed", text)
     if "clip" in facts.known:
         most = facts.take("clip")

@@ -250,7 +250,9 @@ class Table:
     def unknown(self, key: str) -> RefusedError:
         """The refusal of a key without a row, with the nearest that there is."""
         if key.split(".")[0] in _COMPOSED:
-            return RefusedError(key, "other files are put together by it: print the resolved configuration first, and import that")
+            return RefusedError(
+                key, "other files are put together by it: print the resolved configuration first, and import that"
+            )
         near = difflib.get_close_matches(key, self.plain_keys, 1, 0.6)
         if not near:
             last = {known.rpartition(".")[2]: known for known in reversed(self.plain_keys)}
