@@ -116,6 +116,8 @@ CUT = [
     ({"cp_size": 2, "dp_shard_size": 4}, "dp_shard=4,cp=2", None),
     ({"cp_size": 2, "dp_shard_size": 4, "cp_comm_strategy": "alltoall"}, "dp_shard=4,cp=2", {"method": "gather"}),
     ({"sp_size": 4, "dp_shard_size": 2}, "dp_shard=2,cp=4", {"method": "ulysses"}),
+    ({"cp_size": 8, "dp_shard_size": 1}, "dp_shard=1,cp=8", None),  # parameters are cut over the ranks of cp
+    ({"cp_size": 4, "dp_replicate_size": 2, "dp_shard_size": 1}, "dp_replicate=2,dp_shard=1,cp=4", None),
 ]
 
 

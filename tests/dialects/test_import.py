@@ -127,6 +127,8 @@ def test_keys_of_the_same_file_are_put_in_and_resolvers_are_refused():
         ) as refused:
             from_config({"output_dir": "o", "max_steps": value}, dialect="transformers", ranks=1)
         assert "max_steps" in refused.value.given
+    with pytest.raises(ConfigError, match="print the resolved configuration first"):
+        from_config({"output_dir": "${oc.env:OUT}", "max_steps": 5}, dialect="transformers", ranks=1)
 
 
 def test_a_key_that_is_given_twice_is_refused_with_both():

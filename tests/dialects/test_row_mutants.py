@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.dialects import table, words
+from shardwise.dialects import table, values, words
 from shardwise.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -86,7 +86,7 @@ def action(cell: str, draw: random.Random) -> str:
 
 def default(cell: str, draw: random.Random) -> str:
     """Another default there, or none."""
-    known = table.literal(cell) if cell not in ("-", "req", "") else None
+    known = values.literal(cell) if cell not in ("-", "req", "") else None
     if isinstance(known, bool):
         return str(not known).lower()
     return str(known + 1) if isinstance(known, int | float) else "1" if known is None else "-"
@@ -158,7 +158,7 @@ def noticed(name: str, tmp_path: Path) -> str | None:
         for test in tests:
             try:
                 test()
-            except (AssertionError, ConfigError, table.RefusedError, pytest.fail.Exception, *UNFIT):
+            except (AssertionError, ConfigError, values.RefusedError, pytest.fail.Exception, *UNFIT):
                 return what
     return None
 

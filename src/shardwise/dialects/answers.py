@@ -24,7 +24,8 @@ from shardwise.dialects.settle_data import (
 from shardwise.dialects.settle_layout import settle_batch, settle_layout, settle_ranks
 from shardwise.dialects.settle_precision import settle_precision, settle_sharding
 from shardwise.dialects.settle_run import settle_length, settle_optimizer, settle_schedule
-from shardwise.dialects.table import VERDICTS, RefusedError, load, short
+from shardwise.dialects.table import VERDICTS, load
+from shardwise.dialects.values import RefusedError, short
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
 

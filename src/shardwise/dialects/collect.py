@@ -7,19 +7,8 @@ from typing import Any
 
 from shardwise.config.sources import read_file
 from shardwise.dialects.facts import Curve, Fact, Facts, Note
-from shardwise.dialects.table import (
-    ABSENT,
-    UNRESOLVED,
-    RefusedError,
-    Row,
-    Table,
-    head_of,
-    literal,
-    load,
-    names,
-    short,
-    word_of,
-)
+from shardwise.dialects.table import Row, Table, head_of, load, names
+from shardwise.dialects.values import ABSENT, UNRESOLVED, RefusedError, literal, short, word_of
 from shardwise.errors import ConfigError
 from shardwise.techniques import TECHNIQUES
 

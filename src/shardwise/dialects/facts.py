@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardwise.dialects.table import ABSENT, RefusedError, Table, short
+from shardwise.dialects.table import Table
+from shardwise.dialects.values import ABSENT, RefusedError, short
 
 _EITHER = ("offload", "compile")  # facts that several switches turn on: one that is on counts
 _LATER = (

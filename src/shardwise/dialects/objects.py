@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.dialects.facts import Facts, Note
-from shardwise.dialects.table import RefusedError, load, names
+from shardwise.dialects.table import load, names
+from shardwise.dialects.values import RefusedError
 from shardwise.errors import ConfigError
 
 # Class -> the system, and the section that the record is of.

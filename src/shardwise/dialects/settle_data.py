@@ -112,6 +112,8 @@ def settle_data(facts: Facts) -> None:
         data = data[0]
     if facts.get("model.build") is None:
         facts.put("model.hf", model or "MODEL_DIRECTORY", "model")
+        if facts.get("parallel.remat") is not None:
+            facts.put("model.args.use_cache", False, *_known(facts, _OF_REMAT))  # as there, where blocks run again
     if not model:
         facts.missing.append("model.hf: a directory that save_pretrained has written")
     if facts.get("data.path") is None:

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from shardwise.dialects.facts import Facts
-from shardwise.dialects.table import RefusedError
+from shardwise.dialects.values import RefusedError
 
 _IS_FREED = {  # words of a strategy -> whether parameters are freed after forward
     "full": True, "full_shard": True, "hybrid": True, "hybrid_shard": True,
@@ -129,6 +129,7 @@ def _data_axes(
     facts: Facts, kind: str, replicate: int | None, shard: int | None, dp: int | None, ranks: Ranks
 ) -> list[tuple[str, int | str]]:
     copies, shards = max(replicate or 1, 1), shard if shard and shard > 0 and facts.is_given("shard") else None
+    is_cut = (facts.number("cp") or 1) > 1  # shards are over the ranks of cp too
     if kind == "ddp" and not (shard and shard > 1):
         if copies > 1 and ranks.rows and copies != ranks.rows:
             raise RefusedError(
@@ -141,12 +142,12 @@ def _data_axes(
     if copies > 1:
         if dp and dp > 0:
             return [("dp_replicate", copies), ("dp_shard", dp // copies)]
-        return [("dp_replicate", copies), *([("dp_shard", shard or -1)] if shard != 1 else [])]
+        return [("dp_replicate", copies), *([("dp_shard", shard or -1)] if shard != 1 or is_cut else [])]
     if shards == 1:
         if ranks.rows and ranks.rows > 1:
             text = f"1 x {copies} copies x tp={ranks.tp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N"
             raise RefusedError(facts.key("shard"), text, 1)
-        return [("dp_replicate", -1)]
+        return [("dp_shard", 1)] if is_cut else [("dp_replicate", -1)]
     return [("dp_shard", shards or -1)]
 
 

@@ -17,42 +17,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from shardwise.dialects.values import ABSENT, RefusedError, coerced, literal, word_of
+
 TABLES = Path(__file__).parent / "tables"
 VERDICTS = ("kept", "changed", "dropped", "refused")  # and "needs NAME": refused until there is such a technique
-KINDS = ("int", "float", "bool", "str", "dtype", "list", "map", "table", "path", "any")
-ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
-UNRESOLVED = "only other keys of the same file are put in: print the resolved configuration first, and import that"
 _COMPOSED = ("defaults", "hydra")  # of a file that is a part of a configuration
-_TRUE, _FALSE, _NONE = ("true", "yes", "on"), ("false", "no", "off"), ("none", "null", "")
-_DTYPES = {
-    **{name: name for name in ("float16", "float32", "float64", "bfloat16")},
-    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16", "float": "float32", "double": "float64",
-}  # fmt: skip
-_CALLED = {
-    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dtype": "a dtype", "list": "a list",
-    "map": "a mapping", "path": "a path",
-}  # fmt: skip
 _HEAD_LINE = re.compile(r"(\w+): ?(.*)")
-
-
-class RefusedError(Exception):
-    """A key or value that would silently change training, or that is not known.
-
-    Args:
-        key: the key of the source.
-        text: why, and behind a colon what to write.
-        value: what was given; ABSENT: it does not matter.
-        is_default: it is the default there, and not what the source says.
-    """
-
-    def __init__(self, key: str, text: str, value: Any = ABSENT, *, is_default: bool = False):
-        super().__init__(f"{key}: {text}")
-        self.key, self.text, self.value, self.is_default = key, text, value, is_default
-
-    @property
-    def given(self) -> str:
-        default = " (the default there)" if self.is_default else ""
-        return self.key if self.value is ABSENT else f"{self.key}={short(self.value)}{default}"
 
 
 @dataclass(frozen=True)
@@ -131,78 +101,7 @@ class Row:
         Raises:
             RefusedError: the row does not take it.
         """
-        fit = _text_as(value.strip(), self.takes) if isinstance(value, str) else _value_as(value, self.takes)
-        if fit is not ABSENT:
-            return fit
-        words = [kind for kind in self.takes if kind not in (*KINDS, "none")]
-        if isinstance(value, str) and "${" in value:
-            raise RefusedError(key, UNRESOLVED, value)
-        near = difflib.get_close_matches(str(value), words, 1)
-        kinds = [_CALLED.get(kind, kind) for kind in self.takes]
-        fix = f"did you mean {near[0]!r}?" if near else f"write {'one of them' if len(kinds) > 1 else kinds[0]}"
-        raise RefusedError(key, f"it takes {', '.join(kinds)}: {fix}", value)
-
-
-def _text_as(text: str, takes: tuple[str, ...]) -> Any:
-    plain = text.lower()
-    word = next((kind for kind in takes if kind.lower() == plain and kind not in KINDS), None)
-    if word is not None:
-        return None if word == "none" else word
-    if "bool" in takes and plain in _TRUE + _FALSE:
-        return plain in _TRUE
-    if "bool" in takes and plain in ("1", "0") and not {"int", "float"} & {*takes}:
-        return plain == "1"
-    if "dtype" in takes and text.removeprefix("torch.") in _DTYPES:
-        return _DTYPES[text.removeprefix("torch.")]
-    if plain in _NONE and ("str" not in takes or "none" in takes):
-        return None
-    for kind, number in (("int", lambda: int(text.replace("_", ""))), ("float", lambda: float(text))):
-        if kind in takes:
-            try:
-                return number()
-            except ValueError:
-                continue
-    if "list" in takes and "str" not in takes:
-        return [part.strip() for part in text.split(",")]
-    return text if {"str", "any", "path", "list"} & {*takes} else ABSENT
-
-
-def _value_as(value: Any, takes: tuple[str, ...]) -> Any:
-    if value is None or "any" in takes:
-        return value
-    if isinstance(value, bool):
-        texts = ("yes" if value else "no", "true" if value else "false")
-        return value if "bool" in takes else next((text for text in texts if text in takes), ABSENT)
-    if isinstance(value, int | float):
-        if "float" in takes or (isinstance(value, int) and "int" in takes):
-            return value
-        if "int" in takes and float(value).is_integer():
-            return int(value)
-        return str(value) if str(value) in takes or "str" in takes else ABSENT
-    return value if {"list", "map", "path", "table"} & {*takes} else ABSENT
-
-
-def word_of(value: Any) -> str:
-    """A value as the word that rows name it by."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool | str):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def short(value: Any) -> str:
-    """A value as it is shown, in one short line."""
-    text = _flow(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _flow(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_flow, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
-    return value if isinstance(value, str) else word_of(value)
+        return coerced(value, self.takes, key)
 
 
 @dataclass(frozen=True)
@@ -346,20 +245,6 @@ def _row(line: str) -> Row:
         _by_word(verdict, ";"),
         _by_word(say, "‖"),
     )
-
-
-def literal(text: str) -> Any:
-    """A value as a table writes it: ``true``, ``8e-4``, ``[0.9, 0.999]``; else the text."""
-    if text in ("true", "false"):
-        return text == "true"
-    if text.startswith("["):
-        return [literal(part) for part in _split(text[1:-1], ",")]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _split(cell: str, separator: str) -> list[str]:

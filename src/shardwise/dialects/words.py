@@ -14,7 +14,8 @@ from typing import Any
 
 from shardwise.config.torch_options import Place
 from shardwise.dialects.collect import detect, exists
-from shardwise.dialects.table import RefusedError, Row, Table, head_of, load, word_of
+from shardwise.dialects.table import Row, Table, head_of, load
+from shardwise.dialects.values import RefusedError, word_of
 from shardwise.errors import ConfigError
 
 _SWITCHED = ("true", "false", "1", "0")
