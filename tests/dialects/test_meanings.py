@@ -285,6 +285,18 @@ def test_a_limit_of_none_is_its_default():
     assert [answers(made)["save_total_limit"].verdict for made in runs] == ["changed", "changed"]
 
 
+NULLS = [
+    ("trl", "bf16"), ("trl", "save_total_limit"), ("nemo", "lr_scheduler.max_lr"), ("torchtitan", "training.dataset_path"),
+    ("torchtune", "keep_last_n_checkpoints"), ("optimus", "model_transforms.activation_checkpoint.layer_classes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key"), NULLS)
+def test_a_default_of_none_that_is_written_out_says_the_same(name, key):
+    beside = {"model_transforms.activation_checkpoint.use_reentrant": False} if name == "optimus" else {}
+    assert made_of(name, {**beside, key: None}).run == made_of(name, beside).run
+
+
 # ---- errors whose fix works ----------------------------------------------------------------------------------------------------
 
 WHOLE = "print the resolved configuration first"

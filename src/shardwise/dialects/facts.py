@@ -133,7 +133,11 @@ class Facts:
     def add(self, name: str, value: Any, note: Note) -> None:
         """A fact, as one key says it. Two keys that were given and contradict each other are refused."""
         old = self.known.get(name)
-        if old is not None and not note.is_given:
+        says_nothing = name in _LATER  # of a value of none
+        if old is not None and not note.is_given and not (says_nothing and old.value is None):
+            return
+        if old is not None and value is None and says_nothing:
+            note.is_used = True
             return
         if old is not None and old.note.is_given and old.value != value:
             if name in _EITHER and old.value and not value:

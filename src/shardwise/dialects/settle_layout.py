@@ -48,8 +48,7 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
                 f"{facts.key('one_rank')} starts one process there, however many are written"
             )
         said = 1
-    own = [part for part in own.split(",") if part.strip()] if isinstance(own, str) and "," in own else own
-    here = len(own) if isinstance(own, list) and own else int(own) if str(own).isdigit() and int(own) else None
+    here = _devices(own)
     known = here * nodes if here else said
     if total and known and total != known:
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
@@ -63,6 +62,15 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
         facts.put("launch.nproc", total, "ranks", "per_node", "one_rank")
     facts.nodes = nodes
     return Ranks(total, per_node)
+
+
+def _devices(own: Any) -> int | None:
+    """How many devices of a machine are named, or counted."""
+    if isinstance(own, str) and "," in own:
+        own = [part for part in own.split(",") if part.strip()]
+    if isinstance(own, list):
+        return len(own) or None
+    return int(own) or None if str(own).isdigit() else None
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------

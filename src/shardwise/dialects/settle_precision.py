@@ -69,7 +69,8 @@ def _mixed(facts: Facts) -> str | None:
     """The word of mixed precision, from the switches there are for it."""
     word, by = facts.take("mp"), "mp"
     for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16"), ("mp_bf16_else", "bf16")):
-        if not (facts.is_given(name) or not word) or facts.take(name) is not True:
+        is_said = facts.is_given(name) and facts.known[name].note.value is not None
+        if not (is_said or not word) or facts.take(name) is not True:
             continue
         if word not in (None, meant) and facts.is_given(by):
             facts.say(name, "refused", f"it contradicts {facts.key(by)}: write one of them")

@@ -32,7 +32,7 @@ def settle_length(facts: Facts) -> int | None:
         return None
     if steps is not None and steps > 0:
         facts.put("train.steps", steps, "steps")
-        if "shorter" in facts.table.words("length") and facts.is_given("epochs") and epochs > 0:
+        if "shorter" in facts.table.words("length") and facts.is_given("epochs") and (epochs or 0) > 0:
             facts.say("epochs", "changed", _SHORTER.format(steps, epochs))
     elif cap := facts.take("steps_cap"):
         steps = cap
