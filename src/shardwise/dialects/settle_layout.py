@@ -235,7 +235,9 @@ def _is_freed(facts: Facts, kind: str) -> bool | int:
     is_version_1 = facts.has("strategy_v1") and facts.take("fsdp_version") in (None, 1, "1")
     if facts.has("reshard_v2") and not is_version_1:
         said = facts.take("reshard_v2")
-        return _IS_FREED[said.lower()] if isinstance(said, str) else said
+        if isinstance(said, str) and said.lower() not in _IS_FREED:
+            facts.say("reshard_v2", "refused", "it does not say when shards are freed: write true or false")
+        return _IS_FREED.get(said.lower(), True) if isinstance(said, str) else said
     return not kind.endswith("grad_op")
 
 
