@@ -34,7 +34,8 @@ def settle_precision(facts: Facts, is_sharded: bool) -> None:
         "mp", "mp_bf16", "mp_fp16", "mp_bf16_else", "autocast", "autocast_dtype", "store", "load_dtype", "param", "reduce", "out",
         "cast", "cast1", "compute", "store_low",
     )  # fmt: skip
-    if word and facts.has("zero") and facts.known.get("engine", facts.known["zero"]).value != "fsdp":
+    engine = facts.known["engine"].value if "engine" in facts.known else "zero"
+    if word and facts.has("zero") and engine == "zero" and facts.table.head.get("zero") != "autocast":
         _say_of_zero(facts, word, reduce)
     if record:
         facts.put("parallel.precision", record, *([name for name in names if facts.is_given(name)] or names))
