@@ -194,8 +194,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "import-decay-of-a-fused-class",
-        'str(said).lower().endswith("adamw")',
-        'name == "adamw"',
+        'str(said).lower().rpartition(".")[2], 0.0)',
+        "str(name), 0.0)",
         "tests/dialects/test_meanings.py -k fused_class",
         "decay that is not there",
     ),
@@ -276,6 +276,27 @@ MUTANTS: tuple[Mutant, ...] = (
         'for name in ("adapter_also",):',
         "tests/dialects/test_adapters.py -k those_of_the_source",
         "the head, which has an adapter in torchtune, stays frozen",
+    ),
+    Mutant(
+        "imported-section-although-it-is-off",
+        'if not is_on and word != "auto":',
+        "if False:",
+        "tests/dialects/test_meaning.py -k switched_off",
+        "ZeRO-3 and a clip of a section that the other system does not read are imported from it",
+    ),
+    Mutant(
+        "imported-keys-in-the-order-of-the-file",
+        "    entries.sort(key=lambda one: (bool(",
+        "    [].sort(key=lambda one: (bool(",
+        "tests/dialects/test_meaning.py -k wherever_the_decay",
+        "weight decay of an imported run is on matrices only or on all, by the order of keys",
+    ),
+    Mutant(
+        "imported-default-that-nothing-settles-left-unsaid",
+        'note.is_used = verdict == "changed" and not actions',
+        "note.is_used = False",
+        "tests/dialects/test_meaning.py -k trained_on_by_default",
+        "that a whole conversation is trained on there is not said where it is the default",
     ),
     # ---- world -----------------------------------------------------------------------------------------------------
     Mutant(

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,33 @@ def test_a_file_means_what_its_source_says(path, tmp_path):
     assert load_config(run).config == made.config  # what is printed is what was checked
     if path.suffix != ".vars":
         assert unanswered(made.dialect, read_file(path).values, made) == []
+
+
+def shuffled(values: Any, draw: random.Random) -> Any:
+    if isinstance(values, dict):
+        keys = list(values)
+        draw.shuffle(keys)
+        return {key: shuffled(values[key], draw) for key in keys}
+    return [shuffled(one, draw) for one in values] if isinstance(values, list) else values
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.suffix != ".vars"], ids=lambda path: f"{path.parent.name}/{path.name}"
+)
+def test_the_order_of_keys_never_changes_the_run(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    values, draw = read_file(path).values, random.Random(0)
+    name, ranks = expected_of(path)["dialect"], expected_of(path)["ranks"]
+    how = {
+        "dialect": path.parent.name if path.stem in NOT_CLEAR else name,
+        "ranks": ranks,
+        "ranks_per_node": 4 if ranks else None,
+    }
+    wanted = from_config(values, **how)
+    for _ in range(3):
+        made = from_config(shuffled(values, draw), **how)
+        assert made.run == wanted.run
+        assert {(one.key, one.verdict) for one in made.findings} == {(one.key, one.verdict) for one in wanted.findings}
 
 
 def test_there_are_files_of_each_system():

@@ -147,7 +147,7 @@ def imported(
     )  # a whole run first, what is beside it then
     facts, *others = read
     for other in others:
-        merge(facts, other)
+        merge(facts, other, is_within="wins" in other.decides.head)
     _refuse_all(facts)
     facts.is_exact = exact
     try:
@@ -217,8 +217,8 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
         settle_validation(facts, steps)
         settle_checkpoints(facts, steps)
         settle_figures(facts, steps)
-        if "clip" not in facts.known:
-            facts.put("train.max_grad_norm", None)
+    if "clip" not in facts.known and (is_run or "clips" in facts.table.head):
+        facts.put("train.max_grad_norm", None)
     if "optim" in facts.run and "schedule" not in facts.run:
         facts.put("schedule.name", "constant")
         facts.put("schedule.warmup_steps", 0)

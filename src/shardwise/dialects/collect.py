@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,12 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
     variables = {name.split(".")[0] for name in _VARIABLE.findall(str(values)) if ":" not in name}
     given: dict[str, Any] = {}
     empty: set[str] = set()
-    for written, value in table.flatten(interpolated(values)):
-        key, row = written, table.find(written)
-        if row is not None and row.alias:
-            key, row = row.alias, table.find(row.alias)
+    entries = [_entry(table, written, value) for written, value in table.flatten(interpolated(values))]
+    facts.off = _switched_off(table, {key: value for _, key, _, value in entries})
+    # in the order of rows, so that the order of keys means nothing; configurations within come last
+    places = {key: place for place, key in enumerate(table.rows)}
+    entries.sort(key=lambda one: (bool(one[2].within), places[one[2].key]) if one[2] else (False, -1))
+    for written, key, row, value in entries:
         if row is None or (value == {} and not {"map", "any"} & {*row.takes}):
             if value in (None, {}) and table.has_section(key):
                 empty.add(key)
@@ -147,6 +150,46 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
     return facts
 
 
+def _entry(table: Table, written: str, value: Any) -> tuple[str, str, Row | None, Any]:
+    """A key as it is written and as it is called, its row, and its value."""
+    row = table.find(written)
+    if row is not None and row.alias:
+        return written, row.alias, table.find(row.alias), value
+    return written, written, row, value
+
+
+def _switched_off(table: Table, given: Mapping[str, Any]) -> dict[str, str]:
+    """The keys, and sections, that count under one value of another key alone, which is not given (the head's ``switches``), each with
+    what is there instead."""
+    off = {}
+    for place, said in table.pairs("switches").items():
+        key, _, wanted = said.partition(":")
+        row = table.rows[key]
+        value = given.get(key, None if row.default is ABSENT else row.default)
+        with suppress(RefusedError):  # which is said where the key itself is read
+            value = row.coerced(value, key)
+        word = word_of(value)
+        is_on = word == wanted.lower() if wanted else word not in ("none", "false", "", "[]")
+        if not is_on and word != "auto":
+            off[place] = f"{key}={short(value)}"
+    return off
+
+
+def _switch_of(key: str, facts: Facts) -> str | None:
+    """What switches a key off; the switch itself never is."""
+    found = (said for place, said in facts.off.items() if key == place or key.startswith(f"{place}."))
+    return next((said for said in found if said.partition("=")[0] != key), None)
+
+
+def _is_dropped(row: Row, key: str, shown: str, value: Any, facts: Facts) -> bool:
+    """Whether a key is one that is switched off, which it is said of then."""
+    switch = _switch_of(key, facts)
+    if switch is None or (row.within and row.within not in names()):  # keys of a section are dropped one by one
+        return False
+    facts.notes.append(Note(shown, value, True, "dropped", f"it has no effect there with {switch}"))
+    return True
+
+
 def _prefixed(error: RefusedError, facts: Facts) -> RefusedError:
     return RefusedError(facts.prefix + error.key, error.text, error.value)
 
@@ -155,6 +198,8 @@ def _read_key(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> N
     shown = facts.prefix + key
     if row.key.endswith(".*") and (near := facts.table.misspelt(row, key)):
         facts.refuse(shown, f"{facts.table.name} has no such key: did you mean {near!r}?", value=value)
+        return
+    if _is_dropped(row, key, shown, value, facts):
         return
     try:
         if row.within:
@@ -175,7 +220,7 @@ def _read_defaults(given: Mapping[str, Any], empty: set[str], facts: Facts) -> N
     present |= {section for section in table.words("within") if section.rpartition(".")[0] in present}
     for section, row in table.defaults:
         key = row.key
-        if key in given or (facts.is_record and not key.startswith(records)):
+        if key in given or _switch_of(key, facts) or (facts.is_record and not key.startswith(records)):
             continue
         if not section or key.partition(".")[0] in always or section in present:
             _apply(row, key, facts.prefix + key, row.usual, facts, is_given=False)
@@ -198,6 +243,7 @@ def _apply(row: Row, key: str, shown: str, value: Any, facts: Facts, *, is_given
         verdict, say = "dropped", "nothing is said by it"
     note = Note(shown, value, is_given, verdict, say.replace("{}", short(value)) if "{}" in say else say)
     note.is_fact = any(action.startswith("@") for action in actions)
+    note.is_used = verdict == "changed" and not actions  # nothing settles it: the default there is said too
     facts.notes.append(note)
     if is_given and "${" in str(value) and verdict != "dropped":
         facts.refuse(shown, UNRESOLVED, note)
@@ -262,6 +308,8 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts) ->
             unknown = table.unknown(written)
             facts.refuse(facts.prefix + shown, unknown.text)
             continue
+        if _is_dropped(found, bare, facts.prefix + shown, value, facts):
+            continue
         try:
             _apply(found, bare, facts.prefix + shown, found.coerced(value, shown), facts, is_given=True)
         except RefusedError as error:
@@ -272,7 +320,8 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
     """Adds a second configuration. ``auto`` in it is the first one's value; both given and different is a contradiction."""
     own = set()
     if is_within:
-        own = {fact for name in other.table.words("wins") for fact in _won(name, facts, other)}
+        facts.decides = other.decides
+        own = {fact for name in other.decides.words("wins") for fact in _won(name, facts, other)}
     facts.notes += other.notes
     facts.refused += other.refused
     facts.left_out |= other.left_out
@@ -282,6 +331,9 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
             filling = facts.known.get(_FILLED_BY.get(name, name))
             if filling is not None:
                 facts.known[name] = filling
+            elif facts.table.head.get("auto") == "refused":
+                facts.known[name] = new  # a configuration around this one may still fill it in
+                continue
             new.note.say, new.note.is_used = new.note.say or "the value of the other configuration", True
         elif new.value is None and old is not None:
             new.note.is_used = True
@@ -303,14 +355,14 @@ def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:
     own = other.known.get(name)
     if own is None or own.value in ("auto", None):
         return ()
-    if name == "optimizer" and "one_group" in other.table.head and (decay := facts.known.pop("decay_matrices", None)):
+    if name == "optimizer" and "one_group" in other.decides.head and (decay := facts.known.pop("decay_matrices", None)):
         facts.known.setdefault("decay", decay)  # its own optimizer has all parameters in one group
     for fact in _GROUPS[name]:
         old, new = facts.known.get(fact), other.known.get(fact)
         is_filled = new is not None and new.value == "auto"
         if old is None or is_filled:
             continue
-        if fact not in other.table.words("wins") and new is not None and new.note.is_given and old.note.is_given:
+        if fact not in other.decides.words("wins") and new is not None and new.note.is_given and old.note.is_given:
             continue  # both say it: refused where they differ
         if fact in ("beta1", "beta2") and other.known.get("betas", Fact("auto", own.note)).value == "auto":
             continue

@@ -90,6 +90,8 @@ class Facts:
         self.notes: list[Note] = []
         self.refused: list[RefusedError] = []
         self.left_out: set[str] = set()  # entries of allow that left something out
+        self.off: dict[str, str] = {}  # keys and sections that another key switches off -> what it says
+        self.decides = table  # whose rules say what counts of an outer configuration: of the innermost that was read
         self.is_record = self.is_exact = False
         self.nodes = 1
         self.missing: list[str] = []

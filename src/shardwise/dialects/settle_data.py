@@ -103,9 +103,6 @@ def settle_data(facts: Facts) -> None:
         text = f"it is in {whose}'s format, which is not read: give the directory of the same model with config.json and safetensors"
         facts.say("model", "changed", text)
         model = None
-    if facts.take("prompts_there") and not (facts.is_given("prompts") and facts.take("prompts") is False):
-        text = 'prompts are trained on there by default, here only answers; to keep it write records as one text, {"text": ...} a line'
-        facts.say("prompts_there", "changed", text)
     if isinstance(data, list) and len(data) != 1:
         facts.say("data", "refused", "there is one file: write the mixture into it")
     elif isinstance(data, list):
@@ -120,6 +117,15 @@ def settle_data(facts: Facts) -> None:
         facts.put("data.path", data or "DATA.jsonl", "data")
     if not data:
         facts.missing.append("data.path: a text, tokens (.npy, .bin), records (.jsonl) or a saved dataset")
+    if facts.get("data.seq_len") is None and not facts.take("pack_to", 0):
+        text = "how long samples are is not said, and there none may be cut: here they are cut at 128 tokens unless it is written"
+        facts.missing.append(f"data.seq_len: {text}; write the longest")
+    is_usual = facts.take("prompts_usual", False)
+    if facts.take("prompts", is_usual) is True:  # refused where it is asked for against the default there
+        text = 'prompts are trained on there, here only answers: write the whole as one text, {"text": ...} a line'
+        facts.say(
+            "prompts" if facts.is_given("prompts") else "prompts_usual", "changed" if is_usual else "refused", text
+        )
     if names := facts.take("freeze"):
         facts.put("model.freeze", [name if "*" in name else f"{name}.*" for name in names], "freeze")
     if length := facts.take("pack_to", 0):

@@ -6,10 +6,12 @@ from typing import Any
 from shardwise.dialects import curves
 from shardwise.dialects.facts import Curve, Fact, Facts
 from shardwise.dialects.settle_curve import ARGUMENTS
+from shardwise.dialects.values import short
 
 _CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}
 _FUSED = "fusedadam"  # AdamW, unless adam_w_mode is off, with its own decay; as a table names it, which has rows for its arguments
 _CLASSES_OF_TORCH = {"adafactor": "adafactor", "muon": "muon"}  # others' of these names take other steps
+_DECAYS_OF_TORCH = {"adamw": 0.01, "muon": 0.1}
 _OF_CURVE = (
     "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
@@ -87,8 +89,9 @@ def settle_optimizer(facts: Facts) -> None:
     decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
     if facts.has("decay"):
         decay, is_on_matrices = facts.take("decay"), False
-    if "of_torch" in facts.table.words("defaults") and not facts.is_given("decay"):
-        decay = None if is_own else 0.01 if str(said).lower().endswith("adamw") else 0.0
+    is_of_torch = "of_torch" in facts.table.words("defaults") or facts.take("of_torch") is True
+    if is_of_torch and not facts.is_given("decay"):
+        decay = None if is_own else _DECAYS_OF_TORCH.get(str(said).lower().rpartition(".")[2], 0.0)
     if is_own:
         args |= _given_of_class(facts, betas)
     plain, more = _adam_arguments(facts, betas, args)
@@ -107,6 +110,7 @@ def settle_optimizer(facts: Facts) -> None:
         if args:
             names = [name for name in ("eps", "betas", "amsgrad", "momentum") if name in args]
             facts.put("optim.args", args, *names, *(("beta1", "beta2") if "betas" in args else ()), "optimizer_arg")
+            _say_arguments(facts, args)
     else:
         _put_own(facts, str(name), betas, momentum, fused)
     if facts.has("lr") and (facts.is_given("lr") or not is_own):
@@ -115,6 +119,16 @@ def settle_optimizer(facts: Facts) -> None:
         facts.put("optim.weight_decay", float(decay), "decay", "decay_matrices")
         if is_on_matrices and decay:
             facts.put("optim.decay_on", "matrices", "decay_matrices")
+
+
+def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
+    """Of arguments that have no fact of their own, each is said to be one of ``optim.args``: the fact is that of the last."""
+    note = facts.note("optimizer_arg")
+    section = note.key.rpartition(".")[0] if note else None
+    for one in facts.notes:
+        place, _, last = one.key.rpartition(".")
+        if place == section and last in args and not one.ours:
+            one.ours.append(f"optim.args={short(args)}")
 
 
 def _given_of_class(facts: Facts, betas: list[float]) -> dict[str, Any]:
