@@ -37,7 +37,7 @@ def read_file(path: Path) -> Layer:
     if path.suffix.lower() not in EXTENSIONS:
         raise ConfigError(
             f"configuration file {path}",
-            why=f"files ending in '{path.suffix}' are not read" if path.suffix else "it has no extension",
+            why=_unreadable(path),
             fix=f"use one of {listing(EXTENSIONS)}, or a function that returns the configuration: pkg.mod:fn",
         )
     try:
@@ -53,6 +53,12 @@ def read_file(path: Path) -> Layer:
             fix=f"check the path; the working directory is {Path.cwd()}",
         ) from None
     return EXTENSIONS[path.suffix.lower()](text, str(path))
+
+
+def _unreadable(path: Path) -> str:
+    if path.is_dir():
+        return "it is a directory, and the configuration is a file in it"
+    return f"files ending in '{path.suffix}' are not read" if path.suffix else "it has no extension"
 
 
 def parse_yaml_value(text: str, where: str) -> Any:

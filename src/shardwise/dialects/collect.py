@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.config.sources import read_file
 from shardwise.dialects.facts import Curve, Fact, Facts, Note
 from shardwise.dialects.table import Row, Table, head_of, load, names
-from shardwise.dialects.values import ABSENT, RefusedError, literal, short, word_of
+from shardwise.dialects.values import ABSENT, UNRESOLVED, RefusedError, literal, short, word_of
 from shardwise.errors import ConfigError
 from shardwise.techniques import TECHNIQUES
 
@@ -246,8 +246,7 @@ def _apply(row: Row, key: str, shown: str, value: Any, facts: Facts, *, is_given
     note.is_used = verdict == "changed" and not actions  # nothing settles it: the default there is said too
     facts.notes.append(note)
     if is_given and "${" in str(value) and verdict != "dropped":
-        text = "only other keys of the same file are put in: print the resolved configuration first, and import that"
-        facts.refuse(shown, text, note)
+        facts.refuse(shown, UNRESOLVED, note)
     elif verdict == "refused":
         facts.refuse(shown, note.say or "it has no counterpart: remove it", note)
     else:
@@ -341,6 +340,8 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
         elif old is None or (name in own and not (old.note.is_given and new.note.is_given)):
             facts.known[name] = new
         elif new.note.is_given:
+            if is_within and old.note.verdict == new.note.verdict == "changed":
+                old.note.say = f"as {new.note.key} says"
             facts.add(name, new.value, new.note)
     for key, value in other.leaves():
         facts.put_once(

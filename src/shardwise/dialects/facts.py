@@ -135,7 +135,11 @@ class Facts:
     def add(self, name: str, value: Any, note: Note) -> None:
         """A fact, as one key says it. Two keys that were given and contradict each other are refused."""
         old = self.known.get(name)
-        if old is not None and not note.is_given:
+        says_nothing = name in _LATER  # of a value of none
+        if old is not None and not note.is_given and not (says_nothing and old.value is None):
+            return
+        if old is not None and value is None and says_nothing:
+            note.is_used = True
             return
         if old is not None and old.note.is_given and old.value != value:
             if name in _EITHER and old.value and not value:
@@ -158,11 +162,23 @@ class Facts:
             if not isinstance(place.get(section), dict):
                 place[section] = {}
             place = place[section]
+        if names and place.get(last, value) != value and not isinstance(place[last], list):
+            self._end_of(key, names)
         place[last] = value
         for note in map(self.note, names):
             if note is not None and (note.is_used or len(names) == 1):
                 note.is_used = True
                 note.ours.append(f"{key}={short(value)}")
+
+    def _end_of(self, key: str, names: tuple[str, ...]) -> None:
+        """Facts that said our key before other ones did no longer count."""
+        others = [self.note(name) for name in names]
+        for note in self.notes:
+            left = [ours for ours in note.ours if not ours.startswith(f"{key}=")]
+            if len(left) < len(note.ours) and not any(note is other for other in others):
+                note.ours = left
+                if not left:
+                    note.drop(f"{self.key(*names)} counts there")
 
     def put_once(self, key: str, value: Any, note: Note) -> None:
         """Our key, as a row says it by itself: a key that was given counts more than a default, two that were given and differ are

@@ -153,7 +153,23 @@ def _classes(name: str, policy: Any) -> list[str] | None:
     )
 
 
+def _of_zero(source: Any) -> dict[str, Any]:
+    """A plugin whose file is an object that holds it, beside fields that were filled from it."""
+    values = _fields(source)
+    held = getattr(values.pop("hf_ds_config", None), "config", None)
+    if isinstance(held, dict):
+        filled = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model")
+        values = {key: value for key, value in values.items() if key not in filled and not key.startswith("offload_")}
+        values["deepspeed_config_file"] = plain(held)
+    values["deepspeed_moe_layer_cls_names"] = values.pop("transformer_moe_cls_names", None)
+    if values.pop("enable_msamp", None):
+        values["enable_msamp"] = True
+    del values["is_train_batch_min"], values["msamp_opt_level"]
+    return values
+
+
 _READERS = {
+    "DeepSpeedPlugin": _of_zero,
     "FullyShardedDataParallelPlugin": _settled_plugin,
     "ParallelismConfig": _sizes,
     "FSDPStrategy": _strategy,
@@ -172,6 +188,11 @@ def of_environment(environ: Mapping[str, str], facts: Facts) -> tuple[str, dict[
             row = table.find(variable)
             if row is None:
                 facts.refuse_error(table.unknown(variable))
+                continue
+            switch = next((one for start, one in table.pairs("under").items() if variable.startswith(start)), None)
+            if switch is not None and environ.get(switch, "").strip().lower() not in ("true", "1"):
+                text = f"it has no effect there without {switch}=true"
+                facts.notes.append(Note(variable, environ[variable], True, "dropped", text, is_used=True))
                 continue
             _read_variable(row, variable, environ[variable].strip(), found, facts)
         return table.head["dialect"], found

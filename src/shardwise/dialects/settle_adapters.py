@@ -95,7 +95,7 @@ def _of_4_bits(facts: Facts) -> str | None:
 def _targets(facts: Facts) -> str | list[str] | None:
     """The layers with an adapter: names, or all linear ones."""
     given = facts.take("adapter_targets")
-    others = facts.table.pairs("layers")
+    others = _layers(facts)
     names = [others.get(name, name) for name in _listed(given)]
     if "patterns" in facts.table.head:  # of whole names, where a dot is any character
         names = [f"*{name[2:]}" if name.startswith("*.") else name for name in names]
@@ -106,8 +106,9 @@ def _targets(facts: Facts) -> str | list[str] | None:
         facts.say("adapter_all" if with_head else "adapter_targets", "changed", text)
         return ALL_LINEAR
     for name in ("adapter_also", "adapter_head"):
-        names += _listed(facts.take(name))
+        names += [others.get(one, one) for one in _listed(facts.take(name))]
     if names:
+        names = [*dict.fromkeys(names)]
         _refuse_expressions(facts, "adapter_targets", names)
         return names
     if facts.take("adapter_experts"):
@@ -119,6 +120,17 @@ def _targets(facts: Facts) -> str | list[str] | None:
     name = "adapter_targets" if "adapter_targets" in facts.known else "adapter"
     facts.say(name, "refused", "no layer is named, so that nothing would be trained: name some, such as q_proj, v_proj")
     return None
+
+
+def _layers(facts: Facts) -> dict[str, str]:
+    """Layers there -> here, with those that are one layer here in the models that a line of the head is named after."""
+    model = str(facts.take("builder", ""))
+    line = next((line for line in facts.table.head if line.startswith("layers_") and line[7:] in model), "")
+    joined = facts.table.pairs(line)
+    if joined:
+        text = f"{', '.join(dict.fromkeys(joined.values()))} are one layer each here, with one adapter for all that is in them"
+        facts.say("adapter_targets", "changed", text)
+    return {**facts.table.pairs("layers"), **joined}
 
 
 def _listed(value: Any) -> list[str]:

@@ -32,7 +32,8 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | Non
         return None
     if facts.has("cycles"):
         more["num_cycles"] = facts.take("cycles")
-    rise, ratio = facts.take("warmup"), facts.take("warmup_ratio")
+    rise = facts.take("warmup")
+    ratio = None if rise else facts.take("warmup_ratio")
     if isinstance(rise, float) and 0 < rise < 1:
         rise, ratio = 0, rise
     ratio = None if rise or kind == "constant" else ratio
@@ -91,7 +92,7 @@ def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Argument
     if kind == "WarmupDecayLR" and highest is None:
         highest = 0.001
     if isinstance(highest, int | float) and kind != "WarmupCosineLR":
-        facts.put("optim.lr", float(highest), "curve_max")
+        facts.put("optim.lr", float(highest), "curve_max" if facts.has("curve_max") else "curve")
         lr = highest
     if not lr:
         facts.say("curve_max", "refused", "nothing would be trained: write the rate that the run has")

@@ -98,7 +98,11 @@ def _known(facts: Facts, names: tuple[str, ...]) -> list[str]:
 
 def settle_data(facts: Facts) -> None:
     """Model and data."""
-    model, data = facts.take("model"), facts.take("data")
+    model, data = facts.take("model"), facts.take("data_file") or facts.take("data")
+    if whose := facts.take("weights_of"):
+        text = f"it is in {whose}'s format, which is not read: give the directory of the same model with config.json and safetensors"
+        facts.say("model", "changed", text)
+        model = None
     if isinstance(data, list) and len(data) != 1:
         facts.say("data", "refused", "there is one file: write the mixture into it")
     elif isinstance(data, list):
@@ -187,8 +191,14 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
     most, is_behind = facts.take("keep"), facts.take("ckpt_background")
     if most:
         facts.put("checkpoint.keep", most, "keep")
-    elif "keep" in facts.known:
+    elif most == 0:
         facts.put("checkpoint.keep_every", 1, "keep")
+    elif "keep" in facts.known:
+        facts.say(
+            "keep",
+            "changed",
+            "all stay there, here the last of them (checkpoint.keep), or all by checkpoint.keep_every=1",
+        )
     if is_behind is not None:
         facts.put("checkpoint.background", is_behind, "ckpt_background")
 

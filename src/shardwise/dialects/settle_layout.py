@@ -42,7 +42,13 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
             raise RefusedError(facts.key(name), "it is one or more: write 1 or more", value)
     nodes, said, own = facts.take("nodes", 1), facts.number("ranks"), facts.take("per_node")
     said = None if said == -1 else said
-    here = len(own) if isinstance(own, list) and own else int(own) if str(own).isdigit() and int(own) else None
+    if facts.take("one_rank"):
+        if said not in (None, 1):
+            facts.known.pop("ranks").note.drop(
+                f"{facts.key('one_rank')} starts one process there, however many are written"
+            )
+        said = 1
+    here = _devices(own)
     known = here * nodes if here else said
     if total and known and total != known:
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
@@ -53,9 +59,18 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
         )
     per_node = per_node or here or (total // nodes if total else None)
     if per_node and nodes == 1 and (said or here):
-        facts.put("launch.nproc", total, "ranks", "per_node")
+        facts.put("launch.nproc", total, "ranks", "per_node", "one_rank")
     facts.nodes = nodes
     return Ranks(total, per_node)
+
+
+def _devices(own: Any) -> int | None:
+    """How many devices of a machine are named, or counted."""
+    if isinstance(own, str) and "," in own:
+        own = [part for part in own.split(",") if part.strip()]
+    if isinstance(own, list):
+        return len(own) or None
+    return int(own) or None if str(own).isdigit() else None
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------
@@ -240,14 +255,14 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
             return
         micro, whole = counted
     micro, steps, whole = (None if value in ("auto", -1) else value for value in (micro, steps, whole))
-    if micro is None and whole is None and steps is None:
+    if micro is None and whole is None and not (facts.is_given("accumulate") or facts.is_given("accumulate_sum")):
         return
     rows = ranks.rows
     if rows is None:
         if micro and whole:
             _put_batch(facts, micro, whole)
             return
-        name = next(n for n in ("micro", "accumulate", "accumulate_sum", "micro_tokens", "global") if n in facts.known)
+        name = facts.first("micro", "accumulate", "accumulate_sum", "micro_tokens", "global")
         text = "a step has that of each data-parallel rank, and how many there are is not known: write --ranks N"
         facts.say(name, "refused", text)
         return

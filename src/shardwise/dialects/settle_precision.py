@@ -34,6 +34,9 @@ def settle_precision(facts: Facts, is_sharded: bool) -> None:
         "mp", "mp_bf16", "mp_fp16", "mp_bf16_else", "autocast", "autocast_dtype", "store", "load_dtype", "param", "reduce", "out",
         "cast", "cast1", "compute", "store_low",
     )  # fmt: skip
+    engine = facts.known["engine"].value if "engine" in facts.known else "zero"
+    if word and facts.has("zero") and engine == "zero" and facts.table.head.get("zero") != "autocast":
+        _say_of_zero(facts, word, reduce)
     if record:
         facts.put("parallel.precision", record, *([name for name in names if facts.is_given(name)] or names))
     if stored not in (None, "fp32"):
@@ -42,6 +45,18 @@ def settle_precision(facts: Facts, is_sharded: bool) -> None:
         name = "store" if facts.has("store") else "load_dtype" if facts.has("load_dtype") else "store_low"
         facts.say(name, "changed" if word else "kept", text.format("bfloat16" if stored == "bf16" else "float16", more))
     _settle_scaler(facts, param or word)
+
+
+def _say_of_zero(facts: Facts, word: str, reduce: str | None) -> None:
+    """Under ZeRO parameters themselves have the dtype of compute, beside a copy in fp32: nothing is autocast."""
+    for name in ("mp", f"mp_{word}", "mp_bf16_else"):
+        note = facts.note(name)
+        if note is not None and note.verdict == "changed":
+            note.say = "the same dtypes for parameters"
+            if reduce is None:
+                note.say += f"; gradients are accumulated and summed in fp32, there in {word}; to keep that: parallel.precision.reduce={word}"
+            else:
+                note.say += f"; gradients as {facts.key('reduce')} says"
 
 
 def _drop_policy(facts: Facts) -> None:
@@ -53,12 +68,18 @@ def _drop_policy(facts: Facts) -> None:
 
 def _mixed(facts: Facts) -> str | None:
     """The word of mixed precision, from the switches there are for it."""
-    word = facts.take("mp")
-    for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16")):
-        if facts.take(name) is True:
-            word = meant
-    if facts.take("mp_bf16_else") is True and not word:
-        word = "bf16"
+    word, by = facts.take("mp"), "mp"
+    for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16"), ("mp_bf16_else", "bf16")):
+        is_said = facts.is_given(name) and facts.known[name].note.value is not None
+        if not (is_said or not word) or facts.take(name) is not True:
+            continue
+        if word not in (None, meant) and facts.is_given(by):
+            facts.say(name, "refused", f"it contradicts {facts.key(by)}: write one of them")
+        word, by = meant, name
+    if facts.known.get("mp_bf16") and facts.is_given("mp_bf16_else") and facts.is_given("mp_bf16"):
+        inner, outer = facts.known["mp_bf16"], facts.known["mp_bf16_else"]
+        if inner.value != outer.value and "auto" not in (inner.value, outer.value):
+            facts.say("mp_bf16", "refused", f"it contradicts {outer.note.key}: write one of them")
     if facts.take("autocast") is True:
         dtype = facts.take("autocast_dtype", "bfloat16")
         word = _SHORT.get(str(dtype).removeprefix("torch."))
@@ -102,6 +123,8 @@ def _settle_scaler(facts: Facts, compute: str | None) -> None:
     scaler = {key: facts.take(name) for key, name in names.items() if facts.has(name)}
     if facts.has("scale_power"):
         scaler["init_scale"], names["init_scale"] = 2.0 ** facts.take("scale_power"), "scale_power"
+    if compute == "fp16":
+        facts.take("hysteresis")  # its row says what is other here
     for key, value in scaler.items():
         if compute == "fp16" and value != usual[key]:
             facts.put(f"train.scaler.{key}", value, names[key])

@@ -1,5 +1,6 @@
 """From facts to our keys: how long the run is, its optimizer, its learning rate curve. See ``settle_layout.py``."""
 
+import math
 from typing import Any
 
 from shardwise.dialects import curves
@@ -7,13 +8,15 @@ from shardwise.dialects.facts import Curve, Fact, Facts
 from shardwise.dialects.settle_curve import ARGUMENTS
 from shardwise.dialects.values import short
 
-_CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd", "fusedadam": "adamw"}
+_CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}
+_FUSED = "fusedadam"  # AdamW, unless adam_w_mode is off, with its own decay; as a table names it, which has rows for its arguments
 _CLASSES_OF_TORCH = {"adafactor": "adafactor", "muon": "muon"}  # others' of these names take other steps
 _DECAYS_OF_TORCH = {"adamw": 0.01, "muon": 0.1}
 _OF_CURVE = (
     "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
 )  # fmt: skip
+_SHORTER = "{0} steps, there the shorter of them and {1} epochs: where the data has fewer steps, write train.epochs={1} and no train.steps"
 _ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two curves
 
 
@@ -25,13 +28,19 @@ def settle_length(facts: Facts) -> int | None:
         if value is not None and value < 1 and (name, value) != ("steps", -1):
             facts.say(name, "refused", "it is one or more: write 1 or more")
             return None
+    is_counted = (steps is not None and steps > 0) or facts.has("steps_cap")
+    if isinstance(epochs, int | float) and epochs <= 0 and not is_counted:
+        facts.say("epochs", "refused", "nothing would be trained: write a number above zero, or steps")
+        return None
     if steps is not None and steps > 0:
         facts.put("train.steps", steps, "steps")
+        if "shorter" in facts.table.words("length") and facts.is_given("epochs") and (epochs or 0) > 0:
+            facts.say("epochs", "changed", _SHORTER.format(steps, epochs))
     elif cap := facts.take("steps_cap"):
         steps = cap
         facts.put("train.steps", steps, "steps_cap")
-        if epochs and facts.is_given("epochs"):
-            facts.say("epochs", "changed", f"the run has {cap} steps, however many epochs that is")
+        if epochs and epochs > 0:
+            facts.say("epochs", "changed", _SHORTER.format(cap, epochs))
     elif epochs:
         steps = None
         facts.put("train.epochs", epochs, "epochs")
@@ -40,11 +49,16 @@ def settle_length(facts: Facts) -> int | None:
         steps = most * epochs
         facts.take("epochs")
         facts.put("train.steps", steps, "steps_per_epoch", "epochs")
-        text = f"{epochs} times so many steps, through the data without a new beginning"
+        text = (
+            f"{epochs} times so many steps, through the data without a new beginning; {_SHORTER.format(steps, epochs)}"
+        )
         facts.say("steps_per_epoch", "changed", text)
     if "clip" in facts.known:
         most = facts.take("clip")
-        facts.put("train.max_grad_norm", float(most) if isinstance(most, int | float) and most else None, "clip")
+        is_number = isinstance(most, int | float) and most and math.isfinite(most)
+        if most and not is_number and isinstance(most, float):
+            facts.say("clip", "kept", "no gradient is clipped by it; the norm is logged all the same")
+        facts.put("train.max_grad_norm", float(most) if is_number else None, "clip")
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
@@ -77,7 +91,7 @@ def settle_optimizer(facts: Facts) -> None:
         decay, is_on_matrices = facts.take("decay"), False
     is_of_torch = "of_torch" in facts.table.words("defaults") or facts.take("of_torch") is True
     if is_of_torch and not facts.is_given("decay"):
-        decay = None if is_own else _DECAYS_OF_TORCH.get(str(name), 0.0)
+        decay = None if is_own else _DECAYS_OF_TORCH.get(str(said).lower().rpartition(".")[2], 0.0)
     if is_own:
         args |= _given_of_class(facts, betas)
     plain, more = _adam_arguments(facts, betas, args)
@@ -94,7 +108,8 @@ def settle_optimizer(facts: Facts) -> None:
         if args and fused is not None and build.startswith("torch.optim"):
             args["fused"] = fused
         if args:
-            facts.put("optim.args", args, "eps", "betas", "beta1", "beta2", "amsgrad", "momentum", "optimizer_arg")
+            names = [name for name in ("eps", "betas", "amsgrad", "momentum") if name in args]
+            facts.put("optim.args", args, *names, *(("beta1", "beta2") if "betas" in args else ()), "optimizer_arg")
             _say_arguments(facts, args)
     else:
         _put_own(facts, str(name), betas, momentum, fused)
@@ -126,6 +141,8 @@ def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:
     """Our name of an optimizer, or the class to build."""
     module, dot, last = said.rpartition(".")
     name = _CLASSES.get(last.lower())
+    if said.lower() == _FUSED:
+        name = "adamw" if facts.take("decoupled", True) else "adam"
     if name is None and module.startswith("torch."):
         name = _CLASSES_OF_TORCH.get(last.lower())
     if name == "adam" and facts.take("decoupled", False):

@@ -21,6 +21,7 @@ from shardwise.dialects.values import ABSENT, RefusedError, coerced, literal, wo
 
 TABLES = Path(__file__).parent / "tables"
 VERDICTS = ("kept", "changed", "dropped", "refused")  # and "needs NAME": refused until there is such a technique
+_COMPOSED = ("defaults", "hydra")  # of a file that is a part of a configuration
 _HEAD_LINE = re.compile(r"(\w+): ?(.*)")
 
 
@@ -147,6 +148,10 @@ class Table:
 
     def unknown(self, key: str) -> RefusedError:
         """The refusal of a key without a row, with the nearest that there is."""
+        if key.split(".")[0] in _COMPOSED:
+            return RefusedError(
+                key, "other files are put together by it: print the resolved configuration first, and import that"
+            )
         near = difflib.get_close_matches(key, self.plain_keys, 1, 0.6)
         if not near:
             last = {known.rpartition(".")[2]: known for known in reversed(self.plain_keys)}
@@ -164,7 +169,7 @@ class Table:
         section = row.key.removesuffix("*")
         own = [known.removeprefix(section) for known in self.plain_keys if known.startswith(section)]
         near = difflib.get_close_matches(key.removeprefix(section), own, 1, 0.85)
-        return f"{section}{near[0]}" if near else None
+        return f"{section}{near[0]}" if near and _places(near[0]) == _places(key.removeprefix(section)) else None
 
     def flatten(self, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
         """Nested values as dotted keys. Items of a list of mappings are named by the key that the head's ``lists`` says, else by
@@ -190,6 +195,11 @@ class Table:
         if row is None:
             return False
         return bool(row.within) or (bool({"map", "table", "any"} & {*row.takes}) and not self.has_section(key))
+
+
+def _places(key: str) -> list[str]:
+    """The places in lists that a key names."""
+    return [part for part in key.split(".") if part.isdigit()]
 
 
 def names() -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import difflib
 from typing import Any
 
 KINDS = ("int", "float", "bool", "str", "dtype", "list", "map", "table", "path", "any")
+UNRESOLVED = "only other keys of the same file are put in: print the resolved configuration first, and import that"
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 _TRUE, _FALSE, _NONE = ("true", "yes", "on"), ("false", "no", "off"), ("none", "null", "")
 _DTYPES = {
@@ -46,6 +47,8 @@ def coerced(value: Any, takes: tuple[str, ...], key: str) -> Any:
     if fit is not ABSENT:
         return fit
     words = [kind for kind in takes if kind not in (*KINDS, "none")]
+    if isinstance(value, str) and "${" in value:
+        raise RefusedError(key, UNRESOLVED, value)
     near = difflib.get_close_matches(str(value), words, 1)
     kinds = [_CALLED.get(kind, kind) for kind in takes]
     fix = f"did you mean {near[0]!r}?" if near else f"write {'one of them' if len(kinds) > 1 else kinds[0]}"

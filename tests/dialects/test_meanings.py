@@ -1,0 +1,327 @@
+"""What an import says of a key is true of the run that it makes: keys that depend on others, classes of other packages, formats, and
+errors whose fix works."""
+
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from dialect_files import BASE, put
+
+from shardwise.dialects.table import load
+from shardwise.errors import ConfigError
+from shardwise.run.imported import from_config
+
+TRAINER = {"output_dir": "o", "max_steps": 100, "per_device_train_batch_size": 2}
+ZERO = {"zero_optimization": {"stage": 2}, "train_batch_size": 8}
+
+
+def made_of(name, given=(), *, ranks=2, **more):
+    values = deepcopy(BASE[name])
+    for key, value in {**dict(given), **more}.items():
+        put(values, key, value)
+    return from_config(values, dialect=name, ranks=ranks, ranks_per_node=ranks)
+
+
+def answers(made):
+    return {one.key: one for one in made.findings}
+
+
+# ---- how long a run is -------------------------------------------------------------------------------------------------
+
+SHORTER = [
+    ("torchtune", {"max_steps_per_epoch": 50, "epochs": 3}, 150, "max_steps_per_epoch"),
+    ("nemo", {"step_scheduler.max_steps": 300}, 300, "step_scheduler.num_epochs"),
+    ("fabric", {"max_steps": 40, "max_epochs": 3}, 40, "max_epochs"),
+    ("ml", {"task.finished.max_epochs": 3}, 100, "task.finished.max_epochs"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "steps", "key"), SHORTER)
+def test_a_run_that_ends_at_the_earlier_of_steps_and_epochs_there_says_so(name, given, steps, key):
+    made = made_of(name, given)
+    found = answers(made)[key]
+    epochs = made_of(name, given).run["train"].get("epochs")
+    assert made.run["train"]["steps"] == steps and epochs is None
+    assert found.verdict == "changed" and f"{steps} steps, there the shorter of them" in found.say
+
+
+@pytest.mark.parametrize(("name", "key"), [("transformers", "num_train_epochs"), ("torchtune", "epochs"), ("oumi", "training.num_train_epochs")])  # fmt: skip
+def test_a_run_of_no_epoch_is_refused(name, key):
+    values = deepcopy(BASE[name])
+    values.pop("max_steps", None)
+    values.get("training", {}).pop("max_steps", None)
+    put(values, key, 0)
+    with pytest.raises(ConfigError, match="nothing would be trained") as refused:
+        from_config(values, dialect=name, ranks=2)
+    assert f"{key}=0" in refused.value.given
+
+
+# ---- data and weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [None, False])
+def test_prompts_that_are_trained_on_by_default_are_said_unless_they_are_not(given):
+    dataset = {"_component_": "torchtune.datasets.alpaca_dataset"} | (
+        {} if given is None else {"train_on_input": given}
+    )
+    say = answers(made_of("torchtune", dataset=dataset))["dataset._component_"].say
+    assert ("prompts are trained on there" in say) == (given is None)
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize(
+    ("name", "section", "item"),
+    [
+        ("torchtune", "dataset", {"source": "json", "data_files": "d.jsonl"}),
+        ("oumi", "data.train", {"dataset_name": "text", "dataset_path": "d.jsonl"}),
+    ],
+)
+def test_the_file_itself_counts_in_every_order_of_keys(name, section, item, turn):
+    item = dict([*item.items()][::turn])
+    made = made_of(name, {section: {"datasets": [item]} if name == "oumi" else item})
+    assert made.run["data"]["path"] == "d.jsonl"
+
+
+def test_weights_in_a_format_that_is_not_read_are_no_model():
+    for kind, directory in (("FullModelMetaCheckpointer", "MODEL_DIRECTORY"), ("FullModelHFCheckpointer", "m")):
+        made = made_of("torchtune", {"checkpointer._component_": f"torchtune.training.{kind}"})
+        found = answers(made)["checkpointer.checkpoint_dir"]
+        assert made.run["model"]["hf"] == directory
+        assert ("the directory of the same model" in found.say) == (directory != "m")
+        assert any("model.hf" in one for one in made.missing) == (directory != "m")
+
+
+def test_layers_that_are_one_here_have_one_adapter():
+    given = {"model.lora_attn_modules": ["q_proj", "v_proj", "output_proj"], "model.apply_lora_to_mlp": True}
+    made = made_of("torchtune", given | {"model._component_": "torchtune.models.phi3.lora_phi3_mini"})
+    assert made.run["parallel"]["lora"]["targets"] == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    assert "are one layer each here" in answers(made)["model.lora_attn_modules"].say
+    made = made_of("torchtune", given | {"model._component_": "torchtune.models.llama3.lora_llama3_8b"})
+    assert made.run["parallel"]["lora"]["targets"][:2] == ["q_proj", "v_proj"]
+
+
+# ---- optimizer ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "build"), [(None, None), (False, "torch.optim:Adam")])
+def test_a_fused_class_with_arguments_that_torch_does_not_have(mode, build):
+    fused = {
+        "_target_": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "lr": 1e-4,
+        "exp_avg_dtype": "bfloat16",
+    }
+    fused |= {"master_weights": True, "store_param_remainders": True}
+    made = made_of("nemo", optimizer=fused if mode is None else fused | {"adam_w_mode": mode, "weight_decay": 0.1})
+    optim = made.run["optim"]
+    assert optim.get("build") == build and not {"master_weights", "exp_avg_dtype"} & {*optim.get("args", {})}
+    assert optim["weight_decay"] == (0.0 if mode is None else 0.1)  # its own default
+    assert answers(made)["optimizer.exp_avg_dtype"].verdict == "changed"
+
+
+def test_only_arguments_that_an_optimizer_gets_are_shown_with_it():
+    made = made_of("nemo", optimizer={"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "nesterov": True})
+    shown = {key for key, one in answers(made).items() if any("optim.args" in ours for ours in one.ours)}
+    assert shown == {"optimizer.nesterov", "optimizer.momentum"}
+
+
+def test_a_rate_that_the_scheduler_overwrites_does_not_count():
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    for params, lr in (({}, 1e-3), ({"warmup_max_lr": 5e-4}, 5e-4)):
+        scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10, **params}}
+        made = from_config(ZERO | {"optimizer": optimizer, "scheduler": scheduler}, dialect="deepspeed", ranks=2)
+        found = answers(made)["optimizer.params.lr"]
+        assert (made.run["optim"]["lr"], found.verdict, found.ours) == (lr, "dropped", ())
+        assert found.say.startswith("scheduler.") and found.say.endswith("counts there")
+
+
+def test_a_rise_in_steps_counts_and_not_the_one_as_a_part():
+    made = made_of("transformers", TRAINER, warmup_steps=10, warmup_ratio=0.2)
+    found = answers(made)["warmup_ratio"]
+    assert (found.verdict, found.ours) == ("dropped", ())
+    assert answers(made_of("transformers", TRAINER, warmup_ratio=0.2))["warmup_ratio"].verdict == "kept"
+
+
+@pytest.mark.parametrize(("name", "key"), [("torchtune", "clip_grad_norm"), ("oumi", "training.max_grad_norm")])
+def test_a_clip_at_infinity_is_none(name, key):
+    assert made_of(name, {key: "inf"}).run["train"]["max_grad_norm"] is None
+
+
+# ---- precision --------------------------------------------------------------------------------------------------------------
+
+MISMATCHES = [
+    ({"bf16": False}, {"bf16": {"enabled": True}}),
+    ({"bf16": True}, {"bf16": {"enabled": False}}),
+    ({"bf16": True}, {"fp16": {"enabled": True}}),
+    ({"fp16": False}, {"fp16": {"enabled": True}}),
+]
+
+
+@pytest.mark.parametrize("name", ["transformers", "trl"])
+@pytest.mark.parametrize(("outer", "inner"), MISMATCHES)
+def test_a_file_within_that_says_another_precision_is_refused(name, outer, inner):
+    given = {key: value for key, value in TRAINER.items() if key != "per_device_train_batch_size"}
+    with pytest.raises(ConfigError, match="contradicts"):
+        from_config(given | outer | {"deepspeed": ZERO | inner}, dialect=name, ranks=1)
+
+
+def test_what_is_said_of_precision_is_of_the_engine_that_there_is():
+    """Under ZeRO nothing is autocast, and where the dtype of sums is given it is not another."""
+    for name, given in (("transformers", TRAINER | {"bf16": True}), ("trl", TRAINER | {"bf16": True})):
+        say = answers(made_of(name, given))["bf16"].say
+        assert "autocast" in say
+        made = made_of(
+            name, given | {"fsdp": None, "deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}}
+        )
+        assert "autocast" not in answers(made)["bf16"].say and "there in bf16" in answers(made)["bf16"].say
+    launcher = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": {"zero_stage": 2}}
+    say = answers(from_config(launcher, dialect="accelerate", ranks=2))["mixed_precision"].say
+    assert "autocast" not in say and "there in bf16" in say
+    low = ZERO | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    made = from_config(low, dialect="deepspeed", ranks=2)
+    assert made.run["parallel"]["precision"]["reduce"] == "bf16"
+    assert "fp32" not in answers(made)["bf16.enabled"].say
+
+
+def test_a_default_that_another_switch_replaces_is_not_shown():
+    made = made_of("trl", TRAINER, fp16=True)
+    assert "bf16" not in answers(made) and made.run["parallel"]["precision"] == "fp16"
+    with pytest.raises(ConfigError, match="contradicts"):
+        made_of("trl", TRAINER, fp16=True, bf16=True)
+
+
+def test_overflows_until_the_scale_shrinks_are_said_by_default_too():
+    inner = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
+    for made in (
+        from_config(ZERO | inner, dialect="deepspeed", ranks=2),
+        made_of("transformers", TRAINER, fsdp=None, fp16=True, deepspeed=inner),
+    ):
+        (found,) = (one for one in made.findings if one.key.endswith("fp16.hysteresis"))
+        assert (found.verdict, found.given) == ("changed", False)
+    off = from_config(ZERO | {"fp16": {"enabled": False}}, dialect="deepspeed", ranks=2)
+    assert not any(one.key == "fp16.hysteresis" for one in off.findings)
+
+
+# ---- ranks, variables, objects ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "count"), [("0,1", 2), ("0,", 1), ([2, 3, 4], 3), ("4", 4)])
+def test_devices_that_are_named_are_counted(devices, count):
+    made = from_config({"strategy": "fsdp", "devices": devices, "max_steps": 10}, dialect="fabric")
+    assert made.run["launch"]["nproc"] == count
+
+
+def test_a_batch_that_nothing_says_needs_no_ranks():
+    """Micro-batches of a step are one by default, which is no key to name in an error."""
+    assert "data" not in from_config({"strategy": "fsdp", "max_steps": 10}, dialect="fabric").run
+    with pytest.raises(ConfigError, match="--ranks N") as refused:
+        from_config({"strategy": "fsdp", "accumulate_grad_batches": 2}, dialect="fabric")
+    assert refused.value.given == "accumulate_grad_batches=2"
+
+
+def test_one_process_is_started_without_an_engine_whatever_number_is_written():
+    made = from_config({"distributed_type": "NO", "num_processes": 8, "mixed_precision": "bf16"}, dialect="accelerate")
+    assert made.run["launch"]["nproc"] == 1
+    assert answers(made)["num_processes"].say.startswith("distributed_type starts one process there")
+
+
+def test_variables_of_a_mesh_count_under_their_switch_alone():
+    mesh = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "PARALLELISM_CONFIG_TP_SIZE": "2"}
+    switch = "ACCELERATE_USE_PARALLELISM_CONFIG"
+    assert from_config(environ={**mesh, switch: "true"}).layout == "dp_shard=-1,tp=2"
+    for environ in (mesh, {**mesh, switch: "false"}):
+        made = from_config(environ=environ)
+        assert made.layout == "dp_shard=-1"
+        assert answers(made)["PARALLELISM_CONFIG_TP_SIZE"].say == f"it has no effect there without {switch}=true"
+
+
+def plugin(config=None, **fields):
+    """As accelerate makes it: the file is an object that holds it, beside fields that were filled from it."""
+    kind = type("DeepSpeedPlugin", (SimpleNamespace,), {})
+    held = config or {
+        "zero_optimization": {"stage": fields["zero_stage"]},
+        "gradient_clipping": fields["gradient_clipping"],
+    }
+    filled = {"offload_optimizer_device": "none", "offload_param_nvme_path": "none", "zero3_save_16bit_model": False}
+    none = {
+        "transformer_moe_cls_names": None,
+        "is_train_batch_min": True,
+        "enable_msamp": False,
+        "msamp_opt_level": "O1",
+    }
+    return kind(hf_ds_config=SimpleNamespace(config=held), gradient_accumulation_steps=1, **filled, **none, **fields)
+
+
+def test_a_plugin_of_zero_is_read_by_what_it_holds():
+    made = from_config(plugin(zero_stage=3, gradient_clipping=0.5), ranks=2)
+    assert made.layout == "dp_shard=-1" and made.run["train"]["max_grad_norm"] == 0.5
+    made = from_config(
+        plugin({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}, zero_stage=2), ranks=2
+    )
+    assert made.run["parallel"]["sharding"] == {"reshard_after_forward": False}
+    assert made.run["data"]["micro_batch"] == 4
+    fp8 = plugin(zero_stage=3, gradient_clipping=0.5)
+    fp8.enable_msamp = True
+    with pytest.raises(ConfigError, match="there is no fp8"):
+        from_config(fp8)
+
+
+@pytest.mark.soak  # its import takes ten seconds
+@pytest.mark.filterwarnings("ignore")
+def test_the_plugin_of_the_library_itself():
+    from accelerate import DeepSpeedPlugin
+
+    made = from_config(DeepSpeedPlugin(zero_stage=3, gradient_clipping=0.5, gradient_accumulation_steps=2), ranks=2)
+    assert made.layout == "dp_shard=-1" and made.run["train"]["max_grad_norm"] == 0.5
+
+
+def test_a_limit_of_none_is_its_default():
+    """Written out, as records of arguments write it, or not at all."""
+    given = TRAINER | {"save_steps": 10}
+    runs = [made_of("transformers", given | more) for more in ({}, {"save_total_limit": None})]
+    assert runs[0].run == runs[1].run
+    assert [answers(made)["save_total_limit"].verdict for made in runs] == ["changed", "changed"]
+
+
+NULLS = [
+    ("trl", "bf16"), ("trl", "save_total_limit"), ("nemo", "lr_scheduler.max_lr"), ("torchtitan", "training.dataset_path"),
+    ("torchtune", "keep_last_n_checkpoints"), ("optimus", "model_transforms.activation_checkpoint.layer_classes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "key"), NULLS)
+def test_a_default_of_none_that_is_written_out_says_the_same(name, key):
+    beside = {"model_transforms.activation_checkpoint.use_reentrant": False} if name == "optimus" else {}
+    assert made_of(name, {**beside, key: None}).run == made_of(name, beside).run
+
+
+# ---- errors whose fix works ----------------------------------------------------------------------------------------------------
+
+WHOLE = "print the resolved configuration first"
+FIXES = [
+    ("oumi", {"defaults": ["base"]}, "defaults", WHOLE),
+    ("torchtune", {"hydra": {"run": 1}}, "hydra.run", WHOLE),
+    ("oumi", {"training.learning_rate": "${oc.env:LR}"}, "training.learning_rate", WHOLE),
+    ("torchtune", {"batch_size": "${oc.env:SIZE}"}, "batch_size", WHOLE),
+    ("oumi", {"data.train": {"datasets": [{"dataset_name": "a"}, {"dataset_name": "b"}]}}, "data.train.datasets.1.dataset_name", "write the mixture"),
+    ("torchtune", {"dataset": [{"source": "a"}, {"source": "b"}]}, "dataset.0.source", "write the mixture"),
+    ("torchtune", {"loss._component_": "torchtune.rlhf.loss.DPOLoss", "loss.beta": 0.1}, "loss._component_", "not trained here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "key", "says"), FIXES)
+def test_an_error_says_what_helps(name, given, key, says):
+    with pytest.raises(ConfigError) as refused:
+        made_of(name, given)
+    assert key in refused.value.given and says in str(refused.value)
+    assert "did you mean" not in str(refused.value) and "fix: remove it" not in str(refused.value)
+
+
+def test_a_directory_is_called_one(tmp_path):
+    with pytest.raises(ConfigError, match="it is a directory"):
+        from_config(Path(tmp_path))
+
+
+def test_an_optimizer_in_backward_says_what_gradients_are_there():
+    say = load("torchtune").rows["optimizer_in_bwd"].says["true"]
+    assert "sums over tokens" in say and "SGD" in say
