@@ -404,7 +404,11 @@ class Search:
         """Whether what differs now differs in another way, and not before what differed."""
         if after is None or after.name == before.name:
             return after is None or after.why != before.why
-        ended = [*(name for name, _ in self.whole.outputs), after.name, before.name]  # one that was not called is behind all
+        ended = [
+            *(name for name, _ in self.whole.outputs),
+            after.name,
+            before.name,
+        ]  # one that was not called is behind all
         return ended.index(after.name) > ended.index(before.name)
 
     def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
