@@ -2029,7 +2029,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "untied-weights-taken",
-        "    _refuse_untied(matched, opened, files, boxes)\n",
+        "    refuse_untied(matched, opened, files, boxes)\n",
         "",
         "tests/state/test_load.py -k both_names_of_a_tie",
         "of two different tensors for a tied weight one is lost",
@@ -3547,7 +3547,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-weights-of-another-scale",
-        "        refuse_other_meaning(recipe, meaning_in(opened, files), Path(opened.place))\n",
+        "        refuse_other_meaning(runtime.recipe, meaning_in(source, files), Path(source.place))\n",
         "        pass\n",
         "tests/techniques/lora/test_adapters.py -k another_scale",
         "the weights of a checkpoint are loaded into adapters of another scale",
