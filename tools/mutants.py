@@ -2456,7 +2456,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cp-factor-not-compared",
         '        self._compare(frame.name, "what it multiplies with", factor, full)\n',
         "",
-        "tests/techniques/cp/test_written_out.py -k of_the_length",
+        "tests/techniques/cp/test_written_out.py -k only_looks",
         "keys that are made of the local length are taken for those of the whole",
     ),
     Mutant(
