@@ -103,6 +103,7 @@ class Whole:
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
         self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self.gradients: dict[tuple[str, int, int], list[Tensor]] = {}  # what hooks, and backwards that do not run, are given
         self.functions: list[str] = []
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
