@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
+from shardwise.model.hidden_gradients import Shown, is_users, seen_by
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS
 from shardwise.model.lift import lifted
@@ -41,6 +42,7 @@ class _Frame:
     is_right: bool = True  # its inputs are
     numbers: Numbers = dataclasses.field(default_factory=Numbers)
     num_attentions: int = 0
+    num_applied: int = 0
 
 
 class Rows(LayerCalls):
@@ -267,6 +269,8 @@ class Rows(LayerCalls):
         func, args, kwargs = lifted(func, args, kwargs or {})
         if is_product(func) and self._is_own_code() and self.frames:
             args, kwargs = self._product(self.frames[-1], func, args, kwargs)
+        if func is Tensor.register_hook and not self._is_busy:
+            self._hooked(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _product(self, frame: _Frame, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -301,6 +305,65 @@ class Rows(LayerCalls):
         if [number, dim] not in made:
             made.append([number, dim])
         return with_second(func, args, kwargs, full)
+
+    def applied(self, kind: type, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What an autograd function gives: one of the user's own with what its backward does, as values."""
+        if self._is_busy or self.is_elsewhere() or not is_users(kind):
+            return plain(*args)
+        key, mine = self._key_of_gradient(), [x for x in args if isinstance(x, Tensor)]
+        with self.busy():
+            shown = Shown(plain, args)
+        if shown.failed:
+            self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
+        for before, x in zip(args, shown.args, strict=True):
+            self.replaced(before, x)
+        result = plain(*shown.args)
+        with self.busy():
+            return shown.result(result)
+
+    def replaced(self, before: Any, x: Any) -> None:
+        """``x`` takes the place of ``before``."""
+
+    def scripted(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch.jit.script gives."""
+        return plain(*args, **kwargs)
+
+    def _hooked(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
+        """Compares what a hook makes of a gradient."""
+        key = self._key_of_gradient()
+        with self.busy():
+            grad = x.detach().cos()
+            made = hook(grad.clone())
+            if self._rows is None or key not in self._whole.gradients:
+                self._refuse_hidden(key, [x, grad if made is None else made], "a hook on a gradient")
+                return
+            full, of_all = self._whole.gradients[key]
+            try:
+                self._compare("", "", x.detach(), full)
+            except Differs:  # they are in another order
+                self._refuse_hidden(key, [x, x], "a hook on a gradient")
+                return
+            self._compare(key[0], "what its hook makes of a gradient", grad if made is None else made.detach(), of_all)
+
+    def _key_of_gradient(self) -> tuple[str, int, int]:
+        frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
+        frame.num_applied += 1
+        return (*frame.key, frame.num_applied)
+
+    def _refuse_hidden(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
+        """Raises Differs where gradients cannot be compared, unless all that is given is what the whole run had."""
+        if self._rows is None:
+            if self._whole.keeps(key[0]):
+                self._whole.gradients[key] = [x.detach() for x in mine]
+            return
+        full = self._whole.gradients.get(key)
+        if full is None:
+            if self._whole.keeps(key[0]):
+                raise Differs(key[0], f"{what} is there on rows alone")
+            return
+        for x, whole in zip(mine, full, strict=True):
+            if x.shape != whole.shape or not (x.is_meta or torch.equal(x.detach(), whole)):
+                raise Differs(key[0], f"{what} may depend on all positions")
 
     def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         if not all(each.name for each in layer.further):
@@ -443,7 +506,9 @@ def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
     sine of the index."""
     if layer.is_embedding:
         generator = torch.Generator().manual_seed(zlib.crc32(layer.weight.encode()))
-        return torch.sin((x[..., None] + 1) * torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3)
+        drawn = torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3
+        result = torch.sin((x[..., None] + 1) * drawn)
+        return result.requires_grad_().clone() if torch.is_grad_enabled() else result
     at, signs = _of_layer(layer.weight, x.shape[-1], num_outputs)
     return x[..., at[0]] * signs[0] + x[..., at[1]] * signs[1]
 
@@ -509,7 +574,8 @@ def _run(trial: Trial, mode: Rows) -> None:
     with _watched(trial.module, mode):
         try:
             now.attends, now.rows = mode, mode._rows if mode._plan.masks_of_rows else None
-            _, seen = trial.run_within(mode)
+            with seen_by(mode):
+                _, seen = trial.run_within(mode, has_gradients=trial.module.training)
         finally:
             now.attends, now.rows = before
     if mode.has_threads:

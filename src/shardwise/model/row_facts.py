@@ -128,6 +128,9 @@ class Whole:
         self.versions: dict[tuple[str, int], dict[str, int]] = {}
         self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
         self.products: dict[tuple[str, int, int], Any] = {}
+        self.gradients: dict[
+            tuple[str, int, int], list[Tensor]
+        ] = {}  # what hooks, and backwards that do not run, are given
         self.made: dict[str, dict[tuple[str, int], None]] = {}
         self.functions: list[str] = []
         self.ends: list[Tensor] = []
@@ -138,7 +141,7 @@ class Whole:
     def without_modules(self) -> "Whole":
         """What :meth:`is_like` compares."""
         other = Whole(self._only)
-        other.functions, other.ends = self.functions, self.ends
+        other.functions, other.ends = self.functions, [x.detach() for x in self.ends]
         return other
 
     @property
