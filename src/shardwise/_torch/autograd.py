@@ -31,6 +31,7 @@ __all__ = [
     "hook_counts",
     "hooks_of_saved_tensors",
     "in_backward",
+    "in_transform",
     "mark_output",
     "marks_of",
     "num_hooks",
@@ -53,6 +54,11 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Calls ``call`` when the running backward ends. May only be called from inside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def in_transform() -> bool:
+    """Whether code runs in torch.vmap or a transform of torch.func: tensors there stand for others."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def runs_again(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import in_transform
 from shardwise.model.attend import Attention
 from shardwise.model.layers import Layer, flat
 from shardwise.model.leaves import DROPOUTS
@@ -339,6 +340,11 @@ class StreamRows(Rows):
                 self._refuse_unknown(name, func, x)
                 of_given.append((x, self._label_of(x)))
         params = frozenset().union(*(label.params for _, label in of_given))
+        if params and in_transform() and self._may_be_of_rows():
+            raise Differs(
+                name,
+                f"within torch.vmap, or a transform of torch.func, it uses {min(params)}: with which positions is not seen",
+            )
         if any(label.is_rows for _, label in of_given):
             if any(label.is_whole and x.is_floating_point() for x, label in of_given):
                 raise Differs(
@@ -362,6 +368,11 @@ class StreamRows(Rows):
                     raise Differs(name, "some positions are written into what every rank has whole")
                 self._set(x._base, before if before.is_rows else label)
 
+    def _may_be_of_rows(self) -> bool:
+        """Whether the code that runs may have rows: that of blocks, and the root's behind the first of them."""
+        is_island = any(frame.name in self._plan.islands for frame in self.frames)
+        return not is_island and (self._inside > 0 or bool(self.facts.cut))
+
     def _refuse_unknown(self, name: str, func: Any, x: Tensor) -> None:
         """Raises Differs for a tensor with gradients that was made in a way that no mode sees, as within torch.vmap, where it may be of rows."""
         if not x.requires_grad or x.is_leaf or not x.is_floating_point():
@@ -369,7 +380,7 @@ class StreamRows(Rows):
         ref, _ = self._labels.get(id(x), (None, _NONE))
         if ref is not None and ref() is x:
             return
-        if self._num_rows in x.shape or (self._is_cut() and self._length not in x.shape):
+        if self._may_be_of_rows() and (self._num_rows in x.shape or self._length not in x.shape):
             raise Differs(
                 name,
                 f"{getattr(func, '__name__', func)} is given a tensor that was made in a way that is not seen, such as torch.vmap: which "

@@ -181,6 +181,8 @@ class Trial:
         seen = Run()
         with contextlib.ExitStack() as stack:
             attributes = self._enter(stack, has_gradients=has_gradients)
+            for buffer in self.module.buffers():  # as in training: the model may write it
+                buffer.requires_grad_(buffer.requires_grad and not has_gradients)
             stack.enter_context(mode)
             output = self._call(self.module)
             seen.output = _tensors_of(output)

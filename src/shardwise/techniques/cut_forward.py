@@ -131,6 +131,7 @@ class CutForward:
         at: the positions of this rank in the forward that runs; None: it is whole, or none runs.
         last: those of the last forward that was cut.
         is_running: a forward of the model runs.
+        for_two_lengths: what to do where sequences of two lengths were equal on the example, for messages.
     """
 
     def __init__(self, ranks: Ranks, what: str, source: str, dim: int, constants: Mapping[str, str]):
@@ -140,6 +141,7 @@ class CutForward:
         self.last: At | None = None
         self.is_running = False
         self._is_on_rows = False  # what is behind the last block that ran
+        self.for_two_lengths = f"leave {what} out for models with sequences of two lengths"
         self._runtime: Any = None
         self._knows_graph = False
         self._num_calls: dict[str, int] = {}  # of blocks, in this forward
@@ -269,7 +271,7 @@ class CutForward:
                 raise UnsupportedError(
                     f"a block with an argument {path} of {x.shape[dim]} positions, for sequences of {at.length}",
                     why="on the example both were equal, and it would be cut at other positions",
-                    fix=f"leave {self.what} out for models with sequences of two lengths",
+                    fix=self.for_two_lengths,
                     name=name,
                 )
             version = 0 if x.is_inference() else x._version

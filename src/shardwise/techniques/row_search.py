@@ -218,8 +218,6 @@ class Search:
         trial = Trial(self.module, self._call, training=True, without=without, foreign=foreign)
         trial.forget_outputs()
         _shift_values(trial)
-        for buffer in trial.module.buffers():  # as in training: the model may write it
-            buffer.requires_grad_(False)
         return trial
 
     def _call(self, copy: nn.Module) -> Any:

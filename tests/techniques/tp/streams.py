@@ -1,6 +1,7 @@
 """Small models whose sequences are cut between layers that are cut over tp, each with one thing of its own; and what ranks run of them."""
 
 import copy
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,93 @@ class Counted(nn.Module):
         return x * 1.1
 
 
+class _Attached(torch.autograd.Function):
+    """Adds a loss to that of the model."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=grad.dtype)
+
+
+class _Normed(torch.autograd.Function):
+    """Gives a gradient of one length."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1e-3 + grad.norm())
+
+
+class _Scaled(torch.autograd.Function):
+    """``x * weight``, as a kernel with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+attached, normed, scaled = _Attached.apply, _Normed.apply, _Scaled.apply
+
+
+def _product(x, weight):
+    return x * weight
+
+
+with warnings.catch_warnings(action="ignore"):  # torch says that it is old; models have it
+    scripted = torch.jit.script(_product)
+
+
+class OwnGradients(nn.Module):
+    """Has a backward of its own."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.gain = how, nn.Parameter(torch.full((WIDTH,), 1.1))
+
+    def forward(self, x):
+        if self.how == "loss of a mean":
+            return attached(x, 3 * (x * self.gain).square().mean())
+        if self.how == "loss of a sum":
+            return attached(x, 0.01 * (x * self.gain).square().sum())
+        if self.how == "gradient of one length":
+            return normed(x) * self.gain
+        if self.how == "hook":
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad / (1e-3 + grad.norm()))
+            return x * self.gain
+        if self.how == "hook of rows":
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+            return x * self.gain
+        if self.how == "script":
+            return scripted(x, self.gain)
+        if self.how == "vmap":
+            return torch.vmap(lambda row: row * self.gain)(x)
+        if self.how == "views":
+            y = torch.zeros(x.shape, dtype=x.dtype)
+            y[..., :8].copy_(x[..., :8])
+            y[..., 8:].copy_(x[..., 8:])
+            return y * self.gain
+        return scaled(x, self.gain)
+
+
+WHOLE = ("loss of a mean", "loss of a sum", "gradient of one length", "hook", "vmap")
+BY_ROWS = ("kernel of rows", "hook of rows", "script", "views")
+
+
 class Block(nn.Module):
     def __init__(self, how):
         super().__init__()
@@ -85,6 +173,11 @@ class Block(nn.Module):
         if how == "tied norms":
             self.norm2.weight = self.norm.weight
         self.mixes = {"shift": Shift, "counts": Counted}.get(how, nn.Identity)()
+        if how in {*WHOLE, *BY_ROWS}:
+            self.mixes = OwnGradients(how)
+        self.own = nn.Parameter(torch.full((WIDTH,), 1.1)) if how in ("late", "statistics") else None
+        if how == "statistics":
+            self.register_buffer("running", torch.zeros(WIDTH))
         if how == "batch norm":
             self.mixes = nn.BatchNorm1d(WIDTH)
         self.table = nn.Parameter(torch.full((WIDTH,), 0.7)) if how == "condition" else None
@@ -96,6 +189,11 @@ class Block(nn.Module):
         if condition is not None:
             h = h * (1 + (self.table * condition)[:, None] if self.how == "condition" else condition)
         h = self.mixes(h.flatten(0, 1)).view_as(h) if self.how == "batch norm" else self.mixes(h)
+        if self.how == "late" and self.is_long:
+            h = h * self.own
+        if self.how == "statistics":
+            with torch.no_grad():
+                self.running.lerp_(h.mean((0, 1)), 0.1)
         x = x + self.scale * self.attention(h, mask)
         h = self.norm2(x)
         if self.how == "inline":
@@ -129,6 +227,7 @@ class Words(nn.Module):
         if self.how == "condition":
             options["condition"] = F.silu(self.of_samples * x[:, 0])
         for i, block in enumerate(self.blocks):
+            block.is_long = input_ids.shape[1] > 26
             if self.how == "root between":
                 x = 0.9 * x + 0.1 * start
             if self.how == "first output" and i:
@@ -146,6 +245,40 @@ class Words(nn.Module):
             x = x + x.mean(1, keepdim=True)
         y = self.head(x)
         return {"logits": y, "hidden": x} if self.how == "dictionary" else y
+
+
+class Patches(Words):
+    """Looks at patches of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(3, WIDTH, 2, 2)
+
+    def forward(self, pixels):
+        x = self.patch(pixels).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Pairs(Words):
+    """Has blocks of sequences of two lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList(Block("") for _ in range(2))
+
+    def forward(self, ids, others):
+        x, y = self.tokens(ids), self.tokens(others)
+        for block in self.blocks:
+            x = block(x)
+        for block in self.others:
+            y = block(y)
+        return self.head(x + y.mean(1, keepdim=True))
+
+    @staticmethod
+    def of_two_lengths(model, given):
+        return model(given["input_ids"], given["input_ids"][:, :8])
 
 
 EXACT = (
@@ -369,6 +502,22 @@ def _use(case, world):
         model.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         ids = batch(1, 24)["input_ids"]
         sw.parallelize(model.double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
+    if case == "late":
+        step = trained(parallel("late", world))
+        for num in (9, 13, 30):
+            step([batch(1, num)])
+    if case == "statistics":
+        parallel("statistics", world)
+    if case == "patches":
+        pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        sw.parallelize(Patches().double(), world, example={"pixels": pixels}, tensor_parallel=PARALLEL)
+    if case == "two lengths":
+        ids = batch(1, 24)["input_ids"]
+        model = sw.parallelize(Pairs().double(), world, example={"ids": ids, "others": ids}, tensor_parallel=PARALLEL)
+        step = sw.TrainStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of, count=count, forward=Pairs.of_two_lengths
+        )
+        step([batch(1, 13)])
     if case == "left out":
         model = parallel("leaves out", world)
         trained(model)([batch(1, 9)])

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from techniques.tp.streams import (
+    BY_ROWS,
     EXACT,
     PARALLEL,
+    WHOLE,
     WIDTH,
     Build,
     buffers_of,
@@ -174,7 +176,19 @@ def test_buffers_hold_what_they_do_in_one_process(ranks, how):
         assert all(torch.allclose(found[name], x, rtol=1e-12, atol=0) for name, x in expected.items())
 
 
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(h, marks=[] if h in ("loss of a mean", "hook") else [pytest.mark.soak]) for h in (*WHOLE, *BY_ROWS)],
+)
+def test_backwards_of_ones_own(ranks, how):
+    assert max(ranks.run(every_length, 2, how, "tp=2", [13, 1, 8])) < 1e-12
+
+
 REFUSED = {
+    "late": "a parameter that each holds whole",
+    "statistics": "into a module of its own",
+    "patches": "no argument of its blocks is as long as that of the model",
+    "two lengths": "with sequences of two lengths that differ",
     "cp": "both cut the positions of a sequence",
     "compiled dropout": "ranks draw numbers of their own for their positions",
     "no blocks": "no list of blocks",

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from techniques.tp.streams import EXACT, Block, Words, batch, build
+from techniques.tp.streams import BY_ROWS, EXACT, WHOLE, Block, Words, batch, build
 from torch import nn
 
 from shardwise.model.positions import run_on_rows
@@ -100,6 +100,15 @@ def test_many_blocks(is_alike):
         "blocks.9.norm2.weight",
         "blocks.9.norm2.bias",
     }
+
+
+@pytest.mark.parametrize("how", [*WHOLE, *BY_ROWS])
+def test_backwards_of_ones_own(how):
+    """One that depends on all positions, or hides a loss that does, is seen as a mixture of positions is; so is what cannot be seen."""
+    _, facts = searched(build(how, torch.float32))
+    assert list(facts.islands) == (MIXES if how in WHOLE else [])
+    gains = {f"blocks.{i}.mixes.gain" for i in (0, 1)}
+    assert gains & facts.on_rows.keys() == (gains if how in BY_ROWS else set())
 
 
 class Kept(Words):
