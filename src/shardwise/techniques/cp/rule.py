@@ -13,6 +13,7 @@ _WHY = {
     "join": "the positions of all ranks, for the code behind the blocks, which mixes them",
     "island": "it mixes positions, so it runs on all of them on every rank",
     "attention": "its queries are this rank's, its keys and values those of all positions",
+    "drops": "of this rank's positions it drops other ones than the other ranks of theirs",
     "positions": "it makes positions itself: they are those of this rank",
 }
 
@@ -85,7 +86,12 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
     ]
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
-    edits += [(name, "attention", {"calls": [calls]}) for name, calls in found["attention"].items()]
+    edits += [
+        (name, "attention", {"calls": [calls], "queries": found["queries"].get(name, [])})
+        for name, calls in found["attention"].items()
+    ]
+    if found["draws"]:
+        edits += [(name, "drops", {"dims": dims}) for name, dims in found["drops"].items()]
     edits += [(name, "positions", {"calls": calls}) for name, calls in found["positions"].items()]
     draft.edits += [
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])

@@ -137,4 +137,6 @@ def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> Non
     edits += [(name, "sequence_site", {"dims": dims}) for name, dims in found.sites.items() if dims]
     edits += [(name, "sequence_join", {"dims": dims}) for name, dims in found.join.items()]
     edits += [(name, "sequence_island", {"inputs": i, "outputs": o}) for name, (i, o) in found.islands.items()]
+    if found.draws:
+        edits += [(name, "sequence_drops", {"dims": dims}) for name, dims in found.drops.items()]
     facts["edits"] += [[*edit] for edit in edits]
