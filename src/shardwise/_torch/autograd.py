@@ -25,6 +25,7 @@ __all__ = [
     "before_backward",
     "checkpointed",
     "current_backward",
+    "first_nodes",
     "freed_leaf",
     "function_modes",
     "has_users_hook",
@@ -63,16 +64,21 @@ def in_transform() -> bool:
 
 def runs_again(tensor: Tensor) -> bool:
     """Whether a part of what gave ``tensor`` is run again in its backward, by torch's reentrant checkpoint."""
+    return any(True for _ in first_nodes(tensor, "CheckpointFunctionBackward"))
+
+
+def first_nodes(tensor: Tensor, name: str) -> Iterator[Any]:
+    """The nodes of this name in the graph of ``tensor``: the first one on each way."""
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        waiting += [each for each, _ in node.next_functions]
-    return False
+        if node.name() == name:
+            yield node
+        else:
+            waiting += [each for each, _ in node.next_functions]
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

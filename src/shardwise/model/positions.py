@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
@@ -30,6 +32,8 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.trial import Trial
 
+_OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
+"""One number for all that lies behind the first two dims."""
 _ALLOWED = 1e-11  # relative to the largest number of a tensor
 
 
@@ -43,6 +47,7 @@ class _Frame:
     numbers: Numbers = dataclasses.field(default_factory=Numbers)
     num_attentions: int = 0
     num_applied: int = 0
+    num_drops: int = 0
 
 
 class Rows(LayerCalls):
@@ -74,6 +79,7 @@ class Rows(LayerCalls):
             known,
         )
         self.facts = Facts()
+        self._draws_all = True  # also what has no rows
         self._thread, self.has_threads = threading.get_ident(), False
         self.frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
@@ -374,8 +380,10 @@ class Rows(LayerCalls):
         if self._rows is None and not self._is_busy:
             self._whole.functions.append(getattr(func, "__name__", str(func)))
         if func in DROPOUTS:
-            self.facts.draws |= bound(DROPOUT, args, kwargs)[1] != 0
-            return args[0]
+            x, chance, _ = bound(DROPOUT, args, kwargs)
+            is_of_rows = not self._is_busy and self._note_drop(func, x)
+            self.facts.draws |= chance != 0 and (is_of_rows or self._draws_all)
+            return x
         if func is SDPA and self._is_busy:  # of a kernel
             args, kwargs = self._without_dropout(args, kwargs)
         if func == DEVICE and self._trial.name_of(args[0]) is not None:
@@ -404,6 +412,25 @@ class Rows(LayerCalls):
     def _is_own_code(self) -> bool:
         """Whether the model's code runs, and no kernel, mask or call that makes positions."""
         return not self._is_busy and now.attends is self
+
+    def _note_drop(self, func: Any, x: Tensor) -> bool:
+        """Notes where what is dropped has positions; returns whether these are rows."""
+        get = self._trial.module.get_submodule
+        frame = next((each for each in reversed(self.frames) if not isinstance(get(each.name), _DropoutNd)), None)
+        if frame is None:
+            return False
+        number, frame.num_drops = frame.num_drops, frame.num_drops + 1
+        if self._rows is None:
+            self._whole.drops[*frame.key, number] = x.shape
+            return False
+        whole = self._whole.drops.get((*frame.key, number))
+        if whole is None or len(whole) != x.dim():
+            raise Differs(frame.name, "it drops something else than on all positions")
+        most = 2 if func in _OF_FEATURES and x.dim() > 2 else 1 if func in _OF_FEATURES else x.dim()
+        sizes = zip(x.shape, whole, strict=True)
+        dim = next((dim for dim, (mine, all_) in enumerate(sizes) if mine != all_ and dim < most), -1)
+        self.facts.note_drop(frame.name, number, dim)
+        return dim >= 0
 
     def _maker(self) -> _Frame | None:
         """The forward whose own code runs, if its module makes positions."""
@@ -451,6 +478,8 @@ class Rows(LayerCalls):
             queries, keys, values, whole = self._whole.attention[key]
             of_rows = self.facts.attention.setdefault(frame.name, [])
             is_rows = call.k.shape != keys.shape
+            if call.q.shape[1:] != queries.shape[1:]:
+                self.facts.queries.setdefault(frame.name, []).append(number)
             if self._known is not None:
                 is_rows = number in self._known.attention.get(frame.name, ())
             if not is_rows:

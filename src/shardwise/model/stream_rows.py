@@ -120,7 +120,7 @@ class StreamRows(Rows):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.facts = StreamFacts()
+        self.facts, self._draws_all = StreamFacts(), False
         if not isinstance(self._plan, StreamPlan):
             self._plan = StreamPlan()
         self._layer_calls: dict[str, int] = {}
@@ -292,8 +292,8 @@ class StreamRows(Rows):
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draws = self.facts.draws
         result = super().other(func, args, kwargs)
-        if self.facts.draws != draws:  # of rows: all else is dropped alike on every rank, or is tp's
-            self.facts.draws = func in DROPOUTS and self._label_of(result).is_rows
+        if func not in DROPOUTS:  # of attention: it is dropped alike on every rank, or is tp's
+            self.facts.draws = draws
         return result
 
     def attend(self, call: Attention) -> Any:

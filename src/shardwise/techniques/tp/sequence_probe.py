@@ -102,7 +102,9 @@ def _found(
         elif not search.has_regions:
             wrong.append(_NoStream("", "no layers of its blocks are cut over tp"))
         else:
-            wrong.append(next(iter([*of_values[-1:], *search.met]), Differs("", "no output of its layers is summed to rows")))
+            wrong.append(
+                next(iter([*of_values[-1:], *search.met]), Differs("", "no output of its layers is summed to rows"))
+            )
     raise next(iter(wrong), unfit or _NoStream("", "none of its arguments has positions"))
 
 
@@ -117,9 +119,7 @@ def _fix(module: nn.Module, wrong: Differs) -> str:
             "put the code of the block that is not the same on some positions (it looks at all of them, writes a buffer, or has a backward of "
             "its own) into a module of its own: that runs on all positions; or leave sequence_parallel out"
         )
-    return (
-        "call such code in a module of its own, beside the layers that are cut: that runs on all positions; or leave sequence_parallel out"
-    )
+    return "call such code in a module of its own, beside the layers that are cut: that runs on all positions; or leave sequence_parallel out"
 
 
 def _unused(search: StreamSearch, found: StreamFacts) -> list[str]:
@@ -160,4 +160,6 @@ def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> Non
     edits += [(name, "sequence_site", {"dims": dims}) for name, dims in found.sites.items() if dims]
     edits += [(name, "sequence_join", {"dims": dims}) for name, dims in found.join.items()]
     edits += [(name, "sequence_island", {"inputs": i, "outputs": o}) for name, (i, o) in found.islands.items()]
+    if found.draws:
+        edits += [(name, "sequence_drops", {"dims": dims}) for name, dims in found.drops.items()]
     facts["edits"] += [[*edit] for edit in edits]
