@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -317,7 +318,7 @@ class Rows(LayerCalls):
         if self._is_busy or self.is_elsewhere() or not is_users(kind):
             return plain(*args)
         key, mine = self._key_of_gradient(), [x for x in args if isinstance(x, Tensor)]
-        with self.busy():
+        with self.busy(), saved_tensors_hooks(lambda x: x, lambda x: x):
             shown = Shown(plain, args)
         if shown.failed:
             self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
@@ -603,7 +604,7 @@ def _run(trial: Trial, mode: Rows) -> None:
     with _watched(trial.module, mode):
         try:
             now.attends, now.rows = mode, mode._rows if mode._plan.masks_of_rows else None
-            with seen_by(mode):
+            with seen_by(mode), _without_graph() if mode._whole.is_of_some else contextlib.nullcontext():
                 _, seen = trial.run_within(mode, has_gradients=trial.module.training)
         finally:
             now.attends, now.rows = before
@@ -634,6 +635,15 @@ def _run(trial: Trial, mode: Rows) -> None:
     if len(found) > 1:
         raise Differs("", "a part of what it returns or keeps is of rows, and another of all positions")
     mode.facts.output = next(iter(found), "")
+
+
+def _without_graph() -> saved_tensors_hooks:
+    """Within: nothing is kept for a backward, which would be the activations of all blocks. Code that takes gradients itself differs."""
+
+    def refuse(_: Any) -> Any:
+        raise Differs("", "its forward takes gradients, which is not tried where many blocks are run at once")
+
+    return saved_tensors_hooks(lambda _: None, refuse)
 
 
 def first_names(module: nn.Module) -> list[tuple[str, nn.Module]]:
