@@ -1,6 +1,7 @@
 """Small models whose sequences are cut between layers that are cut over tp, each with one thing of its own; and what ranks run of them."""
 
 import copy
+import functools
 import warnings
 
 import torch
@@ -20,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         self.how, width = how, 4 if how == "kv-1" else 8 if how == "kv-2" else WIDTH
         self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, width), nn.Linear(WIDTH, width)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=how != "no eps")
         wide = {"full-width norm": WIDTH, "norm of heads": 4}.get(how)
         self.q_norm = nn.LayerNorm(wide) if wide else None
         self.drop = nn.Dropout(0.4 if how == "dropout" else 0.0)
@@ -162,6 +163,8 @@ BY_ROWS = ("kernel of rows", "hook of rows", "script", "views")
 
 
 class Block(nn.Module):
+    writes = False
+
     def __init__(self, how):
         super().__init__()
         self.how, self.norm, self.attention = how, nn.LayerNorm(WIDTH), Attention(how)
@@ -181,6 +184,8 @@ class Block(nn.Module):
         if how == "batch norm":
             self.mixes = nn.BatchNorm1d(WIDTH)
         self.table = nn.Parameter(torch.full((WIDTH,), 0.7)) if how == "condition" else None
+        if how == "in place":
+            self.attention.requires_grad_(False)  # a layer that is trained keeps its input, which may not be changed
         if how == "frozen norm":
             self.norm.requires_grad_(False)
 
@@ -194,7 +199,13 @@ class Block(nn.Module):
         if self.how == "statistics":
             with torch.no_grad():
                 self.running.lerp_(h.mean((0, 1)), 0.1)
-        x = x + self.scale * self.attention(h, mask)
+        y = self.attention(h, mask)
+        if self.how == "no eps":
+            y = y / y.norm(dim=-1, keepdim=True)
+        x = x + self.scale * y
+        if self.how == "in place" and self.writes:
+            h.mul_(self.scale)
+            x = x + self.attention(h, mask)
         h = self.norm2(x)
         if self.how == "inline":
             return x + self.down(F.gelu(self.up(h)))
@@ -220,7 +231,7 @@ class Words(nn.Module):
 
     def forward(self, input_ids, leave_out=False):
         x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
-        start, options = x, {}
+        start, other, options = x, 0.5 * x, {}
         if self.how == "mask":
             num = input_ids.shape[1]
             options["mask"] = torch.ones(num, num, dtype=torch.bool).tril().tril_()[None, None]
@@ -237,10 +248,11 @@ class Words(nn.Module):
             x = block(x=x, **options) if self.how == "keyword" else block(x, **options)
             x = x["hidden"][0] if self.how == "tuple" else x
             x = block(x) if self.how == "block twice" else x
+            other = block(other) if self.how == "two streams" else other
         if self.how == "list twice":
             for block in self.blocks:
                 x = block(x)
-        x = self.norm(x)
+        x = self.norm(x + other if self.how == "two streams" else x)
         if self.how == "pooled":
             x = x + x.mean(1, keepdim=True)
         y = self.head(x)
@@ -285,6 +297,7 @@ EXACT = (
     *("", "kv-1", "kv-2", "full-width norm", "norm of heads", "inline", "keyword", "tuple", "dictionary", "tied", "tied norms"),
     *("frozen norm", "norm inside", "gate inside", "used both ways", "norm of the root", "mask", "condition", "first output"),
     *("root between", "block twice", "list twice", "pooled", "shift", "batch norm", "counts"),
+    *("two streams", "no eps"),
 )  # fmt: skip
 """What makes each model another."""
 
@@ -359,6 +372,8 @@ def every_length(how, layout, lengths, **options):
     with sw.init(layout, device="cpu") as world:
         model = parallel(how, world, **options)
         step = trained(model)
+        for block in (*model.blocks, *plain.blocks):
+            block.writes = True  # in its stream, which it did not on the example
         for num in lengths:
             given = batch(num, num)
             loss = loss_of(plain(given["input_ids"]), given) / int(count(given))
@@ -466,6 +481,60 @@ def dropped(layout):
         return found, drawn
 
 
+class Drops(Block):
+    """Drops rows while its code has what was joined; channels of samples; channels of rows; and, if told to, more than on the example."""
+
+    def __init__(self):
+        super().__init__("inline")
+        self.rows, self.samples, self.channels, self.drops_more = (
+            nn.Dropout(0.4),
+            nn.Dropout(0.4),
+            nn.Dropout1d(0.4),
+            False,
+        )
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        h = self.up(self.norm2(x))
+        x = self.rows(x)
+        y = self.down(F.gelu(h)) * self.samples(torch.ones(len(x), 1, WIDTH, dtype=x.dtype))
+        x = self.channels(x.mT).mT + y
+        return F.dropout(x, 0.1) if self.drops_more else x
+
+
+class DropsBetween(Words):
+    """Drops in the root's code between blocks too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.rows = nn.ModuleList(Drops() for _ in range(2)), nn.Dropout(0.4)
+
+    def forward(self, input_ids):
+        x = self.blocks[0](self.tokens(input_ids))
+        return self.head(self.norm(self.blocks[1](self.rows(x))))
+
+
+def dropped_otherwise(layout):
+    """The kind of each dropout, and where it dropped; and a number that is drawn behind the blocks."""
+    found, drawn = [], []
+    with sw.init(layout, device="cpu") as world:
+        example = {"input_ids": batch(1, 24)["input_ids"]}
+        model = sw.parallelize(DropsBetween().double(), world, example=example, tensor_parallel=PARALLEL)
+
+        def note(kind, _, args, y):
+            is_out = (y == 0) & (args[0] != 0)
+            found.append((kind, (is_out.any(-1) if kind == "channels" else is_out).flatten().tolist()))
+
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout | nn.Dropout1d) and module.p:
+                module.register_forward_hook(functools.partial(note, name.rpartition(".")[2]))
+        model.norm.register_forward_hook(lambda *_: drawn.append(float(torch.rand(()))))
+        step = trained(model)
+        for num in (12, 13, 12):
+            step([batch(1, num)])
+        return found, drawn
+
+
 def buffers_of(how, layout):
     with sw.init(layout, device="cpu") as world:
         model = parallel(how, world)
@@ -520,6 +589,11 @@ def _use(case, world):
         step([batch(1, 13)])
     if case == "left out":
         model = parallel("leaves out", world)
+        trained(model)([batch(1, 9)])
+    if case == "another drop":
+        ids = batch(1, 24)["input_ids"]
+        model = sw.parallelize(DropsBetween().double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
+        model.blocks[1].drops_more = True
         trained(model)([batch(1, 9)])
     if case == "another flag":
         model = parallel("", world)

@@ -13,6 +13,7 @@ from techniques.tp.streams import (
     count,
     counted,
     dropped,
+    dropped_otherwise,
     every_length,
     kept_between,
     loss_of,
@@ -141,6 +142,13 @@ def test_every_length(ranks, how, layout, num):
     assert max(ranks.run(every_length, num, how, layout, [1, 2, 3, 5, 1, 6, 9])) < 1e-12
 
 
+@pytest.mark.parametrize(("how", "num"), [("two streams", 1), ("no eps", 1), ("in place", 13)])
+def test_lengths_of_single_models(ranks, how, num):
+    """A stream of one position is as long on rows as it is whole; what stands for none is not zero; what was joined is joined again once it
+    has been changed in place."""
+    assert max(ranks.run(every_length, 2, how, "tp=2", [num])) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("how", "layout", "num"),
     [
@@ -169,6 +177,15 @@ def test_dropout_differs_on_rows_and_is_equal_in_regions(ranks):
         assert mine != its
 
 
+def test_what_is_dropped_follows_from_what_it_is(ranks):
+    """Rows by other masks on each rank, whatever the code around has; samples and channels, which have no positions, by equal ones."""
+    (one, drawn), (other, its_drawn) = ranks.run(dropped_otherwise, 2, "tp=2")
+    assert drawn == its_drawn
+    assert len(one) == len(other) == 3 * 7  # in each block, and between them
+    for (kind, mine), (_, its) in zip(one, other, strict=True):
+        assert (mine == its) == (kind != "rows")
+
+
 @pytest.mark.parametrize("how", ["counts", "batch norm"])
 def test_buffers_hold_what_they_do_in_one_process(ranks, how):
     expected = plain_buffers(how)
@@ -194,6 +211,7 @@ REFUSED = {
     "no blocks": "no list of blocks",
     "nothing cut": "no layers of its blocks are cut over tp",
     "left out": "blocks that were left out",
+    "another drop": "that the example did not drop",
     "another flag": "['leave_out']=True",
 }
 

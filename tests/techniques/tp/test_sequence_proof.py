@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from techniques.tp.streams import BY_ROWS, EXACT, WHOLE, Block, Words, batch, build
 from torch import nn
 
@@ -131,6 +132,52 @@ class Penalised(Words):
 def test_a_parameter_with_a_whole_gradient_elsewhere_is_not_used_on_rows(model):
     _, facts = searched(model())
     assert list(facts.islands) == ["blocks.0.norm"] and "blocks.0.norm.weight" not in facts.on_rows
+
+
+class Conditioned(Words):
+    """Blocks read a number of each sample, which has a gradient, from an attribute, where no part of it can be summed."""
+
+    def forward(self, input_ids):
+        for block in self.blocks:
+            block.mixes.number = self.tokens(input_ids)[:, :1].tanh()
+        return super().forward(input_ids)
+
+
+class Multiplied(nn.Module):
+    def forward(self, x):
+        return x * self.number
+
+
+class Dropped(nn.Module):
+    """Drops rows and channels of samples by the same code."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.3, self.training)
+
+
+class DropsBoth(Block):
+    def __init__(self):
+        super().__init__("inline")
+        self.drop = Dropped()
+
+    def forward(self, x):
+        x = x + self.drop(self.attention(self.norm(x)))
+        return x + self.drop(torch.ones(len(x), 1, x.shape[-1])) * self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def test_what_every_rank_has_does_not_meet_rows():
+    model = Conditioned()
+    for block in model.blocks:
+        block.mixes = Multiplied()
+    _, facts = searched(model)
+    assert set(MIXES) <= set(facts.islands)
+
+
+def test_code_that_drops_rows_and_what_has_no_positions_has_all_of_them():
+    model = Words()
+    model.blocks = nn.ModuleList(DropsBoth() for _ in range(2))
+    _, facts = searched(model)
+    assert [f"blocks.{i}.drop" for i in (0, 1)] == list(facts.islands)
 
 
 def broken(plan, facts):
