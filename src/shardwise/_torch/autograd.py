@@ -25,12 +25,14 @@ __all__ = [
     "before_backward",
     "checkpointed",
     "current_backward",
+    "first_nodes",
     "freed_leaf",
     "function_modes",
     "has_users_hook",
     "hook_counts",
     "hooks_of_saved_tensors",
     "in_backward",
+    "in_transform",
     "mark_output",
     "marks_of",
     "num_hooks",
@@ -55,18 +57,28 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def in_transform() -> bool:
+    """Whether code runs in torch.vmap or a transform of torch.func: tensors there stand for others."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def runs_again(tensor: Tensor) -> bool:
     """Whether a part of what gave ``tensor`` is run again in its backward, by torch's reentrant checkpoint."""
+    return any(True for _ in first_nodes(tensor, "CheckpointFunctionBackward"))
+
+
+def first_nodes(tensor: Tensor, name: str) -> Iterator[Any]:
+    """The nodes of this name in the graph of ``tensor``: the first one on each way."""
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        waiting += [each for each, _ in node.next_functions]
-    return False
+        if node.name() == name:
+            yield node
+        else:
+            waiting += [each for each, _ in node.next_functions]
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

@@ -49,6 +49,7 @@ PROBES = (
         "torch._C", ("_clear_DTensor_sharding_propagator_cache",), without="results are not forgotten between worlds"
     ),
     Probe("torch._C", ("DisableTorchFunctionSubclass",)),
+    Probe("torch._C", ("_are_functorch_transforms_active",)),
     Probe("torch.cuda.memory", ("_record_memory_history", "_dump_snapshot")),
     Probe("torch._C._autograd", ("_top_saved_tensors_default_hooks",)),
     Probe("torch", ("_foreach_norm", "_foreach_mul_", "_foreach_add_", "_foreach_copy_")),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.model.layers import LOOKS, Layer, LayerCalls, bound, flat
@@ -150,6 +150,8 @@ DROPOUTS = frozenset({  # functions that drop numbers of their first argument
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 })  # fmt: skip
+DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Modules that are nothing but one of these functions."""
 _ASKS_FOR_GRADIENTS = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",

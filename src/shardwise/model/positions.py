@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
+from shardwise.model.hidden_gradients import Shown, is_users, seen_by
 from shardwise.model.layers import Layer, LayerCalls, bound
-from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS
+from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUT_MODULES, DROPOUTS
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
@@ -29,6 +32,8 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.trial import Trial
 
+_OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
+"""One number for all that lies behind the first two dims."""
 _ALLOWED = 1e-11  # relative to the largest number of a tensor
 
 
@@ -41,6 +46,8 @@ class _Frame:
     is_right: bool = True  # its inputs are
     numbers: Numbers = dataclasses.field(default_factory=Numbers)
     num_attentions: int = 0
+    num_applied: int = 0
+    num_drops: int = 0
 
 
 class Rows(LayerCalls):
@@ -72,6 +79,7 @@ class Rows(LayerCalls):
             known,
         )
         self.facts = Facts()
+        self._draws_all = True  # also what has no rows
         self._thread, self.has_threads = threading.get_ident(), False
         self.frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
@@ -267,6 +275,8 @@ class Rows(LayerCalls):
         func, args, kwargs = lifted(func, args, kwargs or {})
         if is_product(func) and self._is_own_code() and self.frames:
             args, kwargs = self._product(self.frames[-1], func, args, kwargs)
+        if func is Tensor.register_hook and not self._is_busy:
+            self._hooked(*args, **kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _product(self, frame: _Frame, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -302,6 +312,65 @@ class Rows(LayerCalls):
             made.append([number, dim])
         return with_second(func, args, kwargs, full)
 
+    def applied(self, kind: type, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What an autograd function gives: one of the user's own with what its backward does, as values."""
+        if self._is_busy or self.is_elsewhere() or not is_users(kind):
+            return plain(*args)
+        key, mine = self._key_of_gradient(), [x for x in args if isinstance(x, Tensor)]
+        with self.busy(), saved_tensors_hooks(lambda x: x, lambda x: x):
+            shown = Shown(plain, args)
+        if shown.failed:
+            self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
+        for before, x in zip(args, shown.args, strict=True):
+            self.replaced(before, x)
+        result = plain(*shown.args)
+        with self.busy():
+            return shown.result(result)
+
+    def replaced(self, before: Any, x: Any) -> None:
+        """``x`` takes the place of ``before``."""
+
+    def scripted(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch.jit.script gives."""
+        return plain(*args, **kwargs)
+
+    def _hooked(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
+        """Compares what a hook makes of a gradient."""
+        key = self._key_of_gradient()
+        with self.busy():
+            grad = x.detach().cos()
+            made = hook(grad.clone())
+            if self._rows is None or key not in self._whole.gradients:
+                self._refuse_hidden(key, [x, grad if made is None else made], "a hook on a gradient")
+                return
+            full, of_all = self._whole.gradients[key]
+            try:
+                self._compare("", "", x.detach(), full)
+            except Differs:  # they are in another order
+                self._refuse_hidden(key, [x, x], "a hook on a gradient")
+                return
+            self._compare(key[0], "what its hook makes of a gradient", grad if made is None else made.detach(), of_all)
+
+    def _key_of_gradient(self) -> tuple[str, int, int]:
+        frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
+        frame.num_applied += 1
+        return (*frame.key, frame.num_applied)
+
+    def _refuse_hidden(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
+        """Raises Differs where gradients cannot be compared, unless all that is given is what the whole run had."""
+        if self._rows is None:
+            if self._whole.keeps(key[0]):
+                self._whole.gradients[key] = [x.detach() for x in mine]
+            return
+        full = self._whole.gradients.get(key)
+        if full is None:
+            if self._whole.keeps(key[0]):
+                raise Differs(key[0], f"{what} is there on rows alone")
+            return
+        for x, whole in zip(mine, full, strict=True):
+            if x.shape != whole.shape or not (x.is_meta or torch.equal(x.detach(), whole)):
+                raise Differs(key[0], f"{what} may depend on all positions")
+
     def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         if not all(each.name for each in layer.further):
             return NotImplemented
@@ -311,8 +380,10 @@ class Rows(LayerCalls):
         if self._rows is None and not self._is_busy:
             self._whole.functions.append(getattr(func, "__name__", str(func)))
         if func in DROPOUTS:
-            self.facts.draws |= bound(DROPOUT, args, kwargs)[1] != 0
-            return args[0]
+            x, chance, _ = bound(DROPOUT, args, kwargs)
+            is_of_rows = not self._is_busy and self._note_drop(func, x)
+            self.facts.draws |= chance != 0 and (is_of_rows or self._draws_all)
+            return x
         if func is SDPA and self._is_busy:  # of a kernel
             args, kwargs = self._without_dropout(args, kwargs)
         if func == DEVICE and self._trial.name_of(args[0]) is not None:
@@ -341,6 +412,25 @@ class Rows(LayerCalls):
     def _is_own_code(self) -> bool:
         """Whether the model's code runs, and no kernel, mask or call that makes positions."""
         return not self._is_busy and now.attends is self
+
+    def _note_drop(self, func: Any, x: Tensor) -> bool:
+        """Notes where what is dropped has positions; returns whether these are rows."""
+        get = self._trial.module.get_submodule
+        frame = next((each for each in reversed(self.frames) if not isinstance(get(each.name), DROPOUT_MODULES)), None)
+        if frame is None:
+            return False
+        number, frame.num_drops = frame.num_drops, frame.num_drops + 1
+        if self._rows is None:
+            self._whole.drops[*frame.key, number] = x.shape
+            return False
+        whole = self._whole.drops.get((*frame.key, number))
+        if whole is None or len(whole) != x.dim():
+            raise Differs(frame.name, "it drops something else than on all positions")
+        most = 2 if func in _OF_FEATURES and x.dim() > 2 else 1 if func in _OF_FEATURES else x.dim()
+        sizes = zip(x.shape, whole, strict=True)
+        dim = next((dim for dim, (mine, all_) in enumerate(sizes) if mine != all_ and dim < most), -1)
+        self.facts.note_drop(frame.name, number, dim)
+        return dim >= 0
 
     def _maker(self) -> _Frame | None:
         """The forward whose own code runs, if its module makes positions."""
@@ -388,6 +478,8 @@ class Rows(LayerCalls):
             queries, keys, values, whole = self._whole.attention[key]
             of_rows = self.facts.attention.setdefault(frame.name, [])
             is_rows = call.k.shape != keys.shape
+            if call.q.shape[1:] != queries.shape[1:]:
+                self.facts.queries.setdefault(frame.name, []).append(number)
             if self._known is not None:
                 is_rows = number in self._known.attention.get(frame.name, ())
             if not is_rows:
@@ -443,7 +535,9 @@ def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
     sine of the index."""
     if layer.is_embedding:
         generator = torch.Generator().manual_seed(zlib.crc32(layer.weight.encode()))
-        return torch.sin((x[..., None] + 1) * torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3)
+        drawn = torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3
+        result = torch.sin((x[..., None] + 1) * drawn)
+        return result.requires_grad_().clone() if torch.is_grad_enabled() else result
     at, signs = _of_layer(layer.weight, x.shape[-1], num_outputs)
     return x[..., at[0]] * signs[0] + x[..., at[1]] * signs[1]
 
@@ -509,7 +603,8 @@ def _run(trial: Trial, mode: Rows) -> None:
     with _watched(trial.module, mode):
         try:
             now.attends, now.rows = mode, mode._rows if mode._plan.masks_of_rows else None
-            _, seen = trial.run_within(mode)
+            with seen_by(mode), _without_graph() if mode._whole.is_of_some else contextlib.nullcontext():
+                _, seen = trial.run_within(mode, has_gradients=trial.module.training)
         finally:
             now.attends, now.rows = before
     if mode.has_threads:
@@ -539,6 +634,15 @@ def _run(trial: Trial, mode: Rows) -> None:
     if len(found) > 1:
         raise Differs("", "a part of what it returns or keeps is of rows, and another of all positions")
     mode.facts.output = next(iter(found), "")
+
+
+def _without_graph() -> saved_tensors_hooks:
+    """Within: nothing is kept for a backward, which would be the activations of all blocks. Code that takes gradients itself differs."""
+
+    def refuse(_: Any) -> Any:
+        raise Differs("", "its forward takes gradients, which is not tried where many blocks are run at once")
+
+    return saved_tensors_hooks(lambda _: None, refuse)
 
 
 def first_names(module: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -60,6 +60,9 @@ class Facts:
         outputs: what of the model's output is on rows.
         masks_of_rows: as of the plan.
         draws: something is dropped out, in training.
+        drops: module whose own code drops something -> for each of its calls the dim of positions of what it drops; -1: it has none; -2: it has
+            some in one forward, and none in another.
+        queries: module that calls attention -> the numbers of the calls whose queries are rows.
     """
 
     cut: dict[str, list[list[Dims]]] = dataclasses.field(default_factory=dict)
@@ -73,10 +76,29 @@ class Facts:
     outputs: Dims = dataclasses.field(default_factory=dict)
     masks_of_rows: bool = True
     draws: bool = dataclasses.field(default=False, compare=False)
+    drops: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
+    queries: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
 
     def add(self, other: "Facts") -> None:
         """Adds what another rank, or mode, has done besides."""
         self.draws |= other.draws
+        self.add_drops(other)
+        for name, numbers in other.queries.items():
+            self.queries[name] = sorted({*self.queries.get(name, ()), *numbers})
+
+    def add_drops(self, other: "Facts") -> None:
+        """Adds what another run has dropped besides."""
+        for name, dims in other.drops.items():
+            for number, dim in enumerate(dims):
+                self.note_drop(name, number, dim)
+
+    def note_drop(self, name: str, number: int, dim: int) -> None:
+        """Notes of which dim of positions a call drops."""
+        dims = self.drops.setdefault(name, [])
+        if number == len(dims):
+            dims.append(dim)
+        elif dims[number] != dim:
+            dims[number] = -2
 
 
 class Differs(Exception):  # noqa: N818 - it is not raised to users
@@ -128,17 +150,21 @@ class Whole:
         self.versions: dict[tuple[str, int], dict[str, int]] = {}
         self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
         self.products: dict[tuple[str, int, int], Any] = {}
+        self.gradients: dict[
+            tuple[str, int, int], list[Tensor]
+        ] = {}  # what hooks, and backwards that do not run, are given
         self.made: dict[str, dict[tuple[str, int], None]] = {}
         self.functions: list[str] = []
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
+        self.drops: dict[tuple[str, int, int], Any] = {}  # shapes of what was dropped, by the calls of a forward
         self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
         self.buffers: dict[str, Tensor] = {}  # that were written
 
     def without_modules(self) -> "Whole":
         """What :meth:`is_like` compares."""
         other = Whole(self._only)
-        other.functions, other.ends = self.functions, self.ends
+        other.functions, other.ends = self.functions, [x.detach() for x in self.ends]
         return other
 
     @property

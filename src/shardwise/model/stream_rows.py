@@ -8,12 +8,13 @@ each tensor. A parameter that functions take with rows has a part of its gradien
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import in_transform
 from shardwise.model.attend import Attention
 from shardwise.model.layers import Layer, flat
 from shardwise.model.leaves import DROPOUTS
@@ -119,7 +120,7 @@ class StreamRows(Rows):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.facts = StreamFacts()
+        self.facts, self._draws_all = StreamFacts(), False
         if not isinstance(self._plan, StreamPlan):
             self._plan = StreamPlan()
         self._layer_calls: dict[str, int] = {}
@@ -291,8 +292,8 @@ class StreamRows(Rows):
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         draws = self.facts.draws
         result = super().other(func, args, kwargs)
-        if self.facts.draws != draws:  # of rows: all else is dropped alike on every rank, or is tp's
-            self.facts.draws = func in DROPOUTS and self._label_of(result).is_rows
+        if func not in DROPOUTS:  # of attention: it is dropped alike on every rank, or is tp's
+            self.facts.draws = draws
         return result
 
     def attend(self, call: Attention) -> Any:
@@ -304,19 +305,46 @@ class StreamRows(Rows):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._is_layer = False
         result = super().__torch_function__(func, types, args, kwargs)
+        if func is Tensor.__iter__:
+            result = list(result)
         if self._rows is not None and not self._is_busy and not self._is_layer:
             self._label(func, [*args, *(kwargs or {}).values()], result)
+        return iter(result) if func is Tensor.__iter__ else result
+
+    def applied(self, kind: type, plain: Any, args: tuple[Any, ...]) -> Any:
+        result = super().applied(kind, plain, args)
+        if self._rows is not None and not self._is_busy:
+            self._label(kind, args, result)
         return result
 
-    def _label(self, func: Any, given: list[Any], result: Any) -> None:
+    def replaced(self, before: Any, x: Any) -> None:
+        if x is not before and self._rows is not None:
+            self._set(x, self._label_of(before))
+
+    def scripted(self, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = plain(*args, **kwargs)
+        if self._rows is not None and not self._is_busy:
+            self._label(plain, [*args, *kwargs.values()], result)
+        return result
+
+    def _label(self, func: Any, given: Sequence[Any], result: Any) -> None:
         made = [x for x in flat([result]) if isinstance(x, Tensor)]
         if func in _WRITES:
             made = [given[0]]
         if not made:
             return
-        of_given = [(x, self._label_of(x)) for x in flat(given) if isinstance(x, Tensor)]
         name = self.frames[-1].name if self.frames else ""
+        of_given = []
+        for x in flat(given):
+            if isinstance(x, Tensor):
+                self._refuse_unknown(name, func, x)
+                of_given.append((x, self._label_of(x)))
         params = frozenset().union(*(label.params for _, label in of_given))
+        if params and in_transform() and self._may_be_of_rows():
+            raise Differs(
+                name,
+                f"within torch.vmap, or a transform of torch.func, it uses {min(params)}: with which positions is not seen",
+            )
         if any(label.is_rows for _, label in of_given):
             if any(label.is_whole and x.is_floating_point() for x, label in of_given):
                 raise Differs(
@@ -334,6 +362,30 @@ class StreamRows(Rows):
         for x in made:
             if x.is_floating_point() or x.is_complex() or label.is_rows:
                 self._set(x, label)
+            if x._base is not None and any(x is each for each, _ in of_given):  # a view was written
+                before = self._label_of(x._base)
+                if before.is_whole and label.is_rows:
+                    raise Differs(name, "some positions are written into what every rank has whole")
+                self._set(x._base, before if before.is_rows else label)
+
+    def _may_be_of_rows(self) -> bool:
+        """Whether the code that runs may have rows: that of blocks, and the root's behind the first of them."""
+        is_island = any(frame.name in self._plan.islands for frame in self.frames)
+        return not is_island and (self._inside > 0 or bool(self.facts.cut))
+
+    def _refuse_unknown(self, name: str, func: Any, x: Tensor) -> None:
+        """Raises Differs for a tensor with gradients that was made in a way that no mode sees, as within torch.vmap, where it may be of rows."""
+        if not x.requires_grad or x.is_leaf or not x.is_floating_point():
+            return
+        ref, _ = self._labels.get(id(x), (None, _NONE))
+        if ref is not None and ref() is x:
+            return
+        if self._may_be_of_rows() and (self._num_rows in x.shape or self._length not in x.shape):
+            raise Differs(
+                name,
+                f"{getattr(func, '__name__', func)} is given a tensor that was made in a way that is not seen, such as torch.vmap: which "
+                "parameters it is made of is not known",
+            )
 
     def _label_of(self, x: Tensor) -> _Label:
         if isinstance(x, nn.Parameter) and (name := self._trial.name_of(x)) is not None:

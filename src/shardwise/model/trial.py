@@ -172,13 +172,17 @@ class Trial:
                 self._note_kept(seen, attributes)
         return seen
 
-    def run_within(self, mode: contextlib.AbstractContextManager[Any]) -> tuple[Any, Run]:
-        """Runs the copy within ``mode``, which makes the calls of its layers, without gradients. Returns its output, and a record with
+    def run_within(
+        self, mode: contextlib.AbstractContextManager[Any], *, has_gradients: bool = False
+    ) -> tuple[Any, Run]:
+        """Runs the copy within ``mode``, which makes the calls of its layers. Returns its output, and a record with
         tensors of the output and of what the run has kept."""
         gc.collect(1)  # as in run()
         seen = Run()
         with contextlib.ExitStack() as stack:
-            attributes = self._enter(stack, has_gradients=False)
+            attributes = self._enter(stack, has_gradients=has_gradients)
+            for buffer in self.module.buffers():  # as in training: the model may write it
+                buffer.requires_grad_(buffer.requires_grad and not has_gradients)
             stack.enter_context(mode)
             output = self._call(self.module)
             seen.output = _tensors_of(output)

@@ -16,19 +16,21 @@ from shardwise.world.axis import Axis
 class Replicas:
     """Compares the gradients of parameters that all ranks along an axis hold whole whose ranks have the same data (``tp``): a
     difference is a part of a gradient for the whole. In the first window of a run and then ever more rarely, in the exchange that is
-    made anyway."""
+    made anyway; in every window along the axes of :attr:`Runtime.compared`, but for parts that are summed."""
 
     def __init__(self, runtime: Runtime):
         self._runtime = runtime
         runtime.num_windows += 1
         is_due = not runtime.num_windows & (runtime.num_windows - 1)
-        axes = [runtime.world.axis(name) for name in runtime.world.layout.shared_axes] if is_due else []
-        params = runtime.recipe.params
+        names = [name for name in runtime.world.layout.shared_axes if is_due or name in runtime.compared]
+        axes, params = [runtime.world.axis(name) for name in names], runtime.recipe.params
         self._held = [
             (axis, name)
             for axis in axes
             for name in runtime.trainable
-            if name in params and all(cut.axis != axis.name for cut in params[name].cuts)
+            if name in params
+            and all(cut.axis != axis.name for cut in params[name].cuts)
+            and (is_due or name not in runtime.partial.get(axis.name, ()))
         ]
 
     def entries(self) -> dict[str, Tensor]:
@@ -81,7 +83,8 @@ class Replicas:
             f"ranks {', '.join(map(str, axis.ranks))} with other gradients of a parameter that each holds whole",
             why=f"they have the same data, along {axis.name}: code between layers that are cut uses it in a way that the example did not show",
             fix="parallelize(..., example=batch), with one micro-batch as training gives it; or keep the layers around it whole: "
-            "tensor_parallel=sw.TensorParallel(plan={...})",
+            "tensor_parallel=sw.TensorParallel(plan={...})"
+            + (f"; or {other}" if (other := self._runtime.compared.get(axis.name)) else ""),
             name=name,
             ranks=axis.ranks,
         )

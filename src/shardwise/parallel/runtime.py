@@ -72,6 +72,9 @@ class Runtime:
         self.for_loss: Callable[[Any], Any] = _whole
         # Mesh axis -> parameters of which each rank along it has a part of the gradient: summed at the end of a window.
         self.partial: dict[str, list[str]] = {}
+        # Mesh axis -> what a user may do without: its ranks work on parts of the same data, so gradients of what each holds whole are
+        # compared in every window.
+        self.compared: dict[str, str] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
         self.chosen: dict[
             str, object

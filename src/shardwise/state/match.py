@@ -180,7 +180,7 @@ def _wanted_of(runtime: Runtime, weights: Mapping[str, PackedTensor], left: Coll
 
 
 def _match(
-    runtime: Runtime, source: Source, wanted: Mapping[str, Wanted], rename: Rename, files: VerifiedFiles
+    runtime: Runtime, source: Source, wanted: dict[str, Wanted], rename: Rename, files: VerifiedFiles
 ) -> tuple[Matched, OwnLoad | None]:
     buffers = runtime.recipe.buffers.items()
     computed = [name for home, b in buffers if not b.persistent for name in (home, *b.aliases)]

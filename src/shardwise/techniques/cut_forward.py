@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardwise._torch.autograd import runs_again
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
-from shardwise.model.leaves import DROPOUTS
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.row_exchanges import At, Ranks
-from shardwise.world.streams import PartStream
 
 
 class _Current:
@@ -35,18 +32,15 @@ class _Current:
 current = _Current()
 
 
-def with_positions(block: nn.Module, within: Callable[[At], contextlib.AbstractContextManager[Any]] | None) -> None:
-    """Lets the forward of a block take its positions as one more argument, for what runs in it. ``within``: a context for it."""
+def with_positions(block: nn.Module) -> None:
+    """Lets the forward of a block take its positions as one more argument, for what runs in it."""
     inner = block.forward
 
     @functools.wraps(inner)
     def forward(*args: Any, _at: At | None = None, **kwargs: Any) -> Any:
         before, current.at = current.at, _at
         try:
-            if _at is None or within is None:
-                return inner(*args, **kwargs)
-            with within(_at):
-                return inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         finally:
             current.at = before
 
@@ -61,24 +55,6 @@ def on_all_positions() -> Iterator[None]:
         yield
     finally:
         current.at = before
-
-
-class OwnDrops(TorchFunctionMode):
-    """Within: dropout of what has this rank's positions draws numbers of the rank; all other numbers are equal on the ranks, as which
-    blocks, or samples, are left out must be. ``is_on_rows``: whether a tensor has them."""
-
-    def __init__(self, stream: PartStream, is_on_rows: Callable[[Tensor], bool]):
-        super().__init__()
-        self._stream, self._is_on_rows = stream, is_on_rows
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in DROPOUTS or self._stream.is_entered:
-            return func(*args, **kwargs)
-        if not self._is_on_rows(args[0] if args else kwargs["input"]):
-            return func(*args, **kwargs)
-        with self._stream.entered():
-            return func(*args, **kwargs)
 
 
 def clear_after(root: nn.Module, clear: Callable[[], None]) -> None:
@@ -131,6 +107,7 @@ class CutForward:
         at: the positions of this rank in the forward that runs; None: it is whole, or none runs.
         last: those of the last forward that was cut.
         is_running: a forward of the model runs.
+        for_two_lengths: what to do where sequences of two lengths were equal on the example, for messages.
     """
 
     def __init__(self, ranks: Ranks, what: str, source: str, dim: int, constants: Mapping[str, str]):
@@ -139,7 +116,7 @@ class CutForward:
         self.at: At | None = None
         self.last: At | None = None
         self.is_running = False
-        self._is_on_rows = False  # what is behind the last block that ran
+        self.for_two_lengths = f"leave {what} out for models with sequences of two lengths"
         self._runtime: Any = None
         self._knows_graph = False
         self._num_calls: dict[str, int] = {}  # of blocks, in this forward
@@ -156,6 +133,10 @@ class CutForward:
     def part(self, x: Tensor, dim: int, at: At) -> Tensor:
         """This rank's rows of a tensor that is cut at the entry of a block."""
         return x.index_select(dim, at.rows)
+
+    def is_on_rows(self, x: Tensor) -> bool:
+        """Whether a tensor of one position has been cut, where sequences have one: to cut it again is to change nothing."""
+        return False
 
     def joined(self, x: Tensor, dim: int, at: At) -> Tensor:
         """All rows, where the stream is joined."""
@@ -185,7 +166,7 @@ class CutForward:
 
     def clear(self) -> None:
         """No forward runs."""
-        self.at, self._seen, self.is_running, self._is_on_rows = None, {}, False, False
+        self.at, self._seen, self.is_running = None, {}, False
 
     def refuse_own_checkpoint(self, output: Any) -> None:
         """Raises UnsupportedError, once, for an output that is made by a checkpoint of the model's own."""
@@ -229,6 +210,10 @@ class CutForward:
                     fix="set it where the example has it too: in the model's configuration, or in example=",
                 )
 
+    def positions_now(self) -> At | None:
+        """Those of this rank in the code that runs, also where a block runs again in backward; None: all."""
+        return current.at if current.at is not None else self.at
+
     # ---- hooks of blocks
 
     def enter_block(
@@ -263,13 +248,13 @@ class CutForward:
                 )
             dim = dims.get(path, on_rows.get(path))
             num = at.rows.shape[0]
-            if dim is None or (path in on_rows and x.shape[dim] == num and (num != at.length or self._is_on_rows)):
+            if dim is None or (path in on_rows and x.shape[dim] == num and (num != at.length or self.is_on_rows(x))):
                 return x  # a block that is on rows may be the first one, where others are left out
             if x.shape[dim] != at.length:
                 raise UnsupportedError(
                     f"a block with an argument {path} of {x.shape[dim]} positions, for sequences of {at.length}",
                     why="on the example both were equal, and it would be cut at other positions",
-                    fix=f"leave {self.what} out for models with sequences of two lengths",
+                    fix=self.for_two_lengths,
                     name=name,
                 )
             version = 0 if x.is_inference() else x._version
@@ -279,7 +264,6 @@ class CutForward:
             return seen[2]
 
         args, kwargs = map_keyed(cut, (args, kwargs))
-        self._is_on_rows = True
         return args, {**kwargs, "_at": at}
 
     def leave_block(self, name: str, dims: Mapping[str, int], module: nn.Module, args: Any, output: Any) -> Any:
@@ -287,7 +271,6 @@ class CutForward:
         at = self.at
         if at is None:
             return output
-        self._is_on_rows = False
         self.was_joined(name)
         return map_keyed(lambda path, x: self.joined(x, dims[path], at) if path in dims else x, output)
 

@@ -68,10 +68,11 @@ class Ranks(NamedTuple):
         rows = self._filled(x.movedim(dim, 0), at.length)
         return gather_over(rows, self.group, self.size).index_select(0, at.places).movedim(0, dim)
 
-    def summed(self, x: Tensor, at: At, dim: int) -> Tensor:
-        """This rank's rows of the sum over the ranks; a row of zeros where it has none."""
+    def summed(self, x: Tensor, at: At, dim: int, *, is_gradient: bool = True) -> Tensor:
+        """This rank's rows of the sum over the ranks; where it has none, a row of zeros if they are gradients, else the first position: code can
+        be at a loss with zeros."""
         x = x.movedim(dim, 0)
-        full = x.new_zeros(self.size * self._most(at.length), *x.shape[1:]).index_copy(0, at.places, x)
+        full = self._in_places(x, at, is_gradient)
         return scatter_sum_over(full, self.group, self.size)[: at.rows.shape[0]].movedim(0, dim)
 
     def to_heads(self, x: Tensor, at: At) -> Tensor:
@@ -86,16 +87,24 @@ class Ranks(NamedTuple):
         swapped = swap_over(parts, self.group, self.size).view(size, batch, heads // size, most, width)
         return swapped.movedim(0, 2).reshape(batch, heads // size, size * most, width).index_select(2, at.places)
 
-    def to_rows(self, x: Tensor, at: At) -> Tensor:
-        """``[batch, heads / n, positions, width]`` -> ``[batch, heads, rows, width]``."""
+    def to_rows(self, x: Tensor, at: At, *, is_gradient: bool) -> Tensor:
+        """``[batch, heads / n, positions, width]`` -> ``[batch, heads, rows, width]``. A rank without rows: as in :meth:`summed`."""
         (batch, heads, _, width), size, most = x.shape, self.size, self._most(at.length)
-        full = x.new_zeros(batch, heads, size * most, width).index_copy(2, at.places, x)
+        full = self._in_places(x.movedim(2, 0), at, is_gradient).movedim(0, 2)
         parts = full.view(batch, heads, size, most, width).movedim(2, 0).reshape(size * batch, heads, most, width)
         swapped = swap_over(parts, self.group, self.size).view(size, batch, heads, most, width)
         return swapped.movedim(0, 1).reshape(batch, size * heads, most, width)[:, :, : at.rows.shape[0]]
 
     def _most(self, length: int) -> int:
         return most_rows(length, self.size, self.order)
+
+    def _in_places(self, x: Tensor, at: At, is_gradient: bool) -> Tensor:
+        """All positions, along dim 0, each at its place in what is exchanged; zeros, or the first position, behind the rows of each rank."""
+        num = self.size * self._most(at.length)
+        if is_gradient or self._replace(rank=self.size - 1).has_rows(at.length):  # what is behind rows is left out
+            return x.new_zeros(num, *x.shape[1:]).index_copy(0, at.places, x)
+        sources = torch.arange(at.length, device=x.device)
+        return x.index_select(0, torch.zeros_like(sources[:1]).repeat(num).index_copy(0, at.places, sources))
 
     def _filled(self, rows: Tensor, length: int) -> Tensor:
         """Rows along dim 0, and zeros behind them where this rank has fewer than another."""
@@ -128,19 +137,24 @@ class Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], dim: int, there: Move, back: Move
+        ctx: Any,
+        x: Tensor,
+        rows: Tensor,
+        places: Tensor,
+        ranks: tuple[Any, ...],
+        dim: int,
+        there: Move,
+        back: Move,
+        is_gradient: bool,
     ) -> Tensor:
         ctx.save_for_backward(rows, places)
         ctx.ranks, ctx.dim, ctx.there, ctx.back = ranks, dim, there, back
-        return _moved(x, At(rows, places), Ranks(*ranks), dim, there)
+        return _moved(x, At(rows, places), Ranks(*ranks), dim, there, is_gradient=is_gradient)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         rows, places = ctx.saved_tensors
-        grad = Moved.apply(grad, rows, places, ctx.ranks, ctx.dim, ctx.back, ctx.there)
-        if ctx.back == "rows" and not Ranks(*ctx.ranks).has_rows(places.shape[0]):
-            grad = torch.zeros_like(grad)  # of the row that stands for none
-        return grad, *[None] * 6
+        return Moved.apply(grad, rows, places, ctx.ranks, ctx.dim, ctx.back, ctx.there, True), *[None] * 7
 
 
 def moved(x: Tensor, at: At, ranks: Ranks, dim: int, there: Move, back: Move) -> Tensor:
@@ -157,16 +171,17 @@ def moved(x: Tensor, at: At, ranks: Ranks, dim: int, there: Move, back: Move) ->
     if is_flat:
         x, dim = x.unflatten(dim, (-1, num)), dim + 1
     if x.is_floating_point():
-        x = Moved.apply(x, *at, tuple(ranks), dim, there, back)
+        x = Moved.apply(x, *at, tuple(ranks), dim, there, back, False)
     else:
         x = _moved(x, at, ranks, dim, there)
     return (x.flatten(dim - 1, dim) if is_flat else x).contiguous()
 
 
-def _moved(x: Tensor, at: At, ranks: Ranks, dim: int, there: Move) -> Tensor:
+def _moved(x: Tensor, at: At, ranks: Ranks, dim: int, there: Move, *, is_gradient: bool = False) -> Tensor:
     if there == "rows":
-        return x.index_select(dim, at.rows)
-    return ranks.gathered(x, at, dim) if there == "gather" else ranks.summed(x, at, dim)
+        x = x.index_select(dim, at.rows)
+        return torch.zeros_like(x) if is_gradient and not ranks.has_rows(at.length) else x
+    return ranks.gathered(x, at, dim) if there == "gather" else ranks.summed(x, at, dim, is_gradient=is_gradient)
 
 
 class Swap(torch.autograd.Function):
@@ -176,15 +191,21 @@ class Swap(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], to_heads: bool) -> Tensor:
         ctx.save_for_backward(rows, places)
         ctx.ranks, ctx.to_heads = ranks, to_heads
-        return _swapped(x, ranks, At(rows, places), to_heads)
+        return _swapped(x, ranks, At(rows, places), to_heads, is_gradient=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _swapped(grad, ctx.ranks, At(*ctx.saved_tensors), not ctx.to_heads), None, None, None, None
+        return (
+            _swapped(grad, ctx.ranks, At(*ctx.saved_tensors), not ctx.to_heads, is_gradient=True),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _swapped(x: Tensor, ranks: tuple[Any, ...], at: At, to_heads: bool) -> Tensor:
-    return Ranks(*ranks).to_heads(x, at) if to_heads else Ranks(*ranks).to_rows(x, at)
+def _swapped(x: Tensor, ranks: tuple[Any, ...], at: At, to_heads: bool, *, is_gradient: bool) -> Tensor:
+    return Ranks(*ranks).to_heads(x, at) if to_heads else Ranks(*ranks).to_rows(x, at, is_gradient=is_gradient)
 
 
 def gathered(x: Tensor, at: At, ranks: Ranks, dim: int) -> Tensor:

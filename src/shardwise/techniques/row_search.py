@@ -116,7 +116,9 @@ class Search:
                 found = run_on_rows(trial, whole, plan, self.length, rows, facts, self.heads_over, self.kind)
                 if not _follows(found, facts):
                     raise Differs("", "some blocks do other things than those like them")
+                facts.add_drops(found)
             before = whole.without_modules()
+        _refuse_mixed_drops(facts)
 
     def _compared(self, facts: Facts) -> frozenset[str]:
         """The modules that are compared in a model of many blocks."""
@@ -261,6 +263,7 @@ class Search:
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
         for facts in found[1:]:
             found[0].add(facts)
+        _refuse_mixed_drops(found[0])
         for facts in found[1:]:
             if facts != found[0]:
                 raise Differs(
@@ -285,6 +288,8 @@ class Search:
         again = self._facts(trial, plan, facts)
         if not _follows(again, facts):
             raise Differs("", "it does other things at another length of its sequences")
+        facts.add_drops(again)
+        _refuse_mixed_drops(facts)
         self._note_tensors(facts)
         return facts
 
@@ -404,7 +409,11 @@ class Search:
         """Whether what differs now differs in another way, and not before what differed."""
         if after is None or after.name == before.name:
             return after is None or after.why != before.why
-        ended = [*(name for name, _ in self.whole.outputs), after.name, before.name]  # one that was not called is behind all
+        ended = [
+            *(name for name, _ in self.whole.outputs),
+            after.name,
+            before.name,
+        ]  # one that was not called is behind all
         return ended.index(after.name) > ended.index(before.name)
 
     def _unjudged(self, trial: Trial, plan: Plan, name: str, block: str) -> Plan | None:
@@ -464,6 +473,15 @@ def _follows(done: Facts, facts: Facts) -> bool:
         for some, known in calls
     )
     return is_within and dataclasses.replace(done, cut=facts.cut) == facts
+
+
+def _refuse_mixed_drops(facts: Facts) -> None:
+    for name, dims in facts.drops.items():
+        if facts.draws and -2 in dims:
+            raise Differs(
+                name,
+                "it drops what is of some positions in one of its forwards, and what every rank has in another, and numbers are drawn for both in its code",
+            )
 
 
 def _shift_values(trial: Trial) -> None:

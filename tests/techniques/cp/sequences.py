@@ -55,6 +55,8 @@ class Attention(nn.Module):
         else:
             gqa = {"enable_gqa": True} if self.kind == "grouped" else {}
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, **gqa)
+        if self.kind == "no eps":
+            y = y / y.norm(dim=-1, keepdim=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -134,7 +136,7 @@ REFUSED = {
 
 
 def arguments_of(name: str) -> dict:
-    return PROVED[name] if name in PROVED else REFUSED[name][1]
+    return {"kind": name} if name == "no eps" else PROVED[name] if name in PROVED else REFUSED[name][1]
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> Words:

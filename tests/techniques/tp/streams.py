@@ -1,6 +1,8 @@
 """Small models whose sequences are cut between layers that are cut over tp, each with one thing of its own; and what ranks run of them."""
 
 import copy
+import functools
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         self.how, width = how, 4 if how == "kv-1" else 8 if how == "kv-2" else WIDTH
         self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, width), nn.Linear(WIDTH, width)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=how != "no eps")
         wide = {"full-width norm": WIDTH, "norm of heads": 4}.get(how)
         self.q_norm = nn.LayerNorm(wide) if wide else None
         self.drop = nn.Dropout(0.4 if how == "dropout" else 0.0)
@@ -73,7 +75,96 @@ class Counted(nn.Module):
         return x * 1.1
 
 
+class _Attached(torch.autograd.Function):
+    """Adds a loss to that of the model."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=grad.dtype)
+
+
+class _Normed(torch.autograd.Function):
+    """Gives a gradient of one length."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1e-3 + grad.norm())
+
+
+class _Scaled(torch.autograd.Function):
+    """``x * weight``, as a kernel with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+attached, normed, scaled = _Attached.apply, _Normed.apply, _Scaled.apply
+
+
+def _product(x, weight):
+    return x * weight
+
+
+with warnings.catch_warnings(action="ignore"):  # torch says that it is old; models have it
+    scripted = torch.jit.script(_product)
+
+
+class OwnGradients(nn.Module):
+    """Has a backward of its own."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.gain = how, nn.Parameter(torch.full((WIDTH,), 1.1))
+
+    def forward(self, x):
+        if self.how == "loss of a mean":
+            return attached(x, 3 * (x * self.gain).square().mean())
+        if self.how == "loss of a sum":
+            return attached(x, 0.01 * (x * self.gain).square().sum())
+        if self.how == "gradient of one length":
+            return normed(x) * self.gain
+        if self.how == "hook":
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad / (1e-3 + grad.norm()))
+            return x * self.gain
+        if self.how == "hook of rows":
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+            return x * self.gain
+        if self.how == "script":
+            return scripted(x, self.gain)
+        if self.how == "vmap":
+            return torch.vmap(lambda row: row * self.gain)(x)
+        if self.how == "views":
+            y = torch.zeros(x.shape, dtype=x.dtype)
+            y[..., :8].copy_(x[..., :8])
+            y[..., 8:].copy_(x[..., 8:])
+            return y * self.gain
+        return scaled(x, self.gain)
+
+
+WHOLE = ("loss of a mean", "loss of a sum", "gradient of one length", "hook", "vmap")
+BY_ROWS = ("kernel of rows", "hook of rows", "script", "views")
+
+
 class Block(nn.Module):
+    writes = False
+
     def __init__(self, how):
         super().__init__()
         self.how, self.norm, self.attention = how, nn.LayerNorm(WIDTH), Attention(how)
@@ -85,9 +176,16 @@ class Block(nn.Module):
         if how == "tied norms":
             self.norm2.weight = self.norm.weight
         self.mixes = {"shift": Shift, "counts": Counted}.get(how, nn.Identity)()
+        if how in {*WHOLE, *BY_ROWS}:
+            self.mixes = OwnGradients(how)
+        self.own = nn.Parameter(torch.full((WIDTH,), 1.1)) if how in ("late", "statistics") else None
+        if how == "statistics":
+            self.register_buffer("running", torch.zeros(WIDTH))
         if how == "batch norm":
             self.mixes = nn.BatchNorm1d(WIDTH)
         self.table = nn.Parameter(torch.full((WIDTH,), 0.7)) if how == "condition" else None
+        if how == "in place":
+            self.attention.requires_grad_(False)  # a layer that is trained keeps its input, which may not be changed
         if how == "frozen norm":
             self.norm.requires_grad_(False)
 
@@ -96,7 +194,18 @@ class Block(nn.Module):
         if condition is not None:
             h = h * (1 + (self.table * condition)[:, None] if self.how == "condition" else condition)
         h = self.mixes(h.flatten(0, 1)).view_as(h) if self.how == "batch norm" else self.mixes(h)
-        x = x + self.scale * self.attention(h, mask)
+        if self.how == "late" and self.is_long:
+            h = h * self.own
+        if self.how == "statistics":
+            with torch.no_grad():
+                self.running.lerp_(h.mean((0, 1)), 0.1)
+        y = self.attention(h, mask)
+        if self.how == "no eps":
+            y = y / y.norm(dim=-1, keepdim=True)
+        x = x + self.scale * y
+        if self.how == "in place" and self.writes:
+            h.mul_(self.scale)
+            x = x + self.attention(h, mask)
         h = self.norm2(x)
         if self.how == "inline":
             return x + self.down(F.gelu(self.up(h)))
@@ -122,13 +231,14 @@ class Words(nn.Module):
 
     def forward(self, input_ids, leave_out=False):
         x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
-        start, options = x, {}
+        start, other, options = x, 0.5 * x, {}
         if self.how == "mask":
             num = input_ids.shape[1]
             options["mask"] = torch.ones(num, num, dtype=torch.bool).tril().tril_()[None, None]
         if self.how == "condition":
             options["condition"] = F.silu(self.of_samples * x[:, 0])
         for i, block in enumerate(self.blocks):
+            block.is_long = input_ids.shape[1] > 26
             if self.how == "root between":
                 x = 0.9 * x + 0.1 * start
             if self.how == "first output" and i:
@@ -138,20 +248,56 @@ class Words(nn.Module):
             x = block(x=x, **options) if self.how == "keyword" else block(x, **options)
             x = x["hidden"][0] if self.how == "tuple" else x
             x = block(x) if self.how == "block twice" else x
+            other = block(other) if self.how == "two streams" else other
         if self.how == "list twice":
             for block in self.blocks:
                 x = block(x)
-        x = self.norm(x)
+        x = self.norm(x + other if self.how == "two streams" else x)
         if self.how == "pooled":
             x = x + x.mean(1, keepdim=True)
         y = self.head(x)
         return {"logits": y, "hidden": x} if self.how == "dictionary" else y
 
 
+class Patches(Words):
+    """Looks at patches of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(3, WIDTH, 2, 2)
+
+    def forward(self, pixels):
+        x = self.patch(pixels).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Pairs(Words):
+    """Has blocks of sequences of two lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = nn.ModuleList(Block("") for _ in range(2))
+
+    def forward(self, ids, others):
+        x, y = self.tokens(ids), self.tokens(others)
+        for block in self.blocks:
+            x = block(x)
+        for block in self.others:
+            y = block(y)
+        return self.head(x + y.mean(1, keepdim=True))
+
+    @staticmethod
+    def of_two_lengths(model, given):
+        return model(given["input_ids"], given["input_ids"][:, :8])
+
+
 EXACT = (
     *("", "kv-1", "kv-2", "full-width norm", "norm of heads", "inline", "keyword", "tuple", "dictionary", "tied", "tied norms"),
     *("frozen norm", "norm inside", "gate inside", "used both ways", "norm of the root", "mask", "condition", "first output"),
     *("root between", "block twice", "list twice", "pooled", "shift", "batch norm", "counts"),
+    *("two streams", "no eps"),
 )  # fmt: skip
 """What makes each model another."""
 
@@ -226,6 +372,8 @@ def every_length(how, layout, lengths, **options):
     with sw.init(layout, device="cpu") as world:
         model = parallel(how, world, **options)
         step = trained(model)
+        for block in (*model.blocks, *plain.blocks):
+            block.writes = True  # in its stream, which it did not on the example
         for num in lengths:
             given = batch(num, num)
             loss = loss_of(plain(given["input_ids"]), given) / int(count(given))
@@ -333,6 +481,60 @@ def dropped(layout):
         return found, drawn
 
 
+class Drops(Block):
+    """Drops rows while its code has what was joined; channels of samples; channels of rows; and, if told to, more than on the example."""
+
+    def __init__(self):
+        super().__init__("inline")
+        self.rows, self.samples, self.channels, self.drops_more = (
+            nn.Dropout(0.4),
+            nn.Dropout(0.4),
+            nn.Dropout1d(0.4),
+            False,
+        )
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        h = self.up(self.norm2(x))
+        x = self.rows(x)
+        y = self.down(F.gelu(h)) * self.samples(torch.ones(len(x), 1, WIDTH, dtype=x.dtype))
+        x = self.channels(x.mT).mT + y
+        return F.dropout(x, 0.1) if self.drops_more else x
+
+
+class DropsBetween(Words):
+    """Drops in the root's code between blocks too."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.rows = nn.ModuleList(Drops() for _ in range(2)), nn.Dropout(0.4)
+
+    def forward(self, input_ids):
+        x = self.blocks[0](self.tokens(input_ids))
+        return self.head(self.norm(self.blocks[1](self.rows(x))))
+
+
+def dropped_otherwise(layout):
+    """The kind of each dropout, and where it dropped; and a number that is drawn behind the blocks."""
+    found, drawn = [], []
+    with sw.init(layout, device="cpu") as world:
+        example = {"input_ids": batch(1, 24)["input_ids"]}
+        model = sw.parallelize(DropsBetween().double(), world, example=example, tensor_parallel=PARALLEL)
+
+        def note(kind, _, args, y):
+            is_out = (y == 0) & (args[0] != 0)
+            found.append((kind, (is_out.any(-1) if kind == "channels" else is_out).flatten().tolist()))
+
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout | nn.Dropout1d) and module.p:
+                module.register_forward_hook(functools.partial(note, name.rpartition(".")[2]))
+        model.norm.register_forward_hook(lambda *_: drawn.append(float(torch.rand(()))))
+        step = trained(model)
+        for num in (12, 13, 12):
+            step([batch(1, num)])
+        return found, drawn
+
+
 def buffers_of(how, layout):
     with sw.init(layout, device="cpu") as world:
         model = parallel(how, world)
@@ -369,8 +571,29 @@ def _use(case, world):
         model.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         ids = batch(1, 24)["input_ids"]
         sw.parallelize(model.double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
+    if case == "late":
+        step = trained(parallel("late", world))
+        for num in (9, 13, 30):
+            step([batch(1, num)])
+    if case == "statistics":
+        parallel("statistics", world)
+    if case == "patches":
+        pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        sw.parallelize(Patches().double(), world, example={"pixels": pixels}, tensor_parallel=PARALLEL)
+    if case == "two lengths":
+        ids = batch(1, 24)["input_ids"]
+        model = sw.parallelize(Pairs().double(), world, example={"ids": ids, "others": ids}, tensor_parallel=PARALLEL)
+        step = sw.TrainStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of, count=count, forward=Pairs.of_two_lengths
+        )
+        step([batch(1, 13)])
     if case == "left out":
         model = parallel("leaves out", world)
+        trained(model)([batch(1, 9)])
+    if case == "another drop":
+        ids = batch(1, 24)["input_ids"]
+        model = sw.parallelize(DropsBetween().double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
+        model.blocks[1].drops_more = True
         trained(model)([batch(1, 9)])
     if case == "another flag":
         model = parallel("", world)

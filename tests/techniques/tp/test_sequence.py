@@ -3,14 +3,17 @@
 import pytest
 import torch
 from techniques.tp.streams import (
+    BY_ROWS,
     EXACT,
     PARALLEL,
+    WHOLE,
     WIDTH,
     Build,
     buffers_of,
     count,
     counted,
     dropped,
+    dropped_otherwise,
     every_length,
     kept_between,
     loss_of,
@@ -139,6 +142,13 @@ def test_every_length(ranks, how, layout, num):
     assert max(ranks.run(every_length, num, how, layout, [1, 2, 3, 5, 1, 6, 9])) < 1e-12
 
 
+@pytest.mark.parametrize(("how", "num"), [("two streams", 1), ("no eps", 1), ("in place", 13)])
+def test_lengths_of_single_models(ranks, how, num):
+    """A stream of one position is as long on rows as it is whole; what stands for none is not zero; what was joined is joined again once it
+    has been changed in place."""
+    assert max(ranks.run(every_length, 2, how, "tp=2", [num])) < 1e-12
+
+
 @pytest.mark.parametrize(
     ("how", "layout", "num"),
     [
@@ -167,6 +177,15 @@ def test_dropout_differs_on_rows_and_is_equal_in_regions(ranks):
         assert mine != its
 
 
+def test_what_is_dropped_follows_from_what_it_is(ranks):
+    """Rows by other masks on each rank, whatever the code around has; samples and channels, which have no positions, by equal ones."""
+    (one, drawn), (other, its_drawn) = ranks.run(dropped_otherwise, 2, "tp=2")
+    assert drawn == its_drawn
+    assert len(one) == len(other) == 3 * 7  # in each block, and between them
+    for (kind, mine), (_, its) in zip(one, other, strict=True):
+        assert (mine == its) == (kind != "rows")
+
+
 @pytest.mark.parametrize("how", ["counts", "batch norm"])
 def test_buffers_hold_what_they_do_in_one_process(ranks, how):
     expected = plain_buffers(how)
@@ -174,12 +193,25 @@ def test_buffers_hold_what_they_do_in_one_process(ranks, how):
         assert all(torch.allclose(found[name], x, rtol=1e-12, atol=0) for name, x in expected.items())
 
 
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(h, marks=[] if h in ("loss of a mean", "hook") else [pytest.mark.soak]) for h in (*WHOLE, *BY_ROWS)],
+)
+def test_backwards_of_ones_own(ranks, how):
+    assert max(ranks.run(every_length, 2, how, "tp=2", [13, 1, 8])) < 1e-12
+
+
 REFUSED = {
+    "late": "a parameter that each holds whole",
+    "statistics": "into a module of its own",
+    "patches": "no argument of its blocks is as long as that of the model",
+    "two lengths": "with sequences of two lengths that differ",
     "cp": "both cut the positions of a sequence",
     "compiled dropout": "ranks draw numbers of their own for their positions",
     "no blocks": "no list of blocks",
     "nothing cut": "no layers of its blocks are cut over tp",
     "left out": "blocks that were left out",
+    "another drop": "that the example did not drop",
     "another flag": "['leave_out']=True",
 }
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from techniques.tp.streams import EXACT, Block, Words, batch, build
+import torch.nn.functional as F
+from techniques.tp.streams import BY_ROWS, EXACT, WHOLE, Block, Words, batch, build
 from torch import nn
 
 from shardwise.model.positions import run_on_rows
@@ -102,6 +103,15 @@ def test_many_blocks(is_alike):
     }
 
 
+@pytest.mark.parametrize("how", [*WHOLE, *BY_ROWS])
+def test_backwards_of_ones_own(how):
+    """One that depends on all positions, or hides a loss that does, is seen as a mixture of positions is; so is what cannot be seen."""
+    _, facts = searched(build(how, torch.float32))
+    assert list(facts.islands) == (MIXES if how in WHOLE else [])
+    gains = {f"blocks.{i}.mixes.gain" for i in (0, 1)}
+    assert gains & facts.on_rows.keys() == (gains if how in BY_ROWS else set())
+
+
 class Kept(Words):
     """Keeps what a block has made."""
 
@@ -122,6 +132,52 @@ class Penalised(Words):
 def test_a_parameter_with_a_whole_gradient_elsewhere_is_not_used_on_rows(model):
     _, facts = searched(model())
     assert list(facts.islands) == ["blocks.0.norm"] and "blocks.0.norm.weight" not in facts.on_rows
+
+
+class Conditioned(Words):
+    """Blocks read a number of each sample, which has a gradient, from an attribute, where no part of it can be summed."""
+
+    def forward(self, input_ids):
+        for block in self.blocks:
+            block.mixes.number = self.tokens(input_ids)[:, :1].tanh()
+        return super().forward(input_ids)
+
+
+class Multiplied(nn.Module):
+    def forward(self, x):
+        return x * self.number
+
+
+class Dropped(nn.Module):
+    """Drops rows and channels of samples by the same code."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.3, self.training)
+
+
+class DropsBoth(Block):
+    def __init__(self):
+        super().__init__("inline")
+        self.drop = Dropped()
+
+    def forward(self, x):
+        x = x + self.drop(self.attention(self.norm(x)))
+        return x + self.drop(torch.ones(len(x), 1, x.shape[-1])) * self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def test_what_every_rank_has_does_not_meet_rows():
+    model = Conditioned()
+    for block in model.blocks:
+        block.mixes = Multiplied()
+    _, facts = searched(model)
+    assert set(MIXES) <= set(facts.islands)
+
+
+def test_code_that_drops_rows_and_what_has_no_positions_has_all_of_them():
+    model = Words()
+    model.blocks = nn.ModuleList(DropsBoth() for _ in range(2))
+    _, facts = searched(model)
+    assert [f"blocks.{i}.drop" for i in (0, 1)] == list(facts.islands)
 
 
 def broken(plan, facts):

@@ -21,8 +21,9 @@ from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.rule import ContextParallelEntry
-from shardwise.techniques.cp.within import drops_within, join_keys, make_island, watch, with_drops
+from shardwise.techniques.cp.within import join_keys, make_island, watch
 from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, with_positions
+from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
@@ -30,6 +31,7 @@ from shardwise.world import World
 from shardwise.world.streams import PartStream
 
 _STATE = "_shardwise_cp"  # of the root module
+_CALLS = ("attention", "queries", "positions", "products")  # that are watched, in the code of modules
 
 
 class ContextParallelAct(Act):
@@ -60,7 +62,7 @@ class _Cuts(CutForward):
         self.exchange: Callable[[Attention, At, Ranks], Tensor] = (
             attend_over_heads if entry.method == "ulysses" else attend_gathered
         )
-        self.draws = entry.draws
+        self.drops: RowDrops | None = None
         self._joins = any(edit.action == "join" for edit in recipe.edits_of("cp"))
         self._joined = False  # in this forward
         self.stream = PartStream(world.device, axis.rank, "cp")
@@ -109,12 +111,22 @@ class _Cuts(CutForward):
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._end_forward)
         clear_after(module, self.clear)
+        compiled = {edit.module for edit in recipe.edits if edit.action == "compile"}
+        if (
+            self._entry.draws
+        ):  # but for compiled blocks: a graph cannot change between streams, so all its numbers are this rank's
+            dims = {edit.module: edit.args["dims"] for edit in recipe.edits_of("cp") if edit.action == "drops"}
+            self.drops = RowDrops(
+                module, dims, self.positions_now, self.stream, leave_out=compiled, is_all_drawn=True, what="cp"
+            )
         calls: dict[str, dict[str, Any]] = {}
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
             if edit.action in ("attention", "positions", "products"):
                 found = edit.args["calls"]
                 calls.setdefault(edit.module, {})[edit.action] = found[0] if edit.action == "attention" else found
+                if edit.action == "attention":
+                    calls[edit.module]["queries"] = edit.args["queries"]
             elif edit.action == "island":
                 make_island(target, self, edit.args["inputs"], edit.args["outputs"])
             elif edit.action == "join":
@@ -122,19 +134,16 @@ class _Cuts(CutForward):
             elif edit.action == "keys":
                 join_keys(target, self, edit.args["dims"])
         for name, of_module in calls.items():
-            watch(modules[name], self, *(of_module.get(key, []) for key in ("attention", "positions", "products")))
-        compiled = {edit.module for edit in recipe.edits if edit.action == "compile"}
+            watch(modules[name], self, *(of_module.get(key, []) for key in _CALLS))
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":
                 target, is_compiled = modules[edit.module], edit.module in compiled
-                with_positions(target, drops_within(self) if self.draws and not is_compiled else None)
+                with_positions(target)
                 hook = functools.partial(self.enter_block, edit.module, edit.args["calls"], {*edit.args["known"][0]})
                 target.register_forward_pre_hook(hook, with_kwargs=True)
-                if is_compiled and self.draws:
+                if is_compiled and self.drops is not None:
                     target.register_forward_pre_hook(lambda *_: self.stream.enter() if self.at is not None else None)
                     target.register_forward_hook(lambda *_: self.stream.leave(), always_call=True)
-        if self.draws:
-            with_drops(module, self)
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.clear()

@@ -15,6 +15,7 @@ _WHY = {
     "attention": "its queries are this rank's, its keys and values those of all positions",
     "products": "it writes attention out: what its queries are multiplied with is of all positions",
     "keys": "it makes keys, or values: its output is of all positions",
+    "drops": "of this rank's positions it drops other ones than the other ranks of theirs",
     "positions": "it makes positions itself: they are those of this rank",
 }
 
@@ -88,8 +89,13 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
     edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
     edits += [(name, "keys", {"dims": dims}) for name, dims in found["keys"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
-    edits += [(name, "attention", {"calls": [calls]}) for name, calls in found["attention"].items()]
+    edits += [
+        (name, "attention", {"calls": [calls], "queries": found["queries"].get(name, [])})
+        for name, calls in found["attention"].items()
+    ]
     edits += [(name, "products", {"calls": calls}) for name, calls in found["products"].items()]
+    if found["draws"]:
+        edits += [(name, "drops", {"dims": dims}) for name, dims in found["drops"].items()]
     edits += [(name, "positions", {"calls": calls}) for name, calls in found["positions"].items()]
     draft.edits += [
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])

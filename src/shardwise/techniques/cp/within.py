@@ -10,11 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.names import canonical_children
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
-from shardwise.techniques.cut_forward import OwnDrops, current
+from shardwise.techniques.cut_forward import current
+from shardwise.techniques.row_drops import RowDrops, called_children
 from shardwise.techniques.row_exchanges import At, Ranks, gathered, with_gathered
 from shardwise.world.streams import PartStream
 
@@ -25,7 +25,7 @@ class Cuts(Protocol):
     at: At | None
     ranks: Ranks
     stream: PartStream
-    draws: bool
+    drops: RowDrops | None
     is_running: bool
     exchange: Callable[[Attention, At, Ranks], Tensor]
 
@@ -33,32 +33,13 @@ class Cuts(Protocol):
         """Raises UnsupportedError for a module that runs in backward, without its positions."""
 
 
-def drops_within(cuts: Cuts) -> Callable[[At], OwnDrops]:
-    """Makes a context for what runs in a block, for :func:`~shardwise.techniques.cut_forward.with_positions`. Not where it is compiled: there
-    all its random numbers are this rank's, as a graph cannot change between streams."""
-    return lambda at: OwnDrops(cuts.stream, lambda x: at.rows.shape[0] in x.shape)
-
-
-def with_drops(root: nn.Module, cuts: Cuts) -> None:
-    """Lets what the root's own code drops of this rank's positions be the rank's own."""
-    inner = root.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if cuts.at is None:
-            return inner(*args, **kwargs)
-        with drops_within(cuts)(cuts.at):
-            return inner(*args, **kwargs)
-
-    root.forward = forward
-
-
 class _Calls(TorchFunctionMode):
     """Within the forward of a module: attention exchanges, and positions that its code makes are those of this rank, by the numbers
     of the calls; the second factor of products is gathered."""
 
-    def __init__(self, cuts: Cuts, at: At, of_rows: list[int], made: Made, products: Products):
+    def __init__(self, cuts: Cuts, at: At, of_rows: list[int], queries: list[int], made: Made, products: Products):
         super().__init__()
+        self._queries = queries
         self._cuts, self._at, self._of_rows, self._made = cuts, at, of_rows, made
         self._products = products
         self._numbers, self._num_attentions, self.depth = Numbers(), 0, 0
@@ -81,15 +62,18 @@ class _Calls(TorchFunctionMode):
 
     def attend(self, call: Attention) -> Any:
         number, self._num_attentions = self._num_attentions, self._num_attentions + 1
-        if number not in self._of_rows:
+        if number not in self._of_rows and (self._cuts.drops is None or number not in self._queries):
             return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
+        if number not in self._of_rows:
+            with self._cuts.stream.entered():  # of this rank's queries
+                return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
         if call.mask is not None and not call.has_mask_of(self._at.length):
             raise UnsupportedError(
                 f"attention with a mask {tuple(call.mask.shape)}, for {self._at.length} keys",
                 why="it gets the keys of all positions",
                 fix="make the mask where the model has all of its tokens",
             )
-        if not self._cuts.draws or self._cuts.stream.is_entered:
+        if self._cuts.drops is None or self._cuts.stream.is_entered:
             return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
         with self._cuts.stream.entered():  # it has some of the queries, or of the heads
             return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
@@ -114,12 +98,14 @@ class _Calls(TorchFunctionMode):
         """The result of a call of ours, whose functions are not those of the model's code."""
         before, now.attends = now.attends, None
         try:
-            return call(*args)
+            return call(*args) if self._cuts.drops is None else self._cuts.drops.without(call, *args)
         finally:
             now.attends = before
 
 
-def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made, products: Products) -> None:
+def watch(
+    module: nn.Module, cuts: Cuts, of_rows: list[int], queries: list[int], made: Made, products: Products
+) -> None:
     """Lets attention in a module's own code exchange, also where it is written out in products, and positions that it makes be those of this
     rank."""
     inner = module.forward
@@ -131,7 +117,7 @@ def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made, product
         if at is None:
             cuts.refuse_again(module)
             return inner(*args, **kwargs)
-        calls = _Calls(cuts, at, of_rows, made, products)
+        calls = _Calls(cuts, at, of_rows, queries, made, products)
         before, now.attends = now.attends, calls
         running.append(calls)
         try:
@@ -142,7 +128,7 @@ def watch(module: nn.Module, cuts: Cuts, of_rows: list[int], made: Made, product
             now.attends = before
 
     module.forward = forward
-    for child in _called_children(module) if made or products else ():
+    for child in called_children(module) if made or products else ():
         _not_own(child, running)
 
 
@@ -162,15 +148,6 @@ def _not_own(module: nn.Module, running: list[_Calls]) -> None:
             calls.depth -= 1
 
     module.forward = forward
-
-
-def _called_children(module: nn.Module) -> list[nn.Module]:
-    """The modules that a module's own code calls: its children, and those of its lists."""
-    found: list[nn.Module] = []
-    for _, child in canonical_children(module):
-        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        found += _called_children(child) if is_list else [child]
-    return found
 
 
 def join_keys(module: nn.Module, cuts: Cuts, dims: Mapping[str, int]) -> None:

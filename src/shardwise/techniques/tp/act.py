@@ -136,6 +136,7 @@ class TensorParallelAct(Act):
         if runtime.recipe.edits_of("tp"):
             if (cuts := runtime.module.__dict__.get(_STATE)) is not None:
                 cuts.begin(runtime)
+                runtime.compared["tp"] = "leave sequence_parallel out"
             check = input_check(runtime, "tp")
             runtime.module.register_forward_pre_hook(lambda _, args, kwargs: check(args, kwargs), with_kwargs=True)
 

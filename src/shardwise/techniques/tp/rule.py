@@ -26,6 +26,7 @@ _WHY = {
     "sequence_cut": "its inputs are this rank's positions of them",
     "sequence_site": "gets all positions: those of the ranks are gathered before it, and gradients summed to the ranks' positions",
     "sequence_join": "what it returns is of all positions: those of the ranks are gathered",
+    "sequence_drops": "of this rank's positions it drops other ones than the other ranks of theirs",
     "sequence_island": "it mixes positions, so it runs on all of them on every rank",
 }
 

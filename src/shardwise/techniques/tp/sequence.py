@@ -15,26 +15,26 @@ What a site has joined is whole, with a whole gradient, as everything is without
 just that takes it by a way of its own, on which its part of the gradient is summed to rows.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import first_nodes
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.pytrees import changed_at, keyed_leaves, keys_of, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cut_forward import (
     CutForward,
-    OwnDrops,
     clear_after,
     current,
     on_all_positions,
     with_positions,
 )
+from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Moved, Ranks, moved
 from shardwise.techniques.tp.exchanges import SumGradient
 from shardwise.techniques.tp.rule import SequenceParallelData
@@ -50,7 +50,6 @@ class JoinedStream:
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self.is_on_rows = False  # the code that runs: what it drops is this rank's
         self.is_cut = False  # the stream behind the last block that ran
         self._joined: list[
             tuple[Tensor, int, Tensor, int, At]
@@ -78,7 +77,6 @@ class JoinedStream:
         whole = moved(x, at, self.ranks, dim, "gather", "rows")
         if x.is_floating_point():
             self._joined.append((x, _version(x), whole, dim, at))
-        self.is_on_rows = False
         return whole
 
     def for_columns(self, x: Tensor) -> Tensor | None:
@@ -96,7 +94,6 @@ class JoinedStream:
     def scatter(self, x: Tensor, at: At, dim: int) -> Tensor:
         """This rank's rows of the sum of ``x`` over the ranks."""
         self.forget()
-        self.is_on_rows = True
         return moved(x, at, self.ranks, dim, "sum", "gather")
 
     def forget(self) -> None:
@@ -130,7 +127,7 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return Moved.apply(grad, *ctx.saved_tensors, ctx.ranks, ctx.dim, "sum", "gather"), *[None] * 5
+        return Moved.apply(grad, *ctx.saved_tensors, ctx.ranks, ctx.dim, "sum", "gather", True), *[None] * 5
 
 
 def _again(x: Tensor, whole: Tensor, at: At, ranks: Ranks, dim: int) -> Tensor:
@@ -164,12 +161,16 @@ class SequenceCuts(CutForward):
     ):
         super().__init__(joined.ranks, "tp", data.source, data.dim, data.constants)
         self._data, self._joined, self._stream = data, joined, stream
+        self.for_two_lengths = "parallelize(..., example=batch), with sequences of two lengths that differ in it; or leave sequence_parallel out"
         self._ended: set[str] = set()  # blocks whose output was joined, in this forward
         self._ends: set[str] = set()  # blocks of which that is to be
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         module.register_forward_hook(self._end_forward)
         clear_after(module, self.clear)
         modules = dict(canonical_modules(module))
+        if stream is not None:
+            dims = {edit.module: edit.args["dims"] for edit in recipe.edits_of("tp") if edit.action == "sequence_drops"}
+            RowDrops(module, dims, self.positions_now, stream, what="sequence_parallel")
         blocks = [edit for edit in recipe.edits_of("tp") if edit.action == "sequence_cut"]
         for edit in recipe.edits_of("tp"):
             target, args = modules[edit.module], edit.args
@@ -181,7 +182,7 @@ class SequenceCuts(CutForward):
                 _join_outputs(target, joined, args["dims"])
         for edit in blocks:
             target, args = modules[edit.module], edit.args
-            with_positions(target, None if stream is None else self._drops)
+            with_positions(target)
             hook = functools.partial(self._enter, edit.module, args["calls"], {*args["known"]}, {*args["parts"]})
             target.register_forward_pre_hook(hook, with_kwargs=True)
         for edit in recipe.edits_of("tp"):
@@ -192,6 +193,9 @@ class SequenceCuts(CutForward):
 
     def part(self, x: Tensor, dim: int, at: At) -> Tensor:
         return moved(x, at, self.ranks, dim, "rows", "gather")
+
+    def is_on_rows(self, x: Tensor) -> bool:
+        return any(node.there != "gather" for node in first_nodes(x, "MovedBackward"))
 
     def joined(self, x: Tensor, dim: int, at: At) -> Tensor:
         return moved(x, at, self.ranks, dim, "gather", "rows")
@@ -210,7 +214,7 @@ class SequenceCuts(CutForward):
     def clear(self) -> None:
         super().clear()
         self._joined.forget()
-        self._joined.is_cut = self._joined.is_on_rows = False
+        self._joined.is_cut = False
         if self._stream is not None:
             self._stream.leave()
 
@@ -253,15 +257,6 @@ class SequenceCuts(CutForward):
             return given
         group = self.ranks.group
         return map_keyed(lambda path, x: SumGradient.apply(x, group) if path in parts else x, given)
-
-    @contextlib.contextmanager
-    def _drops(self, at: At) -> Iterator[None]:
-        """Within: a block runs."""
-        assert self._stream is not None
-        self._joined.is_on_rows = True
-        with OwnDrops(self._stream, lambda _: self._joined.is_on_rows):
-            yield
-        self._joined.is_on_rows = False
 
 
 def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mapping[str, int]) -> None:
@@ -317,10 +312,10 @@ def _make_island(
                 (args, kwargs), keys, lambda x, dim=dim: moved(x, at, ranks, dim, "gather", "rows")
             )
         joined.forget()
-        joined.is_cut = joined.is_on_rows = False
+        joined.is_cut = False
         with on_all_positions():
             output = inner(*args, **kwargs)
-        joined.is_cut = joined.is_on_rows = True
+        joined.is_cut = True
         for keys, dim in made:
             output = changed_at(output, keys, lambda x, dim=dim: moved(x, at, ranks, dim, "rows", "gather"))
         return output

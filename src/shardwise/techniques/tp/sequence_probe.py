@@ -39,11 +39,13 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         search, sequence = _found(module, arguments, degree, found, facts)
     except ShardwiseError:
         raise
+    except _NoStream as wrong:
+        raise UnsupportedError(what, why=wrong.why, fix="leave sequence_parallel out for this model") from None
     except Differs as wrong:
         raise UnsupportedError(
             what,
             why=f"there is no place where the positions of all ranks could be joined before the layers that are cut: on some of them {wrong.why}",
-            fix="leave sequence_parallel out; or let the module mix positions within the layers that are cut alone",
+            fix=_fix(module, wrong),
             name=wrong.name or None,
         ) from None
     except Exception as error:
@@ -94,9 +96,30 @@ def _found(
         if sequence.scatters:
             return search, sequence
         of_values = [each for each in search.met if not isinstance(each, NeedsWhole)]
-        met = [*of_values[-1:], *search.met] if search.has_regions else []
-        wrong.append(next(iter(met), Differs("", "no layers of its blocks are cut over tp")))
-    raise next(iter(wrong), unfit or Differs("", "none of its arguments has positions"))
+        if not search.has_streams:
+            why = f"no argument of its blocks is as long as that of the model, {sequences.path}: which of their dims is that of positions is not known"
+            wrong.append(_NoStream("", why))
+        elif not search.has_regions:
+            wrong.append(_NoStream("", "no layers of its blocks are cut over tp"))
+        else:
+            wrong.append(
+                next(iter([*of_values[-1:], *search.met]), Differs("", "no output of its layers is summed to rows"))
+            )
+    raise next(iter(wrong), unfit or _NoStream("", "none of its arguments has positions"))
+
+
+class _NoStream(Differs):
+    """Blocks have no stream that could be cut, or no layers beside which it could be."""
+
+
+def _fix(module: nn.Module, wrong: Differs) -> str:
+    """What can be done about code that is not the same on some positions."""
+    if any(wrong.name in each.blocks for each in find_block_lists(module)):
+        return (
+            "put the code of the block that is not the same on some positions (it looks at all of them, writes a buffer, or has a backward of "
+            "its own) into a module of its own: that runs on all positions; or leave sequence_parallel out"
+        )
+    return "call such code in a module of its own, beside the layers that are cut: that runs on all positions; or leave sequence_parallel out"
 
 
 def _unused(search: StreamSearch, found: StreamFacts) -> list[str]:
@@ -137,4 +160,6 @@ def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> Non
     edits += [(name, "sequence_site", {"dims": dims}) for name, dims in found.sites.items() if dims]
     edits += [(name, "sequence_join", {"dims": dims}) for name, dims in found.join.items()]
     edits += [(name, "sequence_island", {"inputs": i, "outputs": o}) for name, (i, o) in found.islands.items()]
+    if found.draws:
+        edits += [(name, "sequence_drops", {"dims": dims}) for name, dims in found.drops.items()]
     facts["edits"] += [[*edit] for edit in edits]

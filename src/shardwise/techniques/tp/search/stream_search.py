@@ -72,6 +72,11 @@ class StreamSearch(Search):
         return int(x.shape[1 - self.sequences.dims[self.sequences.path][0]])
 
     @property
+    def has_streams(self) -> bool:
+        """Whether an argument of blocks has the length of the sequences."""
+        return bool(self._blocks)
+
+    @property
     def has_regions(self) -> bool:
         """Whether layers of blocks are cut."""
         return bool(self._regions)
