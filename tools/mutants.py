@@ -2582,7 +2582,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sp-unseen-dropout-taken",
         "        if dim is None or (dim >= 0",
         "        if dim is not None and (dim >= 0",
-        "tests/techniques/tp/test_sequence.py -k another_drop",
+        "tests/techniques/tp/test_sequence.py -k 'refused and another'",
         "dropout that the proof has not seen draws as if every rank had all positions",
     ),
     Mutant(
@@ -2625,7 +2625,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "        if number not in self._of_rows and (self._cuts.drops is None or number not in self._queries):\n",
         "        if number not in self._of_rows:\n",
         "tests/techniques/cp/test_parity.py -k dropout_is",
-        "attention of rows to what every rank has draws as many numbers as a rank has rows",
+        "attention of rows to what every rank has drops the same of each rank's",
     ),
     Mutant(
         "sp-what-ranks-have-meets-rows",

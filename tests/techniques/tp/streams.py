@@ -169,7 +169,7 @@ class Block(nn.Module):
         super().__init__()
         self.how, self.norm, self.attention = how, nn.LayerNorm(WIDTH), Attention(how)
         self.norm2, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.tensor(1.2))
-        if how == "inline":
+        if how in ("inline", "in place"):
             self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         else:
             self.mlp = MLP(how)
@@ -185,7 +185,9 @@ class Block(nn.Module):
             self.mixes = nn.BatchNorm1d(WIDTH)
         self.table = nn.Parameter(torch.full((WIDTH,), 0.7)) if how == "condition" else None
         if how == "in place":
-            self.attention.requires_grad_(False)  # a layer that is trained keeps its input, which may not be changed
+            self.gate = nn.Linear(WIDTH, HIDDEN)
+            for layer in (self.up, self.gate):
+                layer.requires_grad_(False)  # one that is trained keeps its input, which may not be changed
         if how == "frozen norm":
             self.norm.requires_grad_(False)
 
@@ -203,10 +205,12 @@ class Block(nn.Module):
         if self.how == "no eps":
             y = y / y.norm(dim=-1, keepdim=True)
         x = x + self.scale * y
-        if self.how == "in place" and self.writes:
-            h.mul_(self.scale)
-            x = x + self.attention(h, mask)
         h = self.norm2(x)
+        if self.how == "in place":
+            y = self.up(h)
+            if self.writes:
+                h.mul_(1.3)
+            return x + self.down(F.silu(y) * self.gate(h))
         if self.how == "inline":
             return x + self.down(F.gelu(self.up(h)))
         y, more = self.mlp(h)
@@ -487,7 +491,7 @@ class Drops(Block):
     def __init__(self):
         super().__init__("inline")
         self.rows, self.samples, self.channels, self.drops_more = (
-            nn.Dropout(0.4),
+            nn.Dropout(0.1),
             nn.Dropout(0.4),
             nn.Dropout1d(0.4),
             False,
@@ -507,7 +511,7 @@ class DropsBetween(Words):
 
     def __init__(self):
         super().__init__()
-        self.blocks, self.rows = nn.ModuleList(Drops() for _ in range(2)), nn.Dropout(0.4)
+        self.blocks, self.rows = nn.ModuleList(Drops() for _ in range(2)), nn.Dropout(0.1)
 
     def forward(self, input_ids):
         x = self.blocks[0](self.tokens(input_ids))
