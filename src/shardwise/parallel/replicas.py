@@ -28,7 +28,8 @@ class Replicas:
             (axis, name)
             for axis in axes
             for name in runtime.trainable
-            if name in params and all(cut.axis != axis.name for cut in params[name].cuts)
+            if name in params
+            and all(cut.axis != axis.name for cut in params[name].cuts)
             and (is_due or name not in runtime.partial.get(axis.name, ()))
         ]
 

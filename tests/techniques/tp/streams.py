@@ -126,9 +126,9 @@ with warnings.catch_warnings(action="ignore"):  # torch says that it is old; mod
 class OwnGradients(nn.Module):
     """Has a backward of its own."""
 
-    def __init__(self, how):
+    def __init__(self, how, width=WIDTH):
         super().__init__()
-        self.how, self.gain = how, nn.Parameter(torch.full((WIDTH,), 1.1))
+        self.how, self.gain = how, nn.Parameter(torch.full((width,), 1.1))
 
     def forward(self, x):
         if self.how == "loss of a mean":

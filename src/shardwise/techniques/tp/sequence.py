@@ -164,9 +164,7 @@ class SequenceCuts(CutForward):
     ):
         super().__init__(joined.ranks, "tp", data.source, data.dim, data.constants)
         self._data, self._joined, self._stream = data, joined, stream
-        self.for_two_lengths = (
-            "parallelize(..., example=batch), with sequences of two lengths that differ in it; or leave sequence_parallel out"
-        )
+        self.for_two_lengths = "parallelize(..., example=batch), with sequences of two lengths that differ in it; or leave sequence_parallel out"
         self._ended: set[str] = set()  # blocks whose output was joined, in this forward
         self._ends: set[str] = set()  # blocks of which that is to be
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
