@@ -317,7 +317,7 @@ class StreamRows(Rows):
             self._label(kind, args, result)
         return result
 
-    def _refuse_parts(self, *args: Any) -> None:
+    def _refuse_parts(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
         """Gradients of what every rank has whole are whole."""
 
     def replaced(self, before: Any, x: Any) -> None:
