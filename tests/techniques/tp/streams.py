@@ -247,20 +247,6 @@ class Words(nn.Module):
         return {"logits": y, "hidden": x} if self.how == "dictionary" else y
 
 
-class Patches(Words):
-    """Looks at patches of an image."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Conv2d(3, WIDTH, 2, 2)
-
-    def forward(self, pixels):
-        x = self.patch(pixels).flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class Pairs(Words):
     """Has blocks of sequences of two lengths."""
 
@@ -508,9 +494,6 @@ def _use(case, world):
             step([batch(1, num)])
     if case == "statistics":
         parallel("statistics", world)
-    if case == "patches":
-        pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-        sw.parallelize(Patches().double(), world, example={"pixels": pixels}, tensor_parallel=PARALLEL)
     if case == "two lengths":
         ids = batch(1, 24)["input_ids"]
         model = sw.parallelize(Pairs().double(), world, example={"ids": ids, "others": ids}, tensor_parallel=PARALLEL)
