@@ -127,9 +127,9 @@ with warnings.catch_warnings(action="ignore"):  # torch says that it is old; mod
 class OwnGradients(nn.Module):
     """Has a backward of its own."""
 
-    def __init__(self, how):
+    def __init__(self, how, width=WIDTH):
         super().__init__()
-        self.how, self.gain = how, nn.Parameter(torch.full((WIDTH,), 1.1))
+        self.how, self.gain = how, nn.Parameter(torch.full((width,), 1.1))
 
     def forward(self, x):
         if self.how == "loss of a mean":
@@ -261,20 +261,6 @@ class Words(nn.Module):
             x = x + x.mean(1, keepdim=True)
         y = self.head(x)
         return {"logits": y, "hidden": x} if self.how == "dictionary" else y
-
-
-class Patches(Words):
-    """Looks at patches of an image."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Conv2d(3, WIDTH, 2, 2)
-
-    def forward(self, pixels):
-        x = self.patch(pixels).flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Pairs(Words):
@@ -581,9 +567,6 @@ def _use(case, world):
             step([batch(1, num)])
     if case == "statistics":
         parallel("statistics", world)
-    if case == "patches":
-        pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-        sw.parallelize(Patches().double(), world, example={"pixels": pixels}, tensor_parallel=PARALLEL)
     if case == "two lengths":
         ids = batch(1, 24)["input_ids"]
         model = sw.parallelize(Pairs().double(), world, example={"ids": ids, "others": ids}, tensor_parallel=PARALLEL)

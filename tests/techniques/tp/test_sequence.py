@@ -204,7 +204,6 @@ def test_backwards_of_ones_own(ranks, how):
 REFUSED = {
     "late": "a parameter that each holds whole",
     "statistics": "into a module of its own",
-    "patches": "no argument of its blocks is as long as that of the model",
     "two lengths": "with sequences of two lengths that differ",
     "cp": "both cut the positions of a sequence",
     "compiled dropout": "ranks draw numbers of their own for their positions",
