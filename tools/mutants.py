@@ -2614,20 +2614,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a norm of no numbers is not a number",
     ),
     Mutant(
-        "sp-joined-before-it-was-written",
-        "            if rows is x and version == _version(x):\n",
-        "            if rows is x:\n",
-        "tests/techniques/tp/test_sequence.py -k 'single_models and place'",
-        "layers get what the stream was before it was changed in place",
-    ),
-    Mutant(
-        "cp-queries-drop-alike",
-        "        if number not in self._of_rows and (self._cuts.drops is None or number not in self._queries):\n",
-        "        if number not in self._of_rows:\n",
-        "tests/techniques/cp/test_parity.py -k dropout_is",
-        "attention of rows to what every rank has drops the same of each rank's",
-    ),
-    Mutant(
         "sp-what-ranks-have-meets-rows",
         "            if any(label.is_whole and x.is_floating_point() for x, label in of_given):\n",
         "            if False:\n",

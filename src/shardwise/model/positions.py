@@ -23,7 +23,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.hidden_gradients import Shown, is_linear, is_users, seen_by
 from shardwise.model.layers import Layer, LayerCalls, bound
-from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUT_MODULES, DROPOUTS
+from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
@@ -427,7 +427,7 @@ class Rows(LayerCalls):
     def _note_drop(self, func: Any, x: Tensor) -> bool:
         """Notes where what is dropped has positions; returns whether these are rows."""
         get = self._trial.module.get_submodule
-        frame = next((each for each in reversed(self.frames) if not isinstance(get(each.name), DROPOUT_MODULES)), None)
+        frame = next((each for each in reversed(self.frames) if not isinstance(get(each.name), DROPPING)), None)
         if frame is None:
             return False
         number, frame.num_drops = frame.num_drops, frame.num_drops + 1

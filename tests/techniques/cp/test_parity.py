@@ -259,9 +259,8 @@ def test_answers_are_whole_and_evaluations_are_cut(ranks, name):
 
 
 def test_dropout_is_equal_before_the_cut_and_other_on_rows(ranks):
-    (one, losses, kept), (other, its_losses, its_kept) = ranks.run(dropped, 2, "cp=2")
+    (one, losses, _), (other, its_losses, _) = ranks.run(dropped, 2, "cp=2")
     again = ranks.run(dropped, 2, "cp=2", remat="full")
-    assert all(mine != its for mine, its in zip(kept, its_kept, strict=True))  # by attention
     assert losses == its_losses and [run[1] for run in again] == [losses] * 2
     assert (
         len(one) == len(other) < 2 * 2 * 5
