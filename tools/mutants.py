@@ -2614,6 +2614,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a norm of no numbers is not a number",
     ),
     Mutant(
+        "sp-joined-before-it-was-written",
+        "            if joined is x and version == _version(x):\n",
+        "            if joined is x:\n",
+        "tests/techniques/tp/test_sequence.py -k 'single_models and place'",
+        "a layer's gradient goes past what the stream was written with before it",
+    ),
+    Mutant(
         "sp-what-ranks-have-meets-rows",
         "            if any(label.is_whole and x.is_floating_point() for x, label in of_given):\n",
         "            if False:\n",

@@ -142,9 +142,10 @@ def test_every_length(ranks, how, layout, num):
     assert max(ranks.run(every_length, num, how, layout, [1, 2, 3, 5, 1, 6, 9])) < 1e-12
 
 
-@pytest.mark.parametrize(("how", "num"), [("two streams", 1), ("no eps", 1)])
+@pytest.mark.parametrize(("how", "num"), [("two streams", 1), ("no eps", 1), ("in place", 13)])
 def test_lengths_of_single_models(ranks, how, num):
-    """A stream of one position is as long on rows as it is whole; what stands for none is not zero."""
+    """A stream of one position is as long on rows as it is whole; what stands for none is not zero; what was joined is another once it has
+    been written in place."""
     assert max(ranks.run(every_length, 2, how, "tp=2", [num])) < 1e-12
 
 
