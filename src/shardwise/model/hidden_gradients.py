@@ -59,11 +59,12 @@ class Shown:
     Attributes:
         args: with a share of their gradients, for fixed gradients of the result.
         failed: its backward does not run, such as one of a device.
+        is_linear: what its backward gives for two gradients is, added, what it gives for their sum.
     """
 
     def __init__(self, plain: Callable[..., Any], args: Sequence[Any]):
         self._hidden: list[Tensor] = []
-        self.args, self.failed = tuple(args), False
+        self.args, self.failed, self.is_linear = tuple(args), False, True
         try:
             self._run(plain, args)
         except Exception:  # whatever the user's code raises
@@ -86,7 +87,15 @@ class Shown:
             given, made = _called(plain, args, leaves)
             if not made:
                 return
-            grads = torch.autograd.grad(made, [*leaves.values()], [x.detach().cos() for x in made], allow_unused=True)
+            of = [*leaves.values()]
+            whole = [x.detach().cos() for x in made]
+            some = [x * (torch.arange(x.numel()) % 3 == 0).view(x.shape) for x in whole]
+            rest = [x - y for x, y in zip(whole, some, strict=True)]
+            one, other = (
+                torch.autograd.grad(made, of, each, retain_graph=True, allow_unused=True) for each in (some, rest)
+            )
+            grads = torch.autograd.grad(made, of, whole, allow_unused=True)
+            self.is_linear = all(_is_sum(*each) for each in zip(grads, one, other, strict=True))
         found = list(args)
         for i, grad in zip(places, grads, strict=True):
             if grad is None or isinstance(args[i], nn.Parameter):
@@ -120,6 +129,19 @@ def _called(
         given = {i: leaf.clone() for i, leaf in leaves.items()}
         made = plain(*(given.get(i, x) for i, x in enumerate(args)))
         return given, [x for x in flat([made]) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def is_linear(hook: Callable[[Tensor], Any], grad: Tensor) -> bool:
+    """Whether what a hook makes of two gradients is, added, what it makes of their sum."""
+    some = grad * (torch.arange(grad.numel()) % 3 == 0).view(grad.shape)
+    made = [hook(x.clone()) for x in (grad, some, grad - some)]
+    return all(x is None for x in made) or _is_sum(*made)
+
+
+def _is_sum(whole: Tensor | None, one: Tensor | None, other: Tensor | None) -> bool:
+    if whole is None or one is None or other is None:
+        return whole is None
+    return torch.allclose(whole, one + other, rtol=1e-9, atol=1e-12)
 
 
 def _leaf(x: Tensor) -> Tensor:

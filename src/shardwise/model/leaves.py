@@ -150,13 +150,12 @@ DROPOUTS = frozenset({  # functions that drop numbers of their first argument
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 })  # fmt: skip
-DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-"""Modules that are nothing but one of these functions."""
 _ASKS_FOR_GRADIENTS = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
     "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
 })  # fmt: skip
+DROPPING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DROPOUT = ("input", "p", "training")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 _SIZES = frozenset({"size", "numel", "stride", "__len__", "nelement"})

@@ -21,9 +21,9 @@ from torch.nn import functional
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.hidden_gradients import Shown, is_users, seen_by
+from shardwise.model.hidden_gradients import Shown, is_linear, is_users, seen_by
 from shardwise.model.layers import Layer, LayerCalls, bound
-from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUT_MODULES, DROPOUTS
+from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
@@ -199,7 +199,7 @@ class Rows(LayerCalls):
                 return x
             if known is not None and path not in known:
                 return x
-            self._compare(name, f"{path} of it", x, whole)
+            self._compare(name, f"what is joined there, {path},", x, whole)
             dims[path] = self._dim_of(name, x, whole)
             if known is not None and known[path] != dims[path]:
                 raise Differs(name, f"{path} of it has its positions along dim {dims[path]}")
@@ -319,8 +319,10 @@ class Rows(LayerCalls):
         key, mine = self._key_of_gradient(), [x for x in args if isinstance(x, Tensor)]
         with self.busy(), saved_tensors_hooks(lambda x: x, lambda x: x):
             shown = Shown(plain, args)
-        if shown.failed:
-            self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
+            if shown.failed or self._rows is None:
+                self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
+            elif not shown.is_linear:
+                self._refuse_parts(key, mine, f"the backward of {kind.__name__}")
         for before, x in zip(args, shown.args, strict=True):
             self.replaced(before, x)
         result = plain(*shown.args)
@@ -340,6 +342,8 @@ class Rows(LayerCalls):
         with self.busy():
             grad = x.detach().cos()
             made = hook(grad.clone())
+            if self._rows is not None and not is_linear(hook, grad):
+                self._refuse_parts(key, [x], "a hook on a gradient")
             if self._rows is None or key not in self._whole.gradients:
                 self._refuse_hidden(key, [x, grad if made is None else made], "a hook on a gradient")
                 return
@@ -355,6 +359,13 @@ class Rows(LayerCalls):
         frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
         frame.num_applied += 1
         return (*frame.key, frame.num_applied)
+
+    def _refuse_parts(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
+        """Raises Differs where gradients are of what every rank has whole, which are then parts of a sum."""
+        full = self._whole.gradients.get(key)
+        if full is not None and all(x.shape == y.shape for x, y in zip(mine, full, strict=False)):
+            why = f"{what} gets a part of a gradient on each rank, and what it gives for all of it is not the sum of those"
+            raise Differs(key[0], why, is_of_gradients=True)
 
     def _refuse_hidden(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
         """Raises Differs where gradients cannot be compared, unless all that is given is what the whole run had."""
@@ -416,7 +427,7 @@ class Rows(LayerCalls):
     def _note_drop(self, func: Any, x: Tensor) -> bool:
         """Notes where what is dropped has positions; returns whether these are rows."""
         get = self._trial.module.get_submodule
-        frame = next((each for each in reversed(self.frames) if not isinstance(get(each.name), DROPOUT_MODULES)), None)
+        frame = next((each for each in reversed(self.frames) if not isinstance(get(each.name), DROPPING)), None)
         if frame is None:
             return False
         number, frame.num_drops = frame.num_drops, frame.num_drops + 1

@@ -110,10 +110,21 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         is_mask: a mask has not the keys of all positions.
         is_of_heads: heads cannot be divided.
         is_kept: it keeps a tensor of its rows.
+        is_of_gradients: a backward of the user's own would get parts of gradients.
     """
 
-    def __init__(self, name: str, why: str, *, is_mask: bool = False, is_of_heads: bool = False, is_kept: bool = False):
+    def __init__(
+        self,
+        name: str,
+        why: str,
+        *,
+        is_mask: bool = False,
+        is_of_heads: bool = False,
+        is_kept: bool = False,
+        is_of_gradients: bool = False,
+    ):
         super().__init__(f"{name}: {why}")
+        self.is_of_gradients = is_of_gradients
         self.name, self.why = name, why
         self.is_mask, self.is_of_heads, self.is_kept = is_mask, is_of_heads, is_kept
 

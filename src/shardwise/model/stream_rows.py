@@ -211,7 +211,7 @@ class StreamRows(Rows):
         """What the whole run had in the place of rows ``x``, which are compared."""
         if not isinstance(x, Tensor) or not isinstance(whole, Tensor) or x.shape == whole.shape:
             return x
-        self._compare(name, f"{path} of it", x, whole)
+        self._compare(name, f"what is joined there, {path},", x, whole)
         at = [dim for dim, (mine, all_) in enumerate(zip(x.shape, whole.shape, strict=True)) if mine != all_]
         if len(at) != 1:
             raise Differs(name, f"a tensor {tuple(whole.shape)} has positions along several dims")
@@ -316,6 +316,9 @@ class StreamRows(Rows):
         if self._rows is not None and not self._is_busy:
             self._label(kind, args, result)
         return result
+
+    def _refuse_parts(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
+        """Gradients of what every rank has whole are whole."""
 
     def replaced(self, before: Any, x: Any) -> None:
         if x is not before and self._rows is not None:

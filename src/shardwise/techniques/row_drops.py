@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.layers import bound
-from shardwise.model.leaves import DROPOUT, DROPOUT_MODULES, DROPOUTS
+from shardwise.model.leaves import DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.names import canonical_children, canonical_modules
 from shardwise.techniques.row_exchanges import At
 from shardwise.world.streams import PartStream
@@ -63,7 +63,7 @@ class RowDrops(TorchFunctionMode):
         watched: dict[str, Sequence[int]] = {"": (), **found}
         for name in list(watched):
             for child in called_children(modules[name]) if name in modules else ():
-                if id(child) in names and not isinstance(child, DROPOUT_MODULES):
+                if id(child) in names and not isinstance(child, DROPPING):
                     watched.setdefault(names[id(child)], ())
         for name, dims in watched.items():
             if name in modules:

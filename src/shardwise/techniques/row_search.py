@@ -306,7 +306,7 @@ class Search:
             Differs: there is none.
         """
         name = wrong.name
-        if wrong.is_kept and not self.fallback:
+        if wrong.is_of_gradients or (wrong.is_kept and not self.fallback):
             raise wrong
         if plan.masks_of_rows:
             other = dataclasses.replace(plan, masks_of_rows=False)

@@ -167,7 +167,8 @@ class Drops(Words):
     def __init__(self):
         super().__init__(extra="dropout")
         self.before, self.behind, self.channels, self.drawn = nn.Dropout(0.3), nn.Dropout(0.3), nn.Dropout(0.3), []
-        self.memory = nn.Parameter(torch.randn(1, 1, 6, 32))
+        self.kept: list[float] = []
+        self.memory = nn.Parameter(torch.zeros(1, 1, 6, 32))
 
     def forward(self, input_ids):
         x = self.before(self.tokens(input_ids))
@@ -177,8 +178,10 @@ class Drops(Words):
         x = x * self.channels(torch.ones(len(x), 1, 8)).repeat_interleave(4, -1)
         memory = self.memory.expand(len(x), -1, -1, -1)
         chance = 0.3 if self.training else 0.0
-        x = x + F.scaled_dot_product_attention(x[:, None], memory, memory, dropout_p=chance)[:, 0]
+        y = F.scaled_dot_product_attention(x[:, None], memory, memory + 1, dropout_p=chance)[:, 0]
+        x = x + y
         if self.training:
+            self.kept.append(y[..., 0].tolist())
             self.drawn.append(float(torch.rand(())))
         return self.head(self.behind(self.norm(x)))
 
@@ -196,7 +199,7 @@ def dropped(layout, **options):
                 )
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)
         losses = [float(step([batch(i, 16), batch(i + 5, 15)]).loss) for i in range(2)]
-        return found, [*losses, *model.drawn]
+        return found, [*losses, *model.drawn], model.kept
 
 
 def train_and_save(layout, folder, steps):

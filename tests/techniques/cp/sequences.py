@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from techniques.tp.streams import BY_ROWS, WHOLE, OwnGradients
 from torch import Tensor, nn
 
 VOCAB, WIDTH, HEADS = 61, 32, 4
@@ -69,6 +70,7 @@ class Block(nn.Module):
         self.batch_norm = nn.BatchNorm1d(WIDTH, track_running_stats=False) if extra == "batch norm" else None
         self.drop = nn.Dropout(0.4) if extra == "dropout" else nn.Identity()
         self.route = nn.Linear(WIDTH, 1) if extra == "best half" else None
+        self.own = OwnGradients(extra, WIDTH) if extra in {*WHOLE, *BY_ROWS} else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.norm(x), mask)
@@ -81,7 +83,7 @@ class Block(nn.Module):
             h = self.batch_norm(h.flatten(0, 1)).view_as(h)
         if self.extra == "running mean":
             h = h.cumsum(1) / torch.arange(1, h.shape[1] + 1)[:, None]
-        h = self.drop(h)
+        h = self.own(self.drop(h))
         y = self.down(F.gelu(self.up(h)))
         if self.route is not None:
             score = self.route(h).squeeze(-1)
@@ -123,6 +125,8 @@ PROVED = {
     "pooled": {"pools": True},
     "manual": {"kind": "manual"},
     "mask in attention": {"kind": "mask in attention"},
+    "kernel of rows": {"extra": "kernel of rows"},
+    "hook of rows": {"extra": "hook of rows"},
 }
 REFUSED = {
     "log of the length": ("blocks.0.attention", {"kind": "log of the length"}),

@@ -65,6 +65,48 @@ def test_what_mixes_positions_is_named_or_runs_whole(name, degree):
     assert facts.islands and facts.output == "rows"
 
 
+def searched_own(model, **options):
+    inputs = {"input_ids": batch(1, 24)["input_ids"]}
+    return Search(model, next(sequences_in(((), inputs))), 2, "zigzag", **options).run()
+
+
+@pytest.mark.parametrize("how", ["loss of a mean", "loss of a sum", "gradient of one length", "hook"])
+def test_backwards_of_ones_own_that_depend_on_all_positions(how):
+    """They are named; on the whole sequence they would get parts of gradients."""
+    with pytest.raises(Differs) as raised:
+        searched_own(Words(extra=how))
+    assert raised.value.name == "blocks.0.own" and not raised.value.is_of_gradients
+    with pytest.raises(Differs) as raised:
+        searched_own(Words(extra=how), fallback=True)
+    assert raised.value.name == "blocks.0.own" and raised.value.is_of_gradients
+
+
+class OnDevice(torch.autograd.Function):
+    """A backward that does not run here."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.1
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("no kernel for this device")
+
+
+class Fused(nn.Module):
+    def forward(self, x):
+        return OnDevice.apply(x)
+
+
+def test_a_backward_that_does_not_run_is_not_taken_for_one_of_rows():
+    model = Words()
+    model.blocks[1].drop = Fused()
+    with pytest.raises(Differs, match="the backward of OnDevice, which does not run on the CPU") as raised:
+        searched_own(model)
+    assert raised.value.name == "blocks.1.drop"
+    assert list(searched_own(model, fallback=True).islands) == ["blocks.1.drop"]
+
+
 @pytest.mark.parametrize("name", ["plain", "packed", "grouped", "kernel"])
 def test_attention_by_heads_is_proved_too(name):
     _, facts = searched(name, 2, "contiguous", heads_over=2)

@@ -127,9 +127,9 @@ with warnings.catch_warnings(action="ignore"):  # torch says that it is old; mod
 class OwnGradients(nn.Module):
     """Has a backward of its own."""
 
-    def __init__(self, how):
+    def __init__(self, how, width=WIDTH):
         super().__init__()
-        self.how, self.gain = how, nn.Parameter(torch.full((WIDTH,), 1.1))
+        self.how, self.gain = how, nn.Parameter(torch.full((width,), 1.1))
 
     def forward(self, x):
         if self.how == "loss of a mean":
@@ -169,7 +169,7 @@ class Block(nn.Module):
         super().__init__()
         self.how, self.norm, self.attention = how, nn.LayerNorm(WIDTH), Attention(how)
         self.norm2, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.tensor(1.2))
-        if how == "inline":
+        if how in ("inline", "in place"):
             self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         else:
             self.mlp = MLP(how)
@@ -185,7 +185,9 @@ class Block(nn.Module):
             self.mixes = nn.BatchNorm1d(WIDTH)
         self.table = nn.Parameter(torch.full((WIDTH,), 0.7)) if how == "condition" else None
         if how == "in place":
-            self.attention.requires_grad_(False)  # a layer that is trained keeps its input, which may not be changed
+            self.gate = nn.Linear(WIDTH, HIDDEN)
+            for layer in (self.up, self.gate):
+                layer.requires_grad_(False)  # one that is trained keeps its input, which may not be changed
         if how == "frozen norm":
             self.norm.requires_grad_(False)
 
@@ -203,10 +205,12 @@ class Block(nn.Module):
         if self.how == "no eps":
             y = y / y.norm(dim=-1, keepdim=True)
         x = x + self.scale * y
-        if self.how == "in place" and self.writes:
-            h.mul_(self.scale)
-            x = x + self.attention(h, mask)
         h = self.norm2(x)
+        if self.how == "in place":
+            y = self.up(h)
+            if self.writes:
+                h.mul_(1.3)
+            return x + self.down(F.silu(y) * self.gate(h))
         if self.how == "inline":
             return x + self.down(F.gelu(self.up(h)))
         y, more = self.mlp(h)
@@ -257,20 +261,6 @@ class Words(nn.Module):
             x = x + x.mean(1, keepdim=True)
         y = self.head(x)
         return {"logits": y, "hidden": x} if self.how == "dictionary" else y
-
-
-class Patches(Words):
-    """Looks at patches of an image."""
-
-    def __init__(self):
-        super().__init__()
-        self.patch = nn.Conv2d(3, WIDTH, 2, 2)
-
-    def forward(self, pixels):
-        x = self.patch(pixels).flatten(2).transpose(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Pairs(Words):
@@ -487,7 +477,7 @@ class Drops(Block):
     def __init__(self):
         super().__init__("inline")
         self.rows, self.samples, self.channels, self.drops_more = (
-            nn.Dropout(0.4),
+            nn.Dropout(0.1),
             nn.Dropout(0.4),
             nn.Dropout1d(0.4),
             False,
@@ -507,7 +497,7 @@ class DropsBetween(Words):
 
     def __init__(self):
         super().__init__()
-        self.blocks, self.rows = nn.ModuleList(Drops() for _ in range(2)), nn.Dropout(0.4)
+        self.blocks, self.rows = nn.ModuleList(Drops() for _ in range(2)), nn.Dropout(0.1)
 
     def forward(self, input_ids):
         x = self.blocks[0](self.tokens(input_ids))
@@ -577,9 +567,6 @@ def _use(case, world):
             step([batch(1, num)])
     if case == "statistics":
         parallel("statistics", world)
-    if case == "patches":
-        pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-        sw.parallelize(Patches().double(), world, example={"pixels": pixels}, tensor_parallel=PARALLEL)
     if case == "two lengths":
         ids = batch(1, 24)["input_ids"]
         model = sw.parallelize(Pairs().double(), world, example={"ids": ids, "others": ids}, tensor_parallel=PARALLEL)

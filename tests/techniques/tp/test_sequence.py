@@ -144,8 +144,8 @@ def test_every_length(ranks, how, layout, num):
 
 @pytest.mark.parametrize(("how", "num"), [("two streams", 1), ("no eps", 1), ("in place", 13)])
 def test_lengths_of_single_models(ranks, how, num):
-    """A stream of one position is as long on rows as it is whole; what stands for none is not zero; what was joined is joined again once it
-    has been changed in place."""
+    """A stream of one position is as long on rows as it is whole; what stands for none is not zero; what was joined is another once it has
+    been written in place."""
     assert max(ranks.run(every_length, 2, how, "tp=2", [num])) < 1e-12
 
 
@@ -204,7 +204,6 @@ def test_backwards_of_ones_own(ranks, how):
 REFUSED = {
     "late": "a parameter that each holds whole",
     "statistics": "into a module of its own",
-    "patches": "no argument of its blocks is as long as that of the model",
     "two lengths": "with sequences of two lengths that differ",
     "cp": "both cut the positions of a sequence",
     "compiled dropout": "ranks draw numbers of their own for their positions",

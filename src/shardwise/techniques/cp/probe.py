@@ -144,6 +144,13 @@ def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
             fix="return what the loss reads, and let nothing of it stay in the model after its forward",
             name=wrong.name or None,
         )
+    if wrong.is_of_gradients:
+        return UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why=f"it runs on the whole sequence on every rank: {wrong.why}",
+            fix="return what such a loss is made of, and add it in loss=; let a backward or a hook treat each position by itself; or leave cp out",
+            name=wrong.name or None,
+        )
     if wrong.is_of_heads:
         return UnsupportedError(
             f'{what} with method="ulysses"',

@@ -51,10 +51,9 @@ class JoinedStream:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.is_cut = False  # the stream behind the last block that ran
-        self._joined: list[
-            tuple[Tensor, int, Tensor, int, At]
-        ] = []  # rows and their version; all of them, dim, positions
-        self._ways: list[tuple[Tensor, Tensor]] = []  # what was joined, and it for column-parallel layers
+        # Rows and all of them, each with its version: a tensor that was written in place is another; dim, positions.
+        self._joined: list[tuple[Tensor, int, Tensor, int, int, At]] = []
+        self._ways: list[tuple[Tensor, int, Tensor]] = []  # what was joined; the same for column-parallel layers
 
     @property
     def at(self) -> At | None:
@@ -71,23 +70,23 @@ class JoinedStream:
         at = self.at
         if at is None:
             return x
-        for rows, version, whole, _, _ in self._joined:
-            if rows is x and version == _version(x):
+        for rows, version, whole, of_whole, _, _ in self._joined:
+            if rows is x and version == _version(x) and of_whole == _version(whole):
                 return whole
         whole = moved(x, at, self.ranks, dim, "gather", "rows")
         if x.is_floating_point():
-            self._joined.append((x, _version(x), whole, dim, at))
+            self._joined.append((x, _version(x), whole, _version(whole), dim, at))
         return whole
 
     def for_columns(self, x: Tensor) -> Tensor | None:
         """``x``, of whose gradient each rank has a part, summed to rows; None: it is not what was joined."""
-        for joined, way in self._ways:
-            if joined is x:
+        for joined, version, way in self._ways:
+            if joined is x and version == _version(x):
                 return way
-        for rows, _, whole, dim, at in self._joined:
-            if whole is x and rows.requires_grad and torch.is_grad_enabled():
+        for rows, _, whole, version, dim, at in self._joined:
+            if whole is x and version == _version(x) and rows.requires_grad and torch.is_grad_enabled():
                 way = _again(rows, whole, at, self.ranks, dim)
-                self._ways.append((whole, way))
+                self._ways.append((whole, version, way))
                 return way
         return None
 

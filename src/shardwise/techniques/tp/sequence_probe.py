@@ -45,7 +45,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         raise UnsupportedError(
             what,
             why=f"there is no place where the positions of all ranks could be joined before the layers that are cut: on some of them {wrong.why}",
-            fix=_fix(module, wrong),
+            fix=_fix(wrong),
             name=wrong.name or None,
         ) from None
     except Exception as error:
@@ -112,14 +112,17 @@ class _NoStream(Differs):
     """Blocks have no stream that could be cut, or no layers beside which it could be."""
 
 
-def _fix(module: nn.Module, wrong: Differs) -> str:
+def _fix(wrong: Differs) -> str:
     """What can be done about code that is not the same on some positions."""
-    if any(wrong.name in each.blocks for each in find_block_lists(module)):
+    if "does not run on rows" in wrong.why:
         return (
-            "put the code of the block that is not the same on some positions (it looks at all of them, writes a buffer, or has a backward of "
-            "its own) into a module of its own: that runs on all positions; or leave sequence_parallel out"
+            "compute what has all positions, such as an embedding of the tokens, before the blocks, and pass it to them as an argument; or "
+            "leave sequence_parallel out"
         )
-    return "call such code in a module of its own, beside the layers that are cut: that runs on all positions; or leave sequence_parallel out"
+    return (
+        "put the code that is not the same on some positions (it looks at all of them, writes a buffer, or has a backward or a hook of its own) "
+        "into a module of its own, beside the layers that are cut: that runs on all positions; or leave sequence_parallel out"
+    )
 
 
 def _unused(search: StreamSearch, found: StreamFacts) -> list[str]:
