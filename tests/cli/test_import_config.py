@@ -61,16 +61,81 @@ def test_nothing_is_written_where_a_key_is_refused(capsys, tmp_path):
         ([FILE, "--from", "axolotl"], "there is no such system"),
         ([FILE, "-o", FILE], "it is the file that is imported"),
         ([FILE, "-o", "none/run.yaml"], "the folder is not there"),
+        ([FILE, "-o", str(FIXTURES)], "it is no file's name"),
+        ([FILE, "-o", ""], "it is no file's name"),
+        ([FILE, "-o", "/dev/full"], "it cannot be written"),
+        ([FILE, "-o", "-", "--json"], "both would be printed"),
         ([FILE, "--train.stepz=3"], "did you mean --train.steps=3"),
         ([FILE, "--allow", "machine_rank"], "no such key is refused"),
         ([TITAN, "--ranks", "6"], "6"),
-        ([FILE, "--ranks", "0"], "give ranks a number from 1 on"),
+        ([FILE, "--ranks", "0"], "give ranks a whole number from 1 on"),
         ([FILE, "--ranks", "8", "--ranks-per-node", "3"], "use a multiple of 3"),
     ],
 )
 def test_a_mistake_of_the_command_line_is_answered(capsys, words, says):
     assert cli.main(["import-config", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_an_old_run_file_is_replaced_whole_or_not_at_all(capsys, monkeypatch, tmp_path):
+    run, link = tmp_path / "run.yaml", tmp_path / "link.yaml"
+    link.symlink_to(run)
+    run.write_text("old")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path, "write_text", lambda path, *_, **__: path.write_bytes(b"half") and path.joinpath("x").stat()
+        )
+        assert cli.main(["import-config", FILE, "-o", str(link)]) == 2
+    assert "it cannot be written" in capsys.readouterr().err
+    assert run.read_text() == "old" and sorted(tmp_path.iterdir()) == [link, run]
+    assert cli.main(["import-config", FILE, "-o", str(link)]) == 0
+    assert f"replaced {link}, which was there" in capsys.readouterr().err
+    assert link.is_symlink() and load_config(run).config.launch.nproc == 8
+    assert sorted(tmp_path.iterdir()) == [link, run]
+
+
+def test_a_link_to_itself_is_no_output(capsys, tmp_path):
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    assert cli.main(["import-config", FILE, "-o", str(loop)]) == 2
+    assert "it is no file's name" in capsys.readouterr().err and loop.is_symlink()
+
+
+def test_the_run_file_is_printed_by_a_dash(capsys):
+    assert cli.main(["import-config", FILE, "-o", "-", "--quiet"]) == 0
+    assert "layout: dp_shard=-1" in capsys.readouterr().out
+
+
+def test_a_closed_output_is_answered(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["import-config", FILE, "--quiet"]) == 2
+    assert cli.main(["import-config", FILE, "--quiet", "-o", str(tmp_path / "run.yaml")]) == 0
+    assert "a closed standard output" in capsys.readouterr().err
+    assert load_config(tmp_path / "run.yaml").config.launch.nproc == 8
+
+
+def no_constant(word):
+    raise AssertionError(word)
+
+
+def test_json_is_json_and_stands_beside_the_run_file(capsys, tmp_path):
+    run, file = tmp_path / "run.yaml", tmp_path / "ml.yaml"
+    file.write_text("trainer: {max_steps: 3, grad_clipping: {clip_grad_norm: 1.0, clip_grad_norm_type: .inf}}\n")
+    words = [str(file), "--from", "ml", "--ranks", "1"]
+    assert cli.main(["import-config", *words, "--json", "-o", str(run)]) == 0, capsys.readouterr().err
+    made = json.loads(capsys.readouterr().out, parse_constant=no_constant)
+    assert made["run"]["train"]["norm_type"] == "inf" and load_config(run).config.train.steps == 3
+
+
+def test_an_error_is_json_too(capsys):
+    assert cli.main(["import-config", FILE, "--json", "--ranks", "0"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["error"]["given"] == "ranks=0" and set(json.loads(printed.out)["error"]) == {
+        "given",
+        "why",
+        "fix",
+    }
+    assert "ConfigError: ranks=0" in printed.err
 
 
 def test_variables_of_the_environment_are_read(capsys, monkeypatch):

@@ -472,3 +472,31 @@ def test_all_unknown_keys_of_a_file_are_told_at_once(write):
     assert only.startswith(
         "optim.weigth_decay (run.yaml:2)\n  why: there is no key 'weigth_decay' in optim\n  fix: did you"
     )
+
+
+ALIASES = "\n".join(
+    ["a: &a [x,x,x,x,x,x,x,x,x]", *[f"{b}: &{b} [{','.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]]
+)  # fmt: skip
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("bomb.yaml", ALIASES, "aliases make more values"),
+        ("deep.yaml", "a: " + "[" * 5000 + "]" * 5000, "too deeply"),
+        ("deep.json", '{"a": ' + "[" * 30_000 + "]" * 30_000 + "}", "too deeply"),
+        ("deep.toml", "a = " + "[" * 3000 + "]" * 3000, "too deeply"),
+        ("digits.yaml", "a: " + "9" * 5000, "digits"),
+        ("digits.json", '{"a": ' + "9" * 5000 + "}", "digits"),
+        ("digits.toml", "a = " + "9" * 5000, "digits"),
+    ],
+)
+def test_what_no_file_holds_is_told_and_not_read(write, name, text, why):
+    with pytest.raises(ConfigError, match=why):
+        load_config(write(name, text))
+
+
+def test_an_override_that_lies_too_deep_is_told():
+    with pytest.raises(ConfigError, match="too deeply"):
+        parse_yaml_value("[" * 5000 + "]" * 5000, "--train.steps")

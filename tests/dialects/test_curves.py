@@ -193,6 +193,16 @@ def test_ours_is_written_where_it_follows_within_two_steps(family, args, expecte
             assert min(near) - 1e-9 <= rate <= max(near) + 1e-9
 
 
+@pytest.mark.parametrize(("family", "args", "expected"), FOLLOWED)
+def test_a_long_run_is_compared_at_its_corners_as_at_each_step(monkeypatch, family, args, expected):
+    each = curves.native(family, args, 1000)
+    monkeypatch.setattr(curves, "_EACH_STEP", 999)
+    monkeypatch.setattr(curves, "_steps_between", lambda steps: range(0, steps, 50))
+    assert curves.native(family, args, 1000) == each
+    found, ahead, _ = curves.native(family, args, 2_000_000_000)
+    assert found is None or ahead in (0, 1, 2)
+
+
 def test_each_table_names_a_family_of_curves():
     for name in names():
         family = load(name).head.get("family")

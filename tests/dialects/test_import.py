@@ -440,3 +440,64 @@ def test_outcome_of_an_empty_mapping_is_an_error_that_says_whose_it_could_be():
     assert outcome("accelerate", {})[0] == "imported"  # a system is named: defaults there
     with pytest.raises(ConfigError, match="--from NAME"):
         from_config({})
+
+
+HF: dict[str, Any] = {"output_dir": "o", "max_steps": 100, "learning_rate": 1e-4, "lr_scheduler_type": "cosine"}
+NO_NUMBERS = [
+    *[(key, float("nan")) for key in ("learning_rate", "warmup_steps", "logging_steps", "save_steps", "adam_epsilon")],
+    ("warmup_steps", float("inf")),
+    ("learning_rate", "1e999"),
+    ("max_steps", 10**400),
+    ("lr_scheduler_kwargs", {"num_cycles": float("nan")}),
+    ("lr_scheduler_kwargs", '{"num_cycles": NaN}'),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), NO_NUMBERS)
+def test_a_number_that_is_none_is_refused_by_its_key(key, value):
+    with pytest.raises(ConfigError, match=f"^{key}="):
+        from_config({**HF, key: value}, dialect="transformers", ranks=1)
+
+
+def test_infinity_is_kept_where_a_row_has_it():
+    made = from_config({"trainer": {"clip_grad_norm_type": float("inf")}}, dialect="ml", ranks=1)
+    assert made.run["train"]["norm_type"] == "inf"
+
+
+LAUGHS = {"a0": "x" * 10} | {f"a{n}": f"${{a{n - 1}}}" * 10 for n in range(1, 9)}
+ITSELF: dict[str, Any] = {**HF}
+ITSELF["fsdp_config"] = ITSELF
+BOMB: list[Any] = ["x"] * 10
+for _ in range(8):
+    BOMB = [BOMB] * 10
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({**LAUGHS, "run_name": "${a8}"}, "larger than a configuration is"),
+        ({"fsdp_config": ITSELF}, "levels of values"),
+        ({"lora_target_modules": BOMB}, "more than 10000 values"),
+        ({"run_name": "x" * 2_000_000}, "more than 1000000 letters"),
+    ],
+)
+def test_what_is_larger_than_a_configuration_is_refused(more, why):
+    with pytest.raises(ConfigError, match=why):
+        from_config({**HF, **more}, dialect="transformers", ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ranks": "2"}, "ranks='2'"),
+        ({"ranks": 2.0}, "ranks=2.0"),
+        ({"ranks": True}, "ranks=True"),
+        ({"ranks_per_node": "1"}, "ranks_per_node='1'"),
+        ({"allow": "bogus"}, "allow='bogus'"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(given, said):
+    with pytest.raises(ConfigError) as caught:
+        from_config(HF, dialect="transformers", **given)
+    assert caught.value.given == said

@@ -5,11 +5,15 @@ The run file is printed, the answers go to the error stream, so that ``> run.yam
 """
 
 import argparse
+import errno
 import json
+import math
 import os
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.cli.arguments import Parser
 from shardwise.errors import ConfigError
@@ -39,9 +43,11 @@ def add_arguments(parser: Parser) -> None:
         action="store_true",
         help="keep the learning rate curve of the files where ours follows it within two steps",
     )
-    parser.add_argument("--json", action="store_true", help="print the run file and all answers as JSON")
+    parser.add_argument("--json", action="store_true", help="print the run file and all answers, or the error, as JSON")
     parser.add_argument("--quiet", action="store_true", help="print no answers")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where the run file is written (it is printed)")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where the run file is written; an old one is replaced (it is printed)"
+    )
     parser.usage = "shardwise import-config FILE... [--from NAME] [--ranks N] [--env] [--allow KEY] [-o run.yaml] [--train.steps=20 ...]"
 
 
@@ -65,11 +71,21 @@ def keys() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        _check_output(args)
+        _import(args)
+    except ConfigError as error:
+        if args.json and args.output != "-":
+            print(json.dumps({"error": {"given": error.given, "why": error.why, "fix": error.fix}}))
+        raise
+    return 0
+
+
+def _import(args: argparse.Namespace) -> None:
     from shardwise.config.loader import load_values, with_overrides
     from shardwise.run.config import FOREIGN, RunConfig
     from shardwise.run.imported import from_config
 
-    _check_output(args)
     made = from_config(
         *args.files,
         dialect=args.dialect,
@@ -82,39 +98,88 @@ def run(args: argparse.Namespace) -> int:
     if args.overrides:
         values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
         made = replace(made, run=values, config=load_values(values, RunConfig, origin="the run file").config)
-    text = made.yaml()
+    was_there = False
+    if args.output not in (None, "-"):
+        was_there = _write(args.output, made.yaml())
+    elif not args.json:
+        print(made.yaml(), end="")
     if args.json:
-        text = json.dumps(
-            {
-                "dialect": made.dialect,
-                "run": made.run,
-                "findings": [asdict(finding) for finding in made.findings],
-                "missing": made.missing,
-                "samples": made.samples,
-            },
-            default=str,
-        )
-        text += "\n"
-    if args.output is None:
-        print(text, end="")
-    else:
-        Path(args.output).write_text(text, encoding="utf-8")
-    if not args.quiet and not args.json:
+        everything = {
+            "dialect": made.dialect,
+            "run": made.run,
+            "findings": [asdict(finding) for finding in made.findings],
+            "missing": made.missing,
+            "samples": made.samples,
+        }
+        print(json.dumps(_plain(everything), default=str, allow_nan=False))
+    elif not args.quiet and sys.stderr is not None:
         print(made, file=sys.stderr)
-    return 0
+        if was_there:
+            print(f"replaced {args.output}, which was there", file=sys.stderr)
+
+
+def _plain(value: Any) -> Any:
+    """With numbers that JSON does not have, infinity, as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(output: str, text: str) -> bool:
+    """Writes the run file beside its place and moves it there, so that a full disk loses no old one; whether there was one."""
+    place = Path(os.path.realpath(output))  # a link stays one
+    beside = place.with_name(f".{place.name}.{os.getpid()}")
+    was_there = place.exists()
+    try:
+        if was_there and not place.is_file():  # a device or a pipe
+            place.write_text(text, encoding="utf-8")
+            return False
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if was_there:
+                shutil.copymode(place, beside)
+            os.replace(beside, place)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output}",
+            why=f"it cannot be written: {error.strerror or error}",
+            fix="name another: -o run.yaml",
+        ) from None
+    return was_there
 
 
 def _check_output(args: argparse.Namespace) -> None:
-    if args.output is None:
+    is_printed = args.output in (None, "-")
+    if args.json and args.output == "-":
+        raise ConfigError(
+            "--json --output -", why="both would be printed", fix="remove one, or name a file: -o run.yaml"
+        )
+    if sys.stdout is None and (is_printed or args.json):
+        raise ConfigError("a closed standard output", why="nothing can be printed", fix="write a file: -o run.yaml")
+    if is_printed:
         return
+    if not args.output or Path(args.output).is_dir() or (Path(args.output).is_symlink() and _is_loop(args.output)):
+        raise ConfigError(f"--output {args.output!r}", why="it is no file's name", fix="name a file: -o run.yaml")
     for file in args.files:
-        if Path(file).resolve() == Path(args.output).resolve():
+        if os.path.realpath(file) == os.path.realpath(args.output):
             raise ConfigError(
                 f"--output {args.output}", why="it is the file that is imported", fix="name another: -o run.yaml"
             )
-    if not Path(args.output).resolve().parent.is_dir():
+    if not Path(os.path.realpath(args.output)).parent.is_dir():
         raise ConfigError(
             f"--output {args.output}",
             why="the folder is not there",
             fix=f"make it: mkdir -p {Path(args.output).parent}",
         )
+
+
+def _is_loop(link: str) -> bool:
+    try:
+        os.stat(link)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False

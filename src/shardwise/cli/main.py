@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(words)
-        sys.stdout.flush()  # here, where what goes wrong can be told
+        if sys.stdout is not None:  # closed before it began: >&-
+            sys.stdout.flush()  # here, where what goes wrong can be told
         return status
     except ShardwiseError as error:
         if os.environ.get("SHARDWISE_TRACEBACK") == "1":

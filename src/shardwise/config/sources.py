@@ -18,6 +18,7 @@ from shardwise.config.suggest import listing
 from shardwise.errors import ConfigError
 
 Keys = tuple[str, ...]
+_MOST_BY_ALIASES = 100_000  # values of a text beyond its letters
 
 
 @dataclass(kw_only=True)
@@ -52,7 +53,20 @@ def read_file(path: Path) -> Layer:
             why=(error.strerror or "it cannot be read").lower(),
             fix=f"check the path; the working directory is {Path.cwd()}",
         ) from None
-    return EXTENSIONS[path.suffix.lower()](text, str(path))
+    try:
+        return EXTENSIONS[path.suffix.lower()](text, str(path))
+    except RecursionError:
+        raise _too_deep(str(path)) from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"configuration file {path}", why="a number in it has thousands of digits", fix="write a shorter one"
+        ) from None
+
+
+def _too_deep(where: str) -> ConfigError:
+    return ConfigError(where, why="its values lie within each other too deeply to be read", fix="write fewer levels")
 
 
 def _unreadable(path: Path) -> str:
@@ -63,8 +77,10 @@ def _unreadable(path: Path) -> str:
 
 def parse_yaml_value(text: str, where: str) -> Any:
     """The value of one YAML scalar or flow collection (``3e-4``, ``[1, 2]``, ``{a: 1}``), as overrides use it."""
-    values, _ = _read_yaml_node(text, where, line=False)
-    return values
+    try:
+        return _read_yaml_node(text, where, line=False)[0]
+    except RecursionError:
+        raise _too_deep(where) from None
 
 
 def _read_yaml(text: str, file: str) -> Layer:
@@ -106,7 +122,7 @@ def _read_yaml_node(text: str, file: str, *, line: bool) -> tuple[Any, dict[Keys
         if "\ud800" <= text[position] <= "\udfff":  # how Python passes on bytes that the locale does not know
             fix = "set a locale of UTF-8, LC_ALL=C.UTF-8, for letters outside ASCII"
         raise _broken("YAML", file, place, f"it holds the control character {text[position]!r}", fix) from None
-    reader = _YamlReader(file, line)
+    reader = _YamlReader(file, line, most=_MOST_BY_ALIASES + len(text))
     return (None if node is None else reader.value(node, ())), reader.origins
 
 
@@ -128,8 +144,8 @@ def _broken(kind: str, file: str, place: str, problem: str, fix: str) -> ConfigE
 class _YamlReader:
     """Turns composed YAML nodes into values, recording the line of each key."""
 
-    def __init__(self, file: str, line: bool):
-        self.file, self.line = file, line
+    def __init__(self, file: str, line: bool, most: int):
+        self.file, self.line, self.left = file, line, most
         self.origins: dict[Keys, str] = {}
         self.open: list[int] = []
 
@@ -137,6 +153,11 @@ class _YamlReader:
         if id(node) in self.open:
             raise ConfigError(
                 self.at(node), why=f"'{'.'.join(path)}' contains itself through an alias", fix="write the value out"
+            )
+        self.left -= 1
+        if self.left < 0:  # without an alias a text cannot have more values than letters
+            raise ConfigError(
+                self.at(node), why="aliases make more values of the text than can be read", fix="write the values out"
             )
         self.open.append(id(node))
         kind = node.tag.rpartition(":")[2] if str(node.tag).startswith("tag:yaml.org,2002:") else str(node.tag)
@@ -183,7 +204,12 @@ class _YamlReader:
             return text.lower() == "true"
         if kind == "int":
             digits = text.replace("_", "")
-            return int(digits, 0) if digits.lstrip("+-")[:2].lower() in ("0x", "0o", "0b") else int(digits)
+            try:
+                return int(digits, 0) if digits.lstrip("+-")[:2].lower() in ("0x", "0o", "0b") else int(digits)
+            except ValueError:
+                raise ConfigError(
+                    self.at(node), why=f"a number of {len(digits)} digits is not read", fix="write a shorter one"
+                ) from None
         if kind == "float":
             return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf").replace(".nan", "nan"))
         raise ConfigError(

@@ -129,9 +129,9 @@ def imported(
             f"dialect={dialect!r}", why="there is no such system", fix=did_you_mean(dialect, systems(), what="systems")
         )
     for name, count in (("ranks", ranks), ("ranks_per_node", ranks_per_node)):
-        if count is not None and count < 1:
+        if count is not None and (type(count) is not int or count < 1):
             raise ConfigError(
-                f"{name}={count}", why="a run has one rank or more", fix=f"give {name} a number from 1 on"
+                f"{name}={count!r}", why="a run has one rank or more", fix=f"give {name} a whole number from 1 on"
             )
     if ranks and ranks_per_node and ranks % ranks_per_node:
         raise ConfigError(

@@ -23,6 +23,7 @@ _GROUPS = {
     ),
     "curve": ("curve", "curve_args", "warmup", "warmup_ratio", "warmup_percent", "warmup_type", "floor", "cycles"),
 }  # fmt: skip
+_MOST_VALUES, _MOST_TEXT, _MOST_LEVELS = 10_000, 1_000_000, 50  # of a configuration
 _FILLED_BY = {"curve_max": "lr"}  # "auto" that is the value of another fact of the outer configuration
 
 
@@ -93,9 +94,16 @@ def _with_or_without(head: Table, extended: str, values: Mapping[str, Any]) -> l
 
 
 def interpolated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With ``${a.b}`` of the same file put in; what is not there, and resolvers, stay as they are."""
+    """With ``${a.b}`` of the same file put in; what is not there, and resolvers, stay as they are.
+
+    Raises:
+        ConfigError: it is larger than a configuration is, or holds itself.
+    """
+    _measure(values)
+    left = _MOST_TEXT
 
     def filled(value: Any, depth: int = 0) -> Any:
+        nonlocal left
         if isinstance(value, Mapping):
             return {key: filled(inner, depth) for key, inner in value.items()}
         if isinstance(value, list):
@@ -105,10 +113,42 @@ def interpolated(values: Mapping[str, Any]) -> dict[str, Any]:
         for match in _VARIABLE.finditer(value):
             named = _at(values, match[1])
             if named is not ABSENT:
-                return filled(named if match[0] == value else value.replace(match[0], str(named)), depth + 1)
+                put_in = named if match[0] == value else value.replace(match[0], str(named))
+                left -= len(str(put_in))
+                if left < 0:
+                    raise _too_large(
+                        f"a configuration with {match[0]}", "variables put in make it larger than a configuration is"
+                    )
+                return filled(put_in, depth + 1)
         return value
 
     return filled(values)
+
+
+def _measure(values: Any) -> None:
+    """Raises ConfigError for a configuration of more values, text or levels than one has."""
+    left, text, waiting = _MOST_VALUES, _MOST_TEXT, [(values, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(inner, depth + 1) for inner in value.values()]
+            text -= sum(len(str(key)) for key in value)
+        elif isinstance(value, list | tuple):
+            waiting += [(inner, depth + 1) for inner in value]
+        elif isinstance(value, str):
+            text -= len(value)
+        left -= 1
+        for is_over, most in (
+            (depth > _MOST_LEVELS, f"{_MOST_LEVELS} levels of values within each other"),
+            (left < 0, f"{_MOST_VALUES} values"),
+            (text < 0, f"{_MOST_TEXT} letters"),
+        ):
+            if is_over:
+                raise _too_large("a configuration", f"it has more than {most}")
+
+
+def _too_large(given: str, why: str) -> ConfigError:
+    return ConfigError(given, why=why, fix="write out what the run needs, and import that")
 
 
 def _at(values: Any, dotted: str) -> Any:
@@ -122,10 +162,11 @@ def _at(values: Any, dotted: str) -> Any:
 def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
     """Reads each key of a configuration by its row, then the defaults there of what is absent."""
     table = facts.table
+    whole = interpolated(values)
     variables = {name.split(".")[0] for name in _VARIABLE.findall(str(values)) if ":" not in name}
     given: dict[str, Any] = {}
     empty: set[str] = set()
-    entries = [_entry(table, written, value) for written, value in table.flatten(interpolated(values))]
+    entries = [_entry(table, written, value) for written, value in table.flatten(whole)]
     facts.off = _switched_off(table, {key: value for _, key, _, value in entries})
     # in the order of rows, so that the order of keys means nothing; configurations within come last
     places = {key: place for place, key in enumerate(table.rows)}

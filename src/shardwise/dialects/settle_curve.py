@@ -56,10 +56,14 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | Non
 def _mapping_of(facts: Facts, name: str) -> dict[str, Any] | None:
     said = facts.take(name) or {}
     try:
-        return dict(json.loads(said) if isinstance(said, str) else said)
+        return dict(json.loads(said, parse_constant=_no_number) if isinstance(said, str) else said)
     except (TypeError, ValueError):
         facts.say(name, "refused", "it takes a mapping: write {name: number}")
         return None
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number that a rate can have")
 
 
 def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:

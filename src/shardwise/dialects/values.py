@@ -1,6 +1,8 @@
 """Values of configurations: as words that rows name them by, as the types that a row takes, as they are shown. Torch-free."""
 
 import difflib
+import math
+from collections.abc import Mapping
 from typing import Any
 
 KINDS = ("int", "float", "bool", "str", "dtype", "list", "map", "table", "path", "any")
@@ -45,6 +47,11 @@ def coerced(value: Any, takes: tuple[str, ...], key: str) -> Any:
     """
     fit = _text_as(value.strip(), takes) if isinstance(value, str) else _value_as(value, takes)
     if fit is not ABSENT:
+        wrong = _not_countable(fit)
+        if wrong is not None and wrong is fit and str(wrong) in takes:
+            return str(wrong)  # infinity, by the word of the row
+        if wrong is not None:
+            raise RefusedError(key, "it is no number that a run can count with: write another", value)
         return fit
     words = [kind for kind in takes if kind not in (*KINDS, "none")]
     if isinstance(value, str) and "${" in value:
@@ -53,6 +60,15 @@ def coerced(value: Any, takes: tuple[str, ...], key: str) -> Any:
     kinds = [_CALLED.get(kind, kind) for kind in takes]
     fix = f"did you mean {near[0]!r}?" if near else f"write {'one of them' if len(kinds) > 1 else kinds[0]}"
     raise RefusedError(key, f"it takes {', '.join(kinds)}: {fix}", value)
+
+
+def _not_countable(value: Any) -> Any:
+    """The first number in a value that is not a number, infinite, or of more than 64 bits; None: there is none."""
+    if isinstance(value, Mapping | list | tuple):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return next((wrong for one in inner if (wrong := _not_countable(one)) is not None), None)
+    is_wrong = not math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and abs(value) >= 2**63
+    return value if is_wrong else None
 
 
 def _text_as(text: str, takes: tuple[str, ...]) -> Any:

@@ -45,6 +45,8 @@ def from_config(
         >>> made.layout, made.run["parallel"]["sharding"]
         ('dp_shard=-1', {'reshard_after_forward': False, 'offload': True})
     """
+    if isinstance(allow, str):
+        raise ConfigError(f"allow={allow!r}", why="it takes names of keys, several", fix=f"write allow=[{allow!r}]")
     made = imported(
         *sources,
         dialect=dialect,
