@@ -133,8 +133,8 @@ def _write(output: str, text: str) -> bool:
     beside = place.with_name(f".{place.name}.{os.getpid()}")
     was_there = place.exists()
     try:
-        if was_there and not place.is_file():  # a device or a pipe
-            place.write_text(text, encoding="utf-8")
+        if Path(output).exists() and not Path(output).is_file():  # a device or a pipe
+            Path(output).write_text(text, encoding="utf-8")
             return False
         try:
             beside.write_text(text, encoding="utf-8")
