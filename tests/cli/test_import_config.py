@@ -120,12 +120,12 @@ def no_constant(word):
 
 def test_json_is_json_and_stands_beside_the_run_file(capsys, tmp_path):
     run, file = tmp_path / "run.yaml", tmp_path / "ml.yaml"
-    file.write_text("trainer: {max_steps: 3, grad_clipping: {clip_grad_norm: .inf, clip_grad_norm_type: .inf}}\n")
+    file.write_text("trainer: {max_steps: 3, grad_clipping: {clip_grad_norm: -.inf, clip_grad_norm_type: .inf}}\n")
     words = [str(file), "--from", "ml", "--ranks", "1", "--allow", "trainer.grad_clipping.clip_grad_norm"]
     assert cli.main(["import-config", *words, "--json", "-o", str(run)]) == 0, capsys.readouterr().err
     made = json.loads(capsys.readouterr().out, parse_constant=no_constant)
     assert made["run"]["train"]["norm_type"] == "inf" and load_config(run).config.train.norm_type == "inf"
-    assert "inf" in [one["value"] for one in made["findings"] if one["key"] == "trainer.grad_clipping.clip_grad_norm"]
+    assert "-inf" in [one["value"] for one in made["findings"] if one["key"] == "trainer.grad_clipping.clip_grad_norm"]
 
 
 def test_an_error_is_json_too(capsys):

@@ -101,7 +101,7 @@ class Row:
         Raises:
             RefusedError: the row does not take it.
         """
-        return coerced(value, self.takes, key)
+        return coerced(value, self.takes, key, may_be_infinite="@clip" in self.action_of(""))
 
 
 @dataclass(frozen=True)

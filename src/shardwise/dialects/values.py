@@ -39,7 +39,7 @@ class RefusedError(Exception):
         return self.key if self.value is ABSENT else f"{self.key}={short(self.value)}{default}"
 
 
-def coerced(value: Any, takes: tuple[str, ...], key: str) -> Any:
+def coerced(value: Any, takes: tuple[str, ...], key: str, *, may_be_infinite: bool = False) -> Any:
     """The value as its own type: words of YAML 1.1 and of an environment are switches and numbers too.
 
     Raises:
@@ -50,7 +50,7 @@ def coerced(value: Any, takes: tuple[str, ...], key: str) -> Any:
         wrong = _not_countable(fit)
         if wrong is not None and wrong is fit and str(wrong) in takes:
             return str(wrong)  # infinity, by the word of the row
-        if wrong is not None:
+        if wrong is not None and not (may_be_infinite and fit == math.inf):
             raise RefusedError(key, "it is no number that a run can count with: write another", value)
         return fit
     words = [kind for kind in takes if kind not in (*KINDS, "none")]
