@@ -28,11 +28,18 @@ def test_the_run_file_is_printed_and_the_answers_beside_it(capsys, tmp_path):
 
 def test_a_run_file_is_written_with_overrides_and_without_a_word(capsys, tmp_path):
     run = tmp_path / "run.yaml"
-    assert cli.main(["import-config", FILE, "-o", str(run), "--quiet", "--train.steps=7", "--parallel.remat=none"]) == 0
+    assert cli.main(["import-config", FILE, "-o", str(run), "--quiet", "--log.every=7", "--parallel.remat=none"]) == 0
     printed = capsys.readouterr()
     assert printed.out == printed.err == ""
     config = load_config(run).config
-    assert config.train.steps == 7 and config.parallel.remat == "none" and config.launch.nproc == 8
+    assert config.log.every == 7 and config.parallel.remat == "none" and config.launch.nproc == 8
+
+
+def test_an_override_is_in_the_answer_of_the_key_whose_place_it_takes(capsys):
+    assert cli.main(["import-config", TITAN, "--ranks", "8", "--optim.lr=0.5", "--data.path=d.jsonl"]) == 0
+    printed = capsys.readouterr()
+    assert "lr: 0.5" in printed.out and "replaced by --optim.lr=0.5" in printed.err
+    assert "-> optim.lr" not in printed.err and "missing  data.path" not in printed.err
 
 
 def test_json_has_an_answer_for_each_key(capsys):
@@ -66,6 +73,8 @@ def test_nothing_is_written_where_a_key_is_refused(capsys, tmp_path):
         ([FILE, "-o", "/dev/full"], "it cannot be written"),
         ([FILE, "-o", "-", "--json"], "both would be printed"),
         ([FILE, "--train.stepz=3"], "did you mean --train.steps=3"),
+        ([FILE, "--train.steps=3"], "shardwise train run.yaml --train.steps=3"),
+        ([FILE, "--parallel.layout=dp_shard=2"], "shardwise train run.yaml --parallel.layout=dp_shard=2"),
         ([FILE, "--allow", "machine_rank"], "no such key is refused"),
         ([TITAN, "--ranks", "6"], "6"),
         ([FILE, "--ranks", "0"], "give ranks a whole number from 1 on"),

@@ -267,3 +267,68 @@ def test_a_length_that_is_not_said_is_missing_and_null_is_not_kept(name, key):
 def test_a_run_without_a_length_says_so(name):
     made = from_config(BASE[name], dialect=name, **RANKS)
     assert ("seq_len" in made.run["data"]) != any(text.startswith("data.seq_len: ") for text in made.missing)
+
+
+# ---- what a run file is that somebody else's file becomes ----------------------------------------------------------------
+
+TITAN = {"training": {"steps": 10, "dataset": "d.jsonl", "seq_len": 64}, "model": {"hf_assets_path": "m"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "is_packed"),
+    [("d.jsonl", {}, True), ("d.npy", {}, False), ("d.txt", {}, False), ("d.jsonl", {"context_parallel_degree": 2}, False)],
+)  # fmt: skip
+def test_records_of_one_buffer_share_samples(path, more, is_packed):
+    values = TITAN | {"training": TITAN["training"] | {"dataset": path}, "parallelism": more}
+    made = from_config(values, dialect="torchtitan", **RANKS)
+    assert made.run["data"].get("pack", False) is is_packed
+    assert "of conversations only answers are trained on" in found(made)["(data)"].say
+
+
+def test_a_rise_is_no_longer_than_the_run_where_there_it_is_not():
+    made = from_config(TITAN, dialect="torchtitan", **RANKS)
+    assert made.run["schedule"]["warmup_steps"] == 9
+    assert "rises over all 10 steps" in found(made)["lr_scheduler.warmup_steps"].say
+    with pytest.raises(ShardwiseError, match="write fewer") as refused:
+        from_config({"output_dir": "o", "max_steps": 5, "warmup_steps": 9}, dialect="transformers", **RANKS)
+    assert "warmup_steps=9" in refused.value.given
+
+
+@pytest.mark.parametrize(
+    ("given", "is_exact"),
+    [
+        ({"max_steps": 1000}, False),
+        ({"max_steps": 1000, "warmup_steps": 4}, True),  # a quarter of the rate in one step
+        ({"num_train_epochs": 2, "warmup_steps": 100}, False),
+        ({"num_train_epochs": 2, "warmup_ratio": 0.1}, True),
+    ],
+)
+def test_a_curve_that_is_far_off_or_of_unknown_length_is_theirs(given, is_exact):
+    made = from_config({"output_dir": "o", **given}, dialect="transformers", **RANKS)
+    assert ("build" in made.run["schedule"]) is is_exact
+    said = getattr(found(made).get("lr_scheduler_type"), "say", "")
+    assert ("of the highest rate off" in said) is ("max_steps" in given and not is_exact)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("logging_steps", -3), ("logging_steps", 1.5), ("save_steps", -1), ("warmup_steps", 1.5), ("warmup_steps", -0.5), ("warmup_ratio", -0.1)],
+)  # fmt: skip
+def test_a_number_that_the_key_does_not_take_is_refused(key, value):
+    with pytest.raises(ShardwiseError, match="write ") as refused:
+        from_config({"output_dir": "o", "max_steps": 50, key: value}, dialect="transformers", **RANKS)
+    assert key in refused.value.given
+
+
+def test_a_part_of_a_configuration_says_that_a_run_would_train_the_demo():
+    made = from_config({"distributed_type": "FSDP", "num_processes": 4}, dialect="accelerate")
+    assert any(text.startswith("model.hf or model.build, and data.path: ") for text in made.missing)
+    assert not any("demo" in text for text in from_config(TITAN, dialect="torchtitan", **RANKS).missing)
+
+
+def test_a_run_file_of_ours_and_a_file_of_another_system_are_told():
+    with pytest.raises(ShardwiseError, match="it is a run file of Shardwise already"):
+        from_config({"model": {"hf": "m"}, "data": {"seq_len": 8}, "parallel": {"layout": "dp_shard=-1"}})
+    values = {"output_dir": "o", "max_length": 64, "packing": True, "max_steps": 3, "use_peft": True}
+    with pytest.raises(ShardwiseError, match="this looks like trl"):
+        from_config(values, dialect="accelerate", **RANKS)

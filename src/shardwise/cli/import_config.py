@@ -9,16 +9,21 @@ import errno
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
 from shardwise.errors import ConfigError
 
+if TYPE_CHECKING:
+    from shardwise.dialects.answers import Imported
+
 OVERRIDES = True
+_FOLLOWED = ("train.steps", "train.epochs", "data.global_batch", "data.micro_batch", "parallel.layout", "launch.nproc")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where the run file is written; an old one is replaced (it is printed)"
     )
-    parser.usage = "shardwise import-config FILE... [--from NAME] [--ranks N] [--env] [--allow KEY] [-o run.yaml] [--train.steps=20 ...]"
+    parser.usage = "shardwise import-config FILE... [--from NAME] [--ranks N] [--env] [--allow KEY] [-o run.yaml] [--log.every=1 ...]"
 
 
 def more_help() -> str:
@@ -96,8 +101,10 @@ def _import(args: argparse.Namespace) -> None:
         environ=os.environ if args.env else None,
     )
     if args.overrides:
+        _refuse_overrides(args.overrides)
         values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
         made = replace(made, run=values, config=load_values(values, RunConfig, origin="the run file").config)
+        made = _with_answers(made, args.overrides)
     was_there = False
     if args.output not in (None, "-"):
         was_there = _write(args.output, made.yaml())
@@ -150,6 +157,37 @@ def _write(output: str, text: str) -> bool:
             fix="name another: -o run.yaml",
         ) from None
     return was_there
+
+
+def _refuse_overrides(overrides: list[str]) -> None:
+    """Refuses keys that other numbers of the run file, and the answers, follow from."""
+    for word in overrides:
+        key = word.removeprefix("--").partition("=")[0]
+        if any(_is_in(followed, key) or _is_in(key, followed) for followed in _FOLLOWED):
+            raise ConfigError(
+                f"--{key} of import-config",
+                why="other numbers of the run file, and its answers, follow from what the files say of it",
+                fix=f"change it there; or give it to the run itself: shardwise train run.yaml {shlex.quote(word)}",
+            )
+
+
+def _with_answers(made: "Imported", overrides: list[str]) -> "Imported":
+    """With overrides in the answers of the keys whose place they take."""
+    findings, missing = list(made.findings), list(made.missing)
+    for word in overrides:
+        key = word.removeprefix("--").partition("=")[0]
+        missing = [text for text in missing if text.partition(": ")[0] != key]
+        for place, one in enumerate(findings):
+            ours = tuple(said for said in one.ours if not _is_in(said.partition("=")[0], key))
+            is_part = any(_is_in(key, said.partition("=")[0]) for said in one.ours)
+            if ours != one.ours or is_part:
+                say = "; ".join(text for text in (one.say, f"replaced by {word}") if text)
+                findings[place] = replace(one, verdict="changed", ours=ours, say=say)
+    return replace(made, findings=tuple(findings), missing=tuple(missing))
+
+
+def _is_in(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
 
 
 def _check_output(args: argparse.Namespace) -> None:

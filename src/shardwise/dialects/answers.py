@@ -9,7 +9,16 @@ from typing import Any
 
 from shardwise.config.loader import load_values
 from shardwise.config.suggest import did_you_mean
-from shardwise.dialects.collect import Reader, collect, detect, interpolated, merge, systems
+from shardwise.dialects.collect import (
+    SECTIONS,
+    Reader,
+    collect,
+    detect,
+    interpolated,
+    merge,
+    refuse_other_system,
+    systems,
+)
 from shardwise.dialects.facts import Facts, Note
 from shardwise.dialects.objects import of_environment, of_object
 from shardwise.dialects.settle_adapters import settle_adapters, settle_positions, settle_regions
@@ -29,7 +38,6 @@ from shardwise.dialects.values import RefusedError, short
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
 
-_SECTIONS = ("model", "data", "parallel", "optim", "schedule", "train", "checkpoint", "log", "launch")
 _SHOWN_FIRST = ("changed", "kept", "dropped")
 
 
@@ -101,7 +109,7 @@ class Imported:
         from io import StringIO
 
         text = StringIO()
-        writer.dump({name: self.run[name] for name in _SECTIONS if name in self.run}, text)
+        writer.dump({name: self.run[name] for name in SECTIONS if name in self.run}, text)
         return text.getvalue()
 
     def __str__(self) -> str:
@@ -183,6 +191,8 @@ def _read_all(
             values = {str(key): value for key, value in source.items()}
         else:
             name, values = of_object(source)
+        if name is not None and name == dialect:
+            refuse_other_system(name, values)
         facts = Facts(load(name or detect(interpolated(values))), allow=allow)
         yield collect(values, facts, reader)
     if environ is not None:
@@ -217,6 +227,9 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
         settle_validation(facts, steps)
         settle_checkpoints(facts, steps)
         settle_figures(facts, steps)
+    elif facts.get("model.build") is None and facts.get("model.hf") is None:
+        text = "this file does not say what is trained: a run without them trains the built-in demo"
+        facts.missing.append(f"model.hf or model.build, and data.path: {text}")
     if "clip" not in facts.known and (is_run or "clips" in facts.table.head):
         facts.put("train.max_grad_norm", None)
     if "optim" in facts.run and "schedule" not in facts.run:

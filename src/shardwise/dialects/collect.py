@@ -13,7 +13,9 @@ from shardwise.dialects.values import ABSENT, UNRESOLVED, RefusedError, literal,
 from shardwise.errors import ConfigError
 from shardwise.techniques import TECHNIQUES
 
+SECTIONS = ("model", "data", "parallel", "optim", "schedule", "train", "checkpoint", "log", "launch")  # of a run file
 _LEAST_KNOWN = 0.3  # the part of keys that must have a row for a configuration to be of a system
+_LEAST_NAMED = 0.5  # the same of a system that was named, before another is thought of
 _VARIABLE = re.compile(r"\$\{([^${}]*)\}")
 # What a section of the inner configuration counts instead of the outer one's: fact of its own -> facts of both.
 _GROUPS = {
@@ -60,6 +62,12 @@ def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
             found = _with_or_without(head_of(name), str(extended), values)
     if len(found) == 1:
         return found[0]
+    if not found and values and values.keys() <= {*SECTIONS}:
+        raise ConfigError(
+            f"a configuration with the sections {', '.join(values)}",
+            why="it is a run file of Shardwise already",
+            fix="train it: shardwise train FILE",
+        )
     raise ConfigError(
         f"a configuration with the keys {', '.join(list(values)[:6]) or '(none)'}",
         why=f"it could be of {' or '.join(found)}" if found else "it has the signs of no system",
@@ -76,6 +84,23 @@ def _score(name: str, values: Mapping[str, Any]) -> tuple[bool, float, int] | No
     known = sum(row is not None and not row.key.endswith("*") for row in map(table.find, keys))
     has_mark = any(key in table.words("marks") for key in _keys_in(values))
     return has_mark, round(known / max(1, len(keys)), 3), len(signs)
+
+
+def refuse_other_system(name: str, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError where most keys are of another system than the one that was named."""
+    table = load(name)
+    keys = [key for key, _ in table.flatten(values)]
+    if not keys or sum(table.find(key) is not None for key in keys) >= _LEAST_NAMED * len(keys):
+        return
+    other = name
+    with suppress(ConfigError):
+        other = detect(values, least=_LEAST_NAMED)
+    if other != name:
+        raise ConfigError(
+            f"--from {name}",
+            why=f"most keys of the file are not of {name}, and this looks like {other}",
+            fix=f"write --from {other}, or leave it out",
+        )
 
 
 def _keys_in(values: Any) -> set[str]:

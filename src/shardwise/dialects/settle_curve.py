@@ -34,6 +34,12 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | Non
         more["num_cycles"] = facts.take("cycles")
     rise = facts.take("warmup")
     ratio = None if rise else facts.take("warmup_ratio")
+    if rise is not None and (rise < 0 or (rise > 1 and rise != int(rise))):
+        facts.say("warmup", "refused", "it is a whole number of steps, or a part of the run below 1: write 0 or more")
+        return None
+    if ratio is not None and not 0 <= ratio <= 1:
+        facts.say("warmup_ratio", "refused", "it is a part of the run: write 0 to 1")
+        return None
     if isinstance(rise, float) and 0 < rise < 1:
         rise, ratio = 0, rise
     ratio = None if rise or kind == "constant" else ratio
@@ -67,8 +73,12 @@ def _no_number(word: str) -> float:
 
 
 def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
+    rise = facts.take("warmup", 0)
+    if steps and rise > max(steps, facts.number("curve_steps") or 0):
+        facts.say("warmup", "changed", f"the rate rises over all {steps} steps, as there: the run has no more")
+        rise = steps
     args = {
-        "warmup": facts.take("warmup", 0),
+        "warmup": rise,
         "decay_type": facts.take("decay_type", "linear"),
         "floor": facts.take("floor", 0.0),
     }

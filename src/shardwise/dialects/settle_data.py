@@ -1,6 +1,7 @@
 """From facts to our keys: what runs again or is compiled, model and data, validation, checkpoints, figures. See ``settle_layout.py``."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 from shardwise.dialects.facts import Facts
@@ -131,6 +132,8 @@ def settle_data(facts: Facts) -> None:
     if length := facts.take("pack_to", 0):
         facts.put("data.pack", True, "pack_to")
         facts.put("data.seq_len", length, "pack_to")
+    elif "packs" in facts.table.head and _may_be_packed(facts):
+        facts.put("data.pack", True)
     workers = facts.take("workers")
     if workers == "auto":
         facts.put("data.num_workers", 4, "workers")
@@ -146,6 +149,22 @@ def settle_data(facts: Facts) -> None:
         facts.put("train.seed", seed, "seed")
 
 
+def _may_be_packed(facts: Facts) -> bool:
+    """Whether the data is of records, which alone are packed, and their attention is not cut over ranks."""
+    path = Path(str(facts.get("data.path")))
+    is_records = path.suffix in (".jsonl", ".ndjson", ".parquet") or (not path.suffix and not path.is_file())
+    return is_records and "cp=" not in str(facts.get("parallel.layout"))
+
+
+def _often(facts: Facts, name: str) -> Any:
+    """How often something is done: in steps, or, below one, as a part of the run."""
+    every = facts.take(name)
+    if isinstance(every, int | float) and (every < 0 or (every > 1 and every != int(every))):
+        facts.say(name, "refused", "it is a whole number of steps, or a part of the run below 1: write 1 or more")
+        return None
+    return every
+
+
 def settle_validation(facts: Facts, steps: int | None) -> None:
     """Nothing of the data is kept for validation unless the source keeps some: our default is a tenth."""
     if facts.is_given("val_percent") and (percent := facts.take("val_percent")) and not facts.get("data.val_path"):
@@ -154,7 +173,7 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
         facts.drop("data.val_path")
         if facts.get("data.val_fraction") is None:
             facts.put("data.val_fraction", 0)
-    when, every = facts.take("eval_strategy"), facts.take("eval_steps")
+    when, every = facts.take("eval_strategy"), _often(facts, "eval_steps")
     if every is None and when == "steps" and "log_every" in facts.known:
         every = facts.known["log_every"].value
     if isinstance(every, float) and every < 1:
@@ -174,7 +193,7 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
 
 def settle_checkpoints(facts: Facts, steps: int | None) -> None:
     """Checkpoints: how often, how many stay."""
-    kind, every = facts.take("save_strategy", "steps"), facts.take("save_steps")
+    kind, every = facts.take("save_strategy", "steps"), _often(facts, "save_steps")
     if facts.take("ckpt_enable") is True:
         every = facts.take("ckpt_every", every)
     if isinstance(every, float) and every < 1:
@@ -223,7 +242,7 @@ def settle_figures(facts: Facts, steps: int | None) -> None:
             facts.put("log.name", text, name)
     if (project := facts.take("log_project")) and "wandb" in known:
         facts.put("log.project", project, "log_project")
-    every = facts.take("log_every")
+    every = _often(facts, "log_every")
     if isinstance(every, int | float) and every:
         by_part = max(1, round(every * steps)) if steps else 10
         facts.put("log.every", int(every) if every >= 1 else by_part, "log_every")

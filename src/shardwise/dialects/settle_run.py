@@ -17,6 +17,7 @@ _OF_CURVE = (
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
 )  # fmt: skip
 _SHORTER = "{0} steps, there the shorter of them and {1} epochs: where the data has fewer steps, write train.epochs={1} and no train.steps"
+_MOST_OFF = 0.1  # of the highest rate: what a step of ours may differ by
 _ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two curves
 
 
@@ -224,8 +225,9 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
         facts.say(name, "refused", "a rate rises over no step, or more: write 0 or more")
         return
     if steps and args.get("warmup", 0) > steps:
-        text = f"the rate rises over {args['warmup']} steps, and the run has {steps}: make it shorter"
-        facts.refuse(facts.key(name, "warmup_ratio", "steps"), text)
+        text = f"the rate rises over {args['warmup']} steps, and the run has {steps}: write fewer"
+        first = facts.first(name, "warmup_ratio", "steps")
+        facts.refuse(facts.key(first), text, facts.note(first))
         return
     if facts.has("target_lr"):
         facts.put("optim.lr", float(facts.take("target_lr")), "target_lr")
@@ -240,6 +242,12 @@ def _implied(facts: Facts) -> Curve | None:
     return Curve("hf", implied) if implied == "constant" else Curve(facts.table.head["family"], implied)
 
 
+def _rounded_up(part: float) -> float:
+    """In two digits that are not below it, since it is said to be the most."""
+    places = 1 - math.floor(math.log10(part)) if part else 0
+    return round(math.ceil(part * 10**places - 1e-6) / 10**places, places)
+
+
 def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | None) -> None:
     ratio = args.pop("ratio", None)  # the rise as a part of a run whose length is not known
     own_length = facts.number("curve_steps")
@@ -248,9 +256,9 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
         return  # refused as a length already
     names = [name for name in _OF_CURVE if facts.is_given(name)] or _OF_CURVE
     ours = ahead = most = None
-    if not facts.is_exact and not (steps and length != steps):
-        ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH, ratio)
-    if ours is None:
+    if not facts.is_exact and not (steps and length != steps) and (length or not ratio):
+        ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH)
+    if ours is None or (most or 0.0) > _MOST_OFF:
         args |= {"warmup_ratio": ratio} if ratio else {}
         args |= {"steps": length} if length != steps else {}
         facts.put("schedule.build", f"shardwise.dialects.curves:{family}", *names)
@@ -260,5 +268,10 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
         if not (ours["name"] == "constant" and key == "min_lr_ratio"):
             facts.put(f"schedule.{key}", value, *names)
     if ahead:
-        text = f"the same curve, at most {ahead} step{'s' * (ahead > 1)} ahead: rates differ by at most {most:.2g} of the highest; --exact keeps theirs"
+        off = (
+            f"at most {_rounded_up(most or 0.0)} of the highest rate off"
+            if length
+            else "the longer the run, the nearer"
+        )
+        text = f"the same curve, at most {ahead} step{'s' * (ahead > 1)} ahead, {off}; --exact keeps theirs"
         facts.say(next((name for name in ("curve", "decay_type", "warmup") if facts.has(name)), "lr"), "changed", text)

@@ -124,9 +124,11 @@ class _Cuts(CutForward):
             target = modules[edit.module]
             if edit.action in ("attention", "positions", "products"):
                 found = edit.args["calls"]
-                calls.setdefault(edit.module, {})[edit.action] = found[0] if edit.action == "attention" else found
+                of_module = calls.setdefault(edit.module, {})
                 if edit.action == "attention":
-                    calls[edit.module]["queries"] = edit.args["queries"]
+                    of_module["attention"], of_module["queries"] = found
+                else:
+                    of_module[edit.action] = found
             elif edit.action == "island":
                 make_island(target, self, edit.args["inputs"], edit.args["outputs"])
             elif edit.action == "join":

@@ -90,7 +90,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
     edits += [(name, "keys", {"dims": dims}) for name, dims in found["keys"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
     edits += [
-        (name, "attention", {"calls": [calls], "queries": found["queries"].get(name, [])})
+        (name, "attention", {"calls": [calls, found["queries"].get(name, [])]})
         for name, calls in found["attention"].items()
     ]
     edits += [(name, "products", {"calls": calls}) for name, calls in found["products"].items()]
