@@ -29,7 +29,7 @@ def from_item_of_nothing():
 
 
 def from_array():
-    return Holder(weight=nn.Parameter(torch.randn(6, 5)), rates=torch.linspace(0, 1, 3).numpy().tolist())
+    return Holder(weight=nn.Parameter(torch.randn(6, 5)), rates=torch.arange(3.0).numpy().tolist())
 
 
 def from_meta_of_before(given=torch.empty(6, 5, device="meta")):  # noqa: B008
