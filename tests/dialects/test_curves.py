@@ -198,9 +198,9 @@ def test_a_long_run_is_compared_at_its_corners_as_at_each_step(monkeypatch, fami
     each = curves.native(family, args, 1000)
     monkeypatch.setattr(curves, "_EACH_STEP", 999)
     monkeypatch.setattr(curves, "_steps_between", lambda steps: range(0, steps, 50))
-    assert curves.native(family, args, 1000) == each
-    found, ahead, _ = curves.native(family, args, 2_000_000_000)
-    assert found is None or ahead in (0, 1, 2)
+    sampled = curves.native(family, args, 1000)
+    assert sampled[0] == each[0]
+    assert each[0] is None or sampled[2] == pytest.approx(each[2], abs=0.01)
 
 
 def test_each_table_names_a_family_of_curves():
