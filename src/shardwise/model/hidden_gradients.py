@@ -16,7 +16,7 @@ _OWNER = torch.autograd.Function.__mro__[1]  # what Function.apply calls, also w
 
 
 class Sees(Protocol):
-    """Is told of functions that no mode is told of."""
+    """Gets the calls of functions that no mode sees."""
 
     def applied(self, kind: type, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
 
