@@ -1887,8 +1887,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "counts-of-tp-twice",
-        "_wide(self._begin[n]) if counts else",
-        "_wide(self._begin[n]) if True else",
+        "_wide(self._begin[name]) if counts[self._axis_of(name)] else",
+        "_wide(self._begin[name]) if True else",
         "tests/step/test_buffers.py -k 'bit_equal_to_one_process and tp'",
         "tokens count once for each rank of tp",
     ),
@@ -2567,6 +2567,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "keys and values have the gradients of one rank's queries",
     ),
     Mutant(
+        "cp-buffers-of-whole-code-count-on-each-rank",
+        '    axes = {True: "dp", False: "loss", None: ""}\n',
+        '    axes = {True: "loss", False: "loss", None: ""}\n',
+        "tests/techniques/cp/test_buffers.py -k 'tokens and not shard'",
+        "what code adds that sees all positions is counted once for each rank of cp",
+    ),
+    Mutant(
+        "cp-buffers-that-do-not-add-up",
+        "            found[name] = None if parts else True\n",
+        "            found[name] = False if parts else True\n",
+        "tests/techniques/cp/test_buffers.py -k 'no_sum'",
+        "a buffer to which ranks add no parts of what one process adds is summed",
+    ),
+    Mutant(
         "cp-labels-in-another-order",
         "        return x.index_select(dim, rows if self.ranks.has_rows(x.shape[dim]) else rows[:0])\n",
         "        return x.index_select(dim, rows.flip(0) if self.ranks.has_rows(x.shape[dim]) else rows[:0])\n",
@@ -3009,7 +3023,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sp-buffers-not-compared",
-        "            elif not torch.equal(x, self._whole.buffers.get(name, x.new_empty(0))):\n",
+        "            elif not _is_equal(x, self._whole.buffers.get(name)):\n",
         "            elif False:\n",
         "tests/techniques/tp/test_sequence_proof.py -k 'sites and counts'",
         "a buffer counts one rank's positions",

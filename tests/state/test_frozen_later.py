@@ -53,6 +53,9 @@ def run(layout, case, directory):
         axis = world.axis("dp")
         for turn in range(5):
             given = batches(turn)[axis.rank :: axis.size]
+            if turn == 4:  # in the directory from which the run was resumed, by another manager
+                with sw.CheckpointManager(directory, step) as saved:
+                    saved.save()
             if turn == 2:
                 for index in {*before, *after}:
                     model[index].requires_grad_(index not in after)

@@ -25,11 +25,12 @@ from shardwise.model.hidden_gradients import Shown, is_linear, is_users, seen_by
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
-from shardwise.model.names import canonical_modules
+from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
 from shardwise.model.products import dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
+from shardwise.model.tensors import same_bytes
 from shardwise.model.trial import Trial
 
 _OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
@@ -86,6 +87,7 @@ class Rows(LayerCalls):
         self._inside = 0  # of modules of the cut
         self._is_busy = False  # a kernel, or a call that makes positions, computes
         self._num_rows = length if rows is None else len(rows)
+        self._buffers: dict[str, tuple[Tensor | None, int]] = {}
 
     # ---- modules
 
@@ -95,6 +97,8 @@ class Rows(LayerCalls):
         return threading.get_ident() != self._thread
 
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not name:
+            self._buffers = {n: (x, 0 if x is None else x._version) for n, x in self._all_buffers()}
         frame = _Frame(name, (name, self._calls.get(name, 0)))
         self._calls[name] = frame.key[1] + 1
         self.frames.append(frame)
@@ -121,6 +125,8 @@ class Rows(LayerCalls):
 
     def after(self, name: str, output: Any) -> Any:
         frame = self.frames.pop()
+        if not name:
+            self._note_buffers()
         self._inside -= name in self._plan.cut
         if self._rows is None:
             if self._whole.keeps(name):
@@ -151,6 +157,28 @@ class Rows(LayerCalls):
             known = None if self._known is None else getattr(self._known, of_kind).get(name, {})
             output = self._joined(name, output, self._whole.outputs[frame.key], dims, known)
         return output
+
+    def _all_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
+        for name, owner, attr in canonical_tensors(self._trial.module, "_buffers"):
+            yield name, owner._buffers[attr]
+
+    def _note_buffers(self) -> None:
+        """Notes the buffers that the run has written."""
+        found: dict[str, Tensor] = {}
+        for name, x in self._all_buffers():
+            before, version = self._buffers.get(name, (None, 0))
+            if x is None or x.is_meta or (x is before and x._version == version and name not in self._whole.buffers):
+                continue
+            if self._rows is None:
+                self._whole.buffers[name] = x.detach().clone()
+            elif not _is_equal(x, self._whole.buffers.get(name)):
+                found[name] = x.detach().clone()
+        if self._rows is not None:
+            self.wrote(found)
+
+    def wrote(self, found: dict[str, Tensor]) -> None:
+        """Called at a run's end with the buffers that hold something else than after a run on all positions."""
+        self._whole.on_rows.append(found)
 
     def _gathers(self, name: str) -> bool:
         """Whether a module's own code has all positions of keys: what it returns must be of this rank's."""
@@ -534,6 +562,10 @@ class Rows(LayerCalls):
         result = torch.cat([call.kernel(*part, None) for part in parts], 1)
         assert self._rows is not None
         return result.index_select(-2, self._rows)
+
+
+def _is_equal(x: Tensor, y: Tensor | None) -> bool:
+    return y is not None and x.shape == y.shape and x.dtype == y.dtype and same_bytes(x.detach(), y)
 
 
 def _largest(x: Tensor) -> float:

@@ -1,6 +1,7 @@
 """What is said, and known, of a model that runs on some rows of its sequences: see :mod:`shardwise.model.positions`."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,8 @@ class Facts:
         drops: module whose own code drops something -> for each of its calls the dim of positions of what it drops; -1: it has none; -2: it has
             some in one forward, and none in another.
         queries: module that calls attention -> the numbers of the calls whose queries are rows.
+        buffers: name of each that a run writes -> whether each rank adds to it what is added on all positions; False: a part of that; None:
+            neither.
     """
 
     cut: dict[str, list[list[Dims]]] = dataclasses.field(default_factory=dict)
@@ -78,13 +81,20 @@ class Facts:
     draws: bool = dataclasses.field(default=False, compare=False)
     drops: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
     queries: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
+    buffers: dict[str, bool | None] = dataclasses.field(default_factory=dict, compare=False)
 
     def add(self, other: "Facts") -> None:
         """Adds what another rank, or mode, has done besides."""
         self.draws |= other.draws
         self.add_drops(other)
+        self.add_buffers(other.buffers)
         for name, numbers in other.queries.items():
             self.queries[name] = sorted({*self.queries.get(name, ()), *numbers})
+
+    def add_buffers(self, found: Mapping[str, bool | None]) -> None:
+        """Adds what other runs have added to buffers."""
+        for name, is_all in found.items():
+            self.buffers[name] = is_all if self.buffers.get(name, is_all) is is_all else None
 
     def add_drops(self, other: "Facts") -> None:
         """Adds what another run has dropped besides."""
@@ -171,6 +181,22 @@ class Whole:
         self.drops: dict[tuple[str, int, int], Any] = {}  # shapes of what was dropped, by the calls of a forward
         self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
         self.buffers: dict[str, Tensor] = {}  # that were written
+        self.on_rows: list[dict[str, Tensor]] = []  # the same of each rank, where they are other values
+
+    def added(self, begin: Mapping[str, Tensor]) -> dict[str, bool | None]:
+        """What ranks have added to buffers, whose values were ``begin`` before: see :attr:`Facts.buffers`."""
+        found: dict[str, bool | None] = {}
+        for name in {*self.buffers, *itertools.chain(*self.on_rows)}:
+            parts, all_ = [of_rank[name] for of_rank in self.on_rows if name in of_rank], self.buffers.get(name)
+            found[name] = None if parts else True
+            values = [x for x in (begin.get(name), all_, *parts) if x is not None]
+            if parts and len(values) == len(parts) + 2 and len({x.shape for x in values}) == 1:
+                before, of_all, *of_parts = map(_wide, values)
+                num_whole = len(self.on_rows) - len(parts)
+                off = sum(x - before for x in of_parts) - (1 - num_whole) * (of_all - before)
+                if bool((off.abs() <= 1e-9 * (of_all - before).abs().max()).all()):
+                    found[name] = False
+        return found
 
     def without_modules(self) -> "Whole":
         """What :meth:`is_like` compares."""
@@ -186,3 +212,7 @@ class Whole:
     def keeps(self, name: str) -> bool:
         """Whether what a module has is kept."""
         return self._only is None or name in self._only
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach().to(torch.complex128 if x.is_complex() else torch.float64)

@@ -18,7 +18,6 @@ from shardwise._torch.autograd import in_transform
 from shardwise.model.attend import Attention
 from shardwise.model.layers import Layer, flat
 from shardwise.model.leaves import DROPOUTS
-from shardwise.model.names import canonical_tensors
 from shardwise.model.positions import Rows
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan
@@ -128,13 +127,10 @@ class StreamRows(Rows):
         self._joined_data: dict[int, tuple[int, int]] = {}  # what was joined: address -> numbers, version
         self._is_within = False  # the forward that ends is in a block
         self._is_layer = False  # the call that runs is one, and has its label
-        self._buffers: dict[str, tuple[Tensor | None, int]] = {}
 
     # ---- modules
 
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not name:
-            self._buffers = {n: (x, 0 if x is None else x._version) for n, x in self._all_buffers()}
         args, kwargs = super().before(name, args, kwargs)
         frame = self.frames[-1]
         if self._rows is None or not self._whole.keeps(name):
@@ -169,10 +165,8 @@ class StreamRows(Rows):
             for x in self._tensors(output):
                 if not name:
                     self._note_use(self._label_of(x).params, self.facts.with_whole)
-        if not name:
-            self._compare_buffers()
-            if self._rows is not None:
-                self._note_ends(output)
+        if not name and self._rows is not None:
+            self._note_ends(output)
         return output
 
     def _is_cut(self) -> bool:
@@ -186,22 +180,10 @@ class StreamRows(Rows):
             if at:
                 self.facts.ends[path] = at[0]
 
-    def _all_buffers(self) -> Iterable[tuple[str, Tensor | None]]:
-        for name, owner, attr in canonical_tensors(self._trial.module, "_buffers"):
-            yield name, owner._buffers[attr]
-
-    def _compare_buffers(self) -> None:
-        """Buffers that the run has written hold what they would on all positions."""
-        for name, x in self._all_buffers():
-            before, version = self._buffers.get(name, (None, 0))
-            if x is None or x.is_meta or (x is before and x._version == version and name not in self._whole.buffers):
-                continue
-            if self._rows is None:
-                self._whole.buffers[name] = x.detach().clone()
-            elif not torch.equal(x, self._whole.buffers.get(name, x.new_empty(0))):
-                raise Differs(
-                    name.rpartition(".")[0], f"its buffer {name.rpartition('.')[2]} is written from some positions"
-                )
+    def wrote(self, found: dict[str, Tensor]) -> None:
+        for name in found:
+            home, _, attr = name.rpartition(".")
+            raise Differs(home, f"its buffer {attr} is written from some positions")
 
     def _joined(self, name: str, tree: Any, full: Any, dims: Dims, known: Dims | None) -> Any:
         of_all = dict(keyed_leaves(full))

@@ -28,7 +28,7 @@ from shardwise.parallel.buffer_errors import (
     other_values,
 )
 from shardwise.parallel.runtime import Runtime
-from shardwise.recipe.records import STATISTICS, SUMMED_OVER
+from shardwise.recipe.records import STATISTICS, SUM_AXES, SUMMED_OVER
 from shardwise.world.agreement import Entry, digest_of_text
 
 _ROUNDING = 16  # times the spacing of a dtype's numbers: ranks that compute one thing differ by no more
@@ -64,6 +64,7 @@ class BufferExchange:
         self._has_equal, self._has_sums = "equal" in words, "sum" in words
         self._has_synced = bool(words & _SYNCED)
         self._has_ranges = bool(words & _RANGES)
+        self._axes = {n: b.axis for name, b in runtime.recipe.buffers.items() for n in (name, *b.aliases)}
         sums = _by_policy(runtime).get("sum", {}) if self._has_sums else {}
         self._begin = {name: tensor.clone() for name, tensor in sums.items()}
         self._is_watched: bool | None = None
@@ -111,8 +112,9 @@ class BufferExchange:
             found["buffers to add to"] = same(begin)
             found["buffers not only added to"] = float(self._wrong_use() is not None)
             found["buffers added to"] = now.ne(begin).double()
-            if self._shares_data:
-                found["added buffers"] = self._runtime.world.agreement.slots((now & _SLOT).double())
+            for axis in self._shared_axes:
+                mark = _mark({name: x for name, x in held.get("sum", {}).items() if self._axis_of(name) == axis})
+                found[f"buffers added to over {axis}"] = self._runtime.world.agreement.slots((mark & _SLOT).double())
         return found
 
     def apply(self, summed: Mapping[str, Tensor], place: str) -> None:
@@ -132,7 +134,7 @@ class BufferExchange:
             if bool(summed["buffers not only added to"]):
                 raise not_only_added_to(self._runtime, self._wrong_use(), place)
             if bool(summed["buffers added to"]):
-                self._add_up(summed.get("added buffers"), place)
+                self._add_up(summed, place)
         if self._reads is not None:
             self._name_ranges(self._reads.found(_ranges(self._held)))
         if self._has_synced and not all_same(summed["values of buffers with a policy"]):
@@ -167,9 +169,18 @@ class BufferExchange:
                 )
 
     @property
-    def _shares_data(self) -> bool:
-        world = self._runtime.world
-        return world.axis(SUMMED_OVER).size < world.size
+    def _shared_axes(self) -> list[str]:
+        """The axes over which buffers are summed, of those that ranks with the same data share; equal on all ranks."""
+        world, buffers = self._runtime.world, self._runtime.recipe.buffers.values()
+        return [
+            a
+            for a in SUM_AXES
+            if world.axis(a).size < world.size and any((b.policy, b.axis) == ("sum", a) for b in buffers)
+        ]
+
+    def _axis_of(self, name: str) -> str:
+        """The axis whose ranks each add to a buffer, by any of its names."""
+        return self._axes.get(name, SUMMED_OVER)
 
     def _refuse_unsaved(self) -> None:
         """Refuses persistent buffers that the recipe does not know, or does and that are gone; all ranks have the same here."""
@@ -190,7 +201,7 @@ class BufferExchange:
                     name=name,
                 )
 
-    def _add_up(self, slots: Tensor | None, place: str) -> None:
+    def _add_up(self, summed: Mapping[str, Tensor], place: str) -> None:
         """Makes each buffer of the policy "sum" its value at the window's begin plus what the data ranks have added."""
         runtime, now = self._runtime, self._held["sum"]
         for name, tensor in now.items():
@@ -203,20 +214,27 @@ class BufferExchange:
                     fix="keep its shape and dtype, and write it in place",
                     name=name,
                 )
-        if slots is not None:
-            self._refuse_other_counts(slots.tolist(), next(iter(now)), place)
-        counts = runtime.world.counts  # of ranks that run the same data one counts
-        added = [_wide(x) - _wide(self._begin[n]) if counts else torch.zeros_like(_wide(x)) for n, x in now.items()]
+        for axis in self._shared_axes:
+            self._refuse_other_counts(summed[f"buffers added to over {axis}"].tolist(), axis, place)
+        counts = {
+            SUMMED_OVER: runtime.world.counts,
+            "dp": runtime.world.counts_data,
+        }  # of ranks that add the same one counts
+        added = [
+            _wide(x) - _wide(self._begin[name]) if counts[self._axis_of(name)] else torch.zeros_like(_wide(x))
+            for name, x in now.items()
+        ]
         totals = runtime.world.agreement.reduce_tensors(added, "sum", f"{place}, adding up buffers")
         for (name, tensor), total in zip(now.items(), totals, strict=True):
             write_values(tensor, (_wide(self._begin[name]) + total).to(tensor.dtype))
 
-    def _refuse_other_counts(self, marks: Sequence[float], name: str, place: str) -> None:
-        """Refuses ranks that run the same data and have added other values."""
+    def _refuse_other_counts(self, marks: Sequence[float], axis: str, place: str) -> None:
+        """Refuses ranks that differ in nothing of ``axis`` and have added other values to the buffers that are summed over it."""
         grid = self._runtime.recipe.grid
+        name = next((name for name in self._held["sum"] if self._axis_of(name) == axis), None)
         first: dict[int, int] = {}
         for rank, mark in enumerate(marks):
-            one = first.setdefault(grid.coord(rank).index(SUMMED_OVER), rank)
+            one = first.setdefault(grid.coord(rank).index(axis), rank)
             if marks[one] != mark:
                 raise RankError(
                     f'buffers of the policy "sum", such as this one, at the end of {place}',

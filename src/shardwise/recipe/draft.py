@@ -9,7 +9,19 @@ import msgspec
 
 from shardwise.layout import Layout
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
-from shardwise.recipe.records import ROOT, Anatomy, Buffer, Codec, Cut, Edit, Note, Param, Record, Unit
+from shardwise.recipe.records import (
+    ROOT,
+    SUMMED_OVER,
+    Anatomy,
+    Buffer,
+    Codec,
+    Cut,
+    Edit,
+    Note,
+    Param,
+    Record,
+    Unit,
+)
 
 
 class Dtypes(NamedTuple):
@@ -61,6 +73,8 @@ class Draft:
         edits: changes to modules; those of techniques that act around the sharding are in ``edits_around``.
         notes: choices, and their reasons.
         buffers: name of a buffer -> its policy, where it is another than that of :class:`~shardwise.recipe.records.Buffer`.
+        sum_axes: name of a buffer that a forward writes -> the axis whose ranks each add to it; "": what they add is no part of what one
+            process adds. None: every buffer is added to by the ranks of :data:`~shardwise.recipe.records.SUMMED_OVER`.
         entries: name of a technique -> the part of the recipe that belongs to it alone.
         kept: name of a technique -> what its rule keeps for its act.
     """
@@ -80,6 +94,7 @@ class Draft:
     edits_around: list[Edit] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     buffers: dict[str, str] = field(default_factory=dict)
+    sum_axes: dict[str, str] | None = None
     entries: dict[str, Record] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
 
@@ -118,6 +133,7 @@ class Draft:
                     persistent=fact.persistent,
                     aliases=fact.aliases,
                     policy=self.buffers.get(name, "equal" if fact.persistent else "own"),
+                    axis=(self.sum_axes or {}).get(name) or SUMMED_OVER,
                 )
                 for name, fact in anatomy.buffers.items()
             },

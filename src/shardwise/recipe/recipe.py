@@ -19,7 +19,7 @@ from shardwise.recipe.records import (
     POLICIES,
     ROOT,
     STATISTICS,
-    SUMMED_OVER,
+    SUM_AXES,
     Buffer,
     Edit,
     Note,
@@ -226,7 +226,7 @@ def _check_layout(degrees: dict[str, int]) -> None:
 
 
 def _check_buffer(name: str, buffer: Buffer) -> None:
-    for field, value, known in (("policy", buffer.policy, POLICIES), ("axis", buffer.axis, (SUMMED_OVER,))):
+    for field, value, known in (("policy", buffer.policy, POLICIES), ("axis", buffer.axis, SUM_AXES)):
         if value not in known:
             raise PlanError(
                 f"a buffer of the {field} {value!r}",

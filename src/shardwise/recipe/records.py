@@ -123,6 +123,7 @@ class Param(Record, frozen=True):
 
 
 SUMMED_OVER = "loss"  # ranks that differ on it have other data, and have added other values to a buffer
+SUM_AXES = (SUMMED_OVER, "dp")  # dp: of ranks that differ on cp each has seen all positions of their samples
 POLICIES = ("sum", "mean", "min", "max", "rank0", "own", "equal")
 
 
@@ -132,7 +133,7 @@ class Buffer(Record, frozen=True):
     Attributes:
         policy: what becomes of it at a window's end, where ranks have written it: a word of ``Sharding(buffers=...)``, or
             "equal": it must be equal on all ranks.
-        axis: the axis whose ranks each add to a "sum"; one value so far.
+        axis: the axis whose ranks each add to a "sum", of :data:`SUM_AXES`.
     """
 
     shape: tuple[int, ...]

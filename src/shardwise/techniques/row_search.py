@@ -259,8 +259,10 @@ class Search:
             self._whole[False, self.length] = training  # one is kept
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
+            whole.on_rows.clear()
             for rows in rows_of(self.length, self.degree, self.order):
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
+            found[-1].buffers = whole.added({name: value for name, (*_, value) in trial.written.items()})
         for facts in found[1:]:
             found[0].add(facts)
         _refuse_mixed_drops(found[0])
@@ -289,6 +291,7 @@ class Search:
         if not _follows(again, facts):
             raise Differs("", "it does other things at another length of its sequences")
         facts.add_drops(again)
+        facts.add_buffers(again.buffers)
         _refuse_mixed_drops(facts)
         self._note_tensors(facts)
         return facts

@@ -18,6 +18,10 @@ from shardwise.world.collectively import collectively
 _ENDING_S = 2.0  # a killed run that is started again at once may find ranks that are still ending
 
 
+class OwnDirectories(set[Path]):
+    """Those in which a model's run has saved a checkpoint, or from which it was resumed, by whichever manager."""
+
+
 class Directory:
     """The directory of checkpoints: rank 0 makes it, holds its lock and cleans it up; all ranks must open and see it.
 

@@ -12,7 +12,7 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.parallel import runtime_of
 from shardwise.parallel.stale import refuse_no_optimizer
-from shardwise.state.checkpoint.directory import Directory
+from shardwise.state.checkpoint.directory import Directory, OwnDirectories
 from shardwise.state.checkpoint.position import check_states, dataset_states, put_dataset, trained_position
 from shardwise.state.checkpoint.restore import Restored, restore
 from shardwise.state.given import Change, Given, Settled, scheduler_changes, scheduler_settings
@@ -192,6 +192,7 @@ class ResumePoint:
         runtime_of(self.step.model).step = restored.step
         notes = [*restored.notes, *self._put_loader(restored)]
         self.restored = restored
+        runtime_of(self.step.model).memory(OwnDirectories).add(self._directory.root)
         return restored.step, notes
 
     def _check(self, own: Mapping[str, Any], override: Sequence[str]) -> None:

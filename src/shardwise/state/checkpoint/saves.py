@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, ShardwiseError, UsageError
 from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.commit import write_checkpoint
 from shardwise.state.checkpoint.contents import Contents, contents_of
-from shardwise.state.checkpoint.directory import Directory
+from shardwise.state.checkpoint.directory import Directory, OwnDirectories
 from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.resume import ResumePoint
 from shardwise.state.checkpoint.retention import RetentionPolicy
@@ -115,8 +115,9 @@ class Saves:
             of_rank=run.dataset_states,
             leaves_frozen=self._leaves_frozen,
         )
-        going_on = run.restored is not None or self.last_step is not None
-        self._directory.refuse_behind(contents.step, going_on, run.left_behind)
+        own = self._runtime.memory(OwnDirectories)
+        self._directory.refuse_behind(contents.step, self._directory.root in own, run.left_behind)
+        own.add(self._directory.root)
         warn(self._world, [*contents.notes, *run.notes])
         run.notes.clear()
         self._begin(contents, figure)

@@ -64,7 +64,7 @@ def proof(module: nn.Module, example: Example, layout: Layout, option: ContextPa
     except ShardwiseError:
         raise
     except Differs as wrong:
-        raise _refusal(module, what, wrong) from None
+        raise _refusal(module, what, wrong, option) from None
     except Exception as error:
         raise UnsupportedError(
             f"{what} of a {type(module).__name__}",
@@ -136,7 +136,7 @@ def _methods(option: ContextParallel) -> Sequence[str]:
     return ("ulysses", "gather") if option.method == "auto" else (option.method,)
 
 
-def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
+def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParallel) -> UnsupportedError:
     if wrong.is_kept:
         return UnsupportedError(
             f"{what} of a {type(module).__name__}",
@@ -161,6 +161,11 @@ def _refusal(module: nn.Module, what: str, wrong: Differs) -> UnsupportedError:
     return UnsupportedError(
         f"{what} of a {type(module).__name__}",
         why=f"what it computes for a position depends on other positions, and not by attention alone: on some of them {wrong.why}",
-        fix=_FIX,
+        fix=(
+            'use method="gather", which takes attention that is written out too; or '
+            if option.method == "ulysses"
+            else ""
+        )
+        + _FIX,
         name=wrong.name or None,
     )

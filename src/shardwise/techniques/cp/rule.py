@@ -83,6 +83,8 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         constants=facts["constants"],
         sent=facts["sent"] // draft.layout.tp,
     )
+    axes = {True: "dp", False: "loss", None: ""}
+    draft.sum_axes = {name: axes[is_all] for name, is_all in found["buffers"].items()}
     edits = [
         (name, "cut", {"calls": dims, "known": [facts["known"].get(name, [])]}) for name, dims in found["cut"].items()
     ]

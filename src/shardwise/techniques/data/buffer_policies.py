@@ -54,6 +54,22 @@ def buffer_policies(anatomy: Anatomy, sharding: Sharding, advancing: Sequence[st
     return found | named
 
 
+def refuse_unknown_sums(policies: Mapping[str, str], axes: Mapping[str, str] | None) -> None:
+    """Raises PlanError for a buffer of the policy "sum" of which nothing says which ranks each add a part. ``axes``: as
+    :attr:`~shardwise.recipe.Draft.sum_axes`."""
+    if axes is None:
+        return
+    for name in (name for name, word in policies.items() if word == "sum"):
+        if not axes.get(name):
+            why = "does not write it" if name not in axes else "adds to it what is no part of what one process adds"
+            raise PlanError(
+                'a buffer of the policy "sum" where sequences are cut over ranks',
+                why=f"the model, run on the positions of one rank, {why}: whether ranks that have one sample each count a part of it is not known",
+                fix="add to it sums over positions, or numbers of whole batches, in the forward of training; or give it another policy",
+                name=name,
+            )
+
+
 def statistics_of(anatomy: Anatomy, advancing: Sequence[str]) -> list[str]:
     """The buffers that a normalisation layer writes in its forwards: running statistics, and the vectors of a spectral norm."""
     prefixes = tuple(f"{name}." if name else "" for name in advancing)
