@@ -36,24 +36,31 @@ def has_no_forward(module: nn.Module) -> bool:
 
 
 def _find(module: nn.Module, name: str, found: Found, seen: set[int]) -> None:
-    """Adds the outermost lists at or below ``module``: containers with at least two children that hold parameters."""
+    """Adds the outermost lists at or below ``module``: containers with at least two children that hold parameters, and an
+    ``nn.ModuleList`` with one that has modules of its own, as in a model of one layer, if there is none in that."""
     if id(module) in seen or not _has_parameters(module):
         return
     seen.add(id(module))
     children = [(f"{name}.{key}" if name else key, child) for key, child in canonical_children(module)]
+    is_one, blocks = False, []
     if isinstance(module, _CONTAINERS):
         # Of a list of lists the modules that are called. A ModuleDict of embeddings, blocks and a norm has its blocks
         # in a list inside it.
         is_list = isinstance(module, nn.ModuleList)
         blocks = [block for full, child in children for block in (_called(full, child) if is_list else [(full, child)])]
         blocks = [(full, child) for full, child in blocks if _has_parameters(child) and id(child) not in seen]
-        if len(blocks) > 1 and not any(has_no_forward(block) for _, block in blocks):
+        is_called = not any(has_no_forward(block) for _, block in blocks)
+        is_one = is_list and is_called and len(blocks) == 1 and len([*canonical_children(blocks[0][1])]) > 1
+        if len(blocks) > 1 and is_called:
             unique = {id(block): (full, block) for full, block in reversed(blocks)}
             seen.update(unique)
             found.append((name, list(unique.values())[::-1]))
             return
+    num = len(found)
     for full, child in children:
         _find(child, full, found, seen)
+    if is_one and len(found) == num:
+        found.append((name, blocks))
 
 
 def _called(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
