@@ -112,7 +112,10 @@ class Named(nn.Module):
             [("stages", 5)],
         ),
         (lambda: One(parts=nn.ModuleList([nn.Sequential(*linears(3))])), [("parts.0", 3)]),  # a list of one
-        (lambda: One(parts=nn.ModuleList([Two(a=linears(1)[0], b=linears(1)[0])])), [("parts", 1)]),  # a model of one layer
+        (
+            lambda: One(parts=nn.ModuleList([Two(a=linears(1)[0], b=linears(1)[0])])),
+            [("parts", 1)],
+        ),  # a model of one layer
         (lambda: One(parts=nn.ModuleList(linears(1))), []),
         (
             lambda: Two(a=Listed(blocks=nn.ModuleList(linears(2))), b=Called(blocks=nn.Sequential(*linears(4)))),

@@ -7,8 +7,6 @@ from torch import nn
 
 import shardwise as sw
 
-SUMS = sw.Sharding(buffers={"*": "sum"})
-
 
 def add(buffer: torch.Tensor, value) -> None:
     with torch.no_grad():
@@ -79,9 +77,12 @@ def loss_of(output, batch):
     return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
-def train(how, layout, **options):
+def train(how, layout, buffers="sum", **options):
     with sw.init(layout, device="cpu", timeout_s=60) as world:
-        model = sw.parallelize(build(how), world, sharding=SUMS, **options)
+        sharding = sw.Sharding(
+            buffers=dict.fromkeys(("*.total", "seen", "behind")[buffers is None :], buffers or "sum")
+        )
+        model = sw.parallelize(build(how), world, sharding=sharding, **options)
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of)
         data = world.axis("dp")
         for _ in range(2):

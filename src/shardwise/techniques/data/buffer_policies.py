@@ -54,11 +54,20 @@ def buffer_policies(anatomy: Anatomy, sharding: Sharding, advancing: Sequence[st
     return found | named
 
 
-def refuse_unknown_sums(policies: Mapping[str, str], axes: Mapping[str, str] | None) -> None:
-    """Raises PlanError for a buffer of the policy "sum" of which nothing says which ranks each add a part. ``axes``: as
-    :attr:`~shardwise.recipe.Draft.sum_axes`."""
+def refuse_writes_of_rows(policies: Mapping[str, str], axes: Mapping[str, str] | None) -> None:
+    """Raises PlanError for a buffer that ranks write from their positions, if it has no policy, or is summed and nothing says which ranks
+    each add a part. ``axes``: as :attr:`~shardwise.recipe.Draft.sum_axes`."""
     if axes is None:
         return
+    for name in (name for name, axis in axes.items() if axis != "dp" and name not in policies):
+        raise PlanError(
+            "a buffer that code writes where sequences are cut over ranks",
+            why="it holds what comes of this rank's positions, and a later forward that reads it would compute another thing than one process",
+            fix="write it before the blocks, or behind them; or say what becomes of it: Sharding(buffers={"
+            f'{name!r}: WORD}}), where WORD is "sum" for counts that are used after the step, and "own" for a cache that each forward '
+            "makes anew",
+            name=name,
+        )
     for name in (name for name, word in policies.items() if word == "sum"):
         if not axes.get(name):
             why = "does not write it" if name not in axes else "adds to it what is no part of what one process adds"

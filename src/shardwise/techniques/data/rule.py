@@ -12,7 +12,7 @@ from shardwise.recipe import Cut, Draft, Recipe, Unit
 from shardwise.recipe.draft import Dtypes
 from shardwise.recipe.recipe import Engine
 from shardwise.recipe.records import ROOT, Record
-from shardwise.techniques.data.buffer_policies import buffer_policies, refuse_unknown_sums
+from shardwise.techniques.data.buffer_policies import buffer_policies, refuse_writes_of_rows
 from shardwise.techniques.data.options import DDP, FSDP2_ONLY, Sharding
 from shardwise.techniques.data.units import check_names, make_units, unit_of_params
 
@@ -71,7 +71,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, sharding: Sharding, ddp: DDP
         ddp=None if is_cut else ddp,
     )
     draft.buffers |= buffer_policies(draft.anatomy, sharding, facts.get("advancing", ()))
-    refuse_unknown_sums(draft.buffers, draft.sum_axes)
+    refuse_writes_of_rows(draft.buffers, draft.sum_axes)
     _note_state_of_forwards(draft, facts)
 
 
