@@ -79,9 +79,8 @@ def loss_of(output, batch):
 
 def train(how, layout, buffers="sum", **options):
     with sw.init(layout, device="cpu", timeout_s=60) as world:
-        sharding = sw.Sharding(
-            buffers=dict.fromkeys(("*.total", "seen", "behind")[buffers is None :], buffers or "sum")
-        )
+        names = ("seen", "behind") if buffers is None else ("*.total", "seen", "behind")
+        sharding = sw.Sharding(buffers=dict.fromkeys(names, buffers or "sum"))
         model = sw.parallelize(build(how), world, sharding=sharding, **options)
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of)
         data = world.axis("dp")
