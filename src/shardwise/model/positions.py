@@ -87,6 +87,11 @@ class Rows(LayerCalls):
         self._is_busy = False  # a kernel, or a call that makes positions, computes
         self._num_rows = length if rows is None else len(rows)
 
+    @property
+    def rows_of_masks(self) -> Tensor | None:
+        """The positions for whose queries transformers makes its masks; None: all."""
+        return self._rows if self._plan.masks_of_rows else None
+
     # ---- modules
 
     def is_elsewhere(self) -> bool:
@@ -597,6 +602,12 @@ def run_on_rows(
         Differs: a module computes something else, or does not run.
     """
     mode = (kind or Rows)(trial, whole, plan, length, rows, known, heads_over)
+    run_mode(trial, mode)
+    return mode.facts
+
+
+def run_mode(trial: Trial, mode: Rows) -> None:
+    """Runs the model as a mode says; see :func:`run_on_rows`."""
     try:
         _run(trial, mode)
     except (Differs, ShardwiseError):
@@ -604,7 +615,6 @@ def run_on_rows(
     except Exception as error:
         name = mode.frames[-1].name if mode.frames else ""
         raise Differs(name, f"it does not run on rows: {type(error).__name__}: {first_line(error)[:120]}") from error
-    return mode.facts
 
 
 def _run(trial: Trial, mode: Rows) -> None:
@@ -613,7 +623,7 @@ def _run(trial: Trial, mode: Rows) -> None:
     mode.facts.masks_of_rows = mode._plan.masks_of_rows
     with _watched(trial.module, mode):
         try:
-            now.attends, now.rows = mode, mode._rows if mode._plan.masks_of_rows else None
+            now.attends, now.rows = mode, mode.rows_of_masks
             with seen_by(mode), _without_graph() if mode._whole.is_of_some else contextlib.nullcontext():
                 _, seen = trial.run_within(mode, has_gradients=trial.module.training)
         finally:

@@ -62,7 +62,7 @@ class Draft:
         notes: choices, and their reasons.
         buffers: name of a buffer -> its policy, where it is another than that of :class:`~shardwise.recipe.records.Buffer`.
         entries: name of a technique -> the part of the recipe that belongs to it alone.
-        kept: name of a technique -> what its rule keeps for its act.
+        kept: name of a technique -> what its rule keeps for its act; and what a probe keeps for those behind it, on the rank that runs them.
     """
 
     anatomy: Anatomy

@@ -14,6 +14,7 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
+from shardwise.model.nested_rows import Exchanges, run_nested
 from shardwise.model.positions import run_on_rows, whole_run
 from shardwise.model.products import dim_of
 from shardwise.model.pytrees import keyed_leaves
@@ -47,6 +48,7 @@ class Search:
         known: module whose arguments are cut -> paths of all tensors among them.
         trial, plan: of the last :meth:`run`.
         length: at which the plan was tried last.
+        facts: of the last :meth:`run`.
     """
 
     module: nn.Module
@@ -66,6 +68,42 @@ class Search:
         Raises:
             Differs: there is no plan: what differs.
         """
+        self.facts = self._run()
+        return self.facts
+
+    def refuse_cut_again(self, inner: "Search") -> None:
+        """Raises Differs unless this rank's rows may be cut once more, as ``inner`` has found it for whole sequences."""
+        if self._kinds != inner._kinds:
+            raise Differs("", "blocks that are alike under one of both cuts are not under the other")
+        trial, now.makes_masks = self.trial, False
+        over = self.degree * inner.degree
+        lengths = lengths_of_proof(self.module, over, self.order, max(self.sequences.length, 2 * over + 1))
+        for i, self.length in enumerate(lengths):
+            self._whole.clear()
+            try:
+                training = self._run_whole(trial, is_training=True)
+            except Exception:
+                if i == len(lengths) - 1:
+                    raise
+                continue
+            break
+        modes = (True,) if training.is_like(self._run_whole(trial, is_training=False)) else (True, False)
+        for is_training in modes:
+            whole = self._run_whole(trial, is_training=is_training)
+            for rows in rows_of(self.length, self.degree, self.order):
+                outer = functools.partial(
+                    Exchanges, trial, whole, self.plan, self.length, rows, self.facts, self.heads_over
+                )
+                parts = rows_of(len(rows), inner.degree, inner.order)
+                for found in run_nested(trial, outer, inner.plan, parts, inner.facts):
+                    inner.refuse_other(found)
+
+    def refuse_other(self, found: Facts) -> None:
+        """Raises Differs unless a run has done what this search has found."""
+        if not _follows(found, self.facts):
+            raise Differs("", "it does other things on the rows of a rank")
+
+    def _run(self) -> Facts:
         kinds = [blocks for blocks in block_kinds(self.module) if len(blocks) > _MANY]
         if not kinds:
             return self._searched([])
@@ -78,6 +116,7 @@ class Search:
 
     def _searched(self, kinds: Sequence[Sequence[str]]) -> Facts:
         """What is to be done, found in the first blocks of each of ``kinds``, and in all others."""
+        self._kinds = kinds
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
         self.known.clear()

@@ -42,12 +42,15 @@ def probe(
     """
     if draft.layout.cp == 1:
         return {}
-    find = functools.partial(proof, module, example, draft.layout, context_parallel)
+    kept = draft.kept
+    find = lambda: proof(module, example, draft.layout, context_parallel, kept.pop("rows", None))  # noqa: E731
     return found_by_one_rank(world, example, "the proof that positions may be cut over cp", find)
 
 
-def proof(module: nn.Module, example: Example, layout: Layout, option: ContextParallel) -> dict[str, Any]:
-    """What :func:`probe` finds, on one process."""
+def proof(
+    module: nn.Module, example: Example, layout: Layout, option: ContextParallel, inner: Search | None = None
+) -> dict[str, Any]:
+    """What :func:`probe` finds, on one process. ``inner``: has found how the rows of each rank are cut once more."""
     degree = layout.cp
     what = f"cp={degree}"
     refuse_uncaught(module, what)
@@ -60,7 +63,7 @@ def proof(module: nn.Module, example: Example, layout: Layout, option: ContextPa
     arguments = example.shows(functools.partial(arguments_of, module))
     try:
         with torch.inference_mode(False):
-            return _found(module, arguments, layout, option)
+            return _found(module, arguments, layout, option, inner)
     except ShardwiseError:
         raise
     except Differs as wrong:
@@ -73,7 +76,9 @@ def proof(module: nn.Module, example: Example, layout: Layout, option: ContextPa
         ) from error
 
 
-def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: ContextParallel) -> dict[str, Any]:
+def _found(
+    module: nn.Module, arguments: Arguments, layout: Layout, option: ContextParallel, inner: Search | None
+) -> dict[str, Any]:
     degree, wrong, unfit = layout.cp, list[tuple[str, Differs]](), None
     for sequences in sequences_in(arguments):
         for method in _methods(option):
@@ -105,6 +110,8 @@ def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: Cont
             ):
                 wrong.append((method, Differs("", "no argument of its blocks grows with the length of its sequences")))
                 continue
+            if inner is not None:
+                _refuse_cut_again(module, layout, search, inner)
             return {
                 "facts": dataclasses.asdict(facts),
                 "method": method,
@@ -129,6 +136,19 @@ def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: Cont
             fix="leave cp out of the layout, for models whose inputs have one size; or pass example= with sequences as long as in training",
         )
     raise next((each for method, each in wrong if method == "gather"), wrong[0][1])  # of the likeliest dim
+
+
+def _refuse_cut_again(module: nn.Module, layout: Layout, search: Search, inner: Search) -> None:
+    """Refuses a model of which a rank's positions cannot be cut over ``tp`` too."""
+    try:
+        search.refuse_cut_again(inner)
+    except Differs as wrong:
+        raise UnsupportedError(
+            f"cp={layout.cp} of a {type(module).__name__} with TensorParallel(sequence_parallel=True)",
+            why=f"either alone is right, and on a rank's positions, cut over tp={layout.tp} too, {wrong.why}",
+            fix="leave sequence_parallel out: under cp activations fall by cp already; or leave cp out of the layout",
+            name=wrong.name or None,
+        ) from None
 
 
 def _methods(option: ContextParallel) -> Sequence[str]:

@@ -13,7 +13,7 @@ from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
-from shardwise.techniques.cut_forward import current
+from shardwise.techniques.cut_forward import Current
 from shardwise.techniques.row_drops import RowDrops, called_children
 from shardwise.techniques.row_exchanges import At, Ranks, gathered, with_gathered
 from shardwise.world.streams import PartStream
@@ -23,11 +23,15 @@ class Cuts(Protocol):
     """The cut sequences of a model: the positions of the forward that runs, its ranks, and how attention exchanges."""
 
     at: At | None
+    current: Current
     ranks: Ranks
     stream: PartStream
     drops: RowDrops | None
     is_running: bool
     exchange: Callable[[Attention, At, Ranks], Tensor]
+
+    def positions_now(self) -> At | None:
+        """Those of this rank in the code that runs; None: all."""
 
     def refuse_again(self, module: nn.Module) -> None:
         """Raises UnsupportedError for a module that runs in backward, without its positions."""
@@ -113,7 +117,7 @@ def watch(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = current.at if current.at is not None else cuts.at
+        at = cuts.positions_now()
         if at is None:
             cuts.refuse_again(module)
             return inner(*args, **kwargs)
@@ -156,7 +160,7 @@ def join_keys(module: nn.Module, cuts: Cuts, dims: Mapping[str, int]) -> None:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = current.at if current.at is not None else cuts.at
+        at = cuts.positions_now()
         output = inner(*args, **kwargs)
         if at is None:
             return output
@@ -171,7 +175,7 @@ def make_island(module: nn.Module, cuts: Cuts, inputs: Mapping[str, int], output
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = current.at if current.at is not None else cuts.at
+        at, current = cuts.positions_now(), cuts.current
         if at is None:
             return inner(*args, **kwargs)
         before = now.attends, current.at, cuts.at

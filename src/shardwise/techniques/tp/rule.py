@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import UnsupportedError
 from shardwise.layout import Layout
 from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
 from shardwise.recipe.records import Record
@@ -79,12 +78,6 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParal
         if tensor_parallel != TensorParallel():
             draft.note("tensor_parallel", "no effect: tp=1", option="tensor_parallel")
         return
-    if tensor_parallel.sequence_parallel and draft.layout.cp > 1:
-        raise UnsupportedError(
-            f"TensorParallel(sequence_parallel=True) with cp={draft.layout.cp}",
-            why="both cut the positions of a sequence, and only one of them at a time is proved to be right",
-            fix="leave sequence_parallel out: under cp activations fall by cp already; or leave cp out of the layout",
-        )
     for name, (dim, parts) in facts.get("cuts", {}).items():
         draft.cut(name, Cut(axis="tp", dim=dim, parts=tuple(Part(size=size, replicas=of) for size, of in parts)))
     draft.entries["tp"] = TensorParallelEntry(

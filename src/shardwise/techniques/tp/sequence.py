@@ -30,7 +30,7 @@ from shardwise.recipe import Recipe
 from shardwise.techniques.cut_forward import (
     CutForward,
     clear_after,
-    current,
+    current_of,
     on_all_positions,
     with_positions,
 )
@@ -49,7 +49,7 @@ class JoinedStream:
     """
 
     def __init__(self, ranks: Ranks):
-        self.ranks = ranks
+        self.ranks, self._current = ranks, current_of("tp")
         self.is_cut = False  # the stream behind the last block that ran
         # Rows and all of them, each with its version: a tensor that was written in place is another; dim, positions.
         self._joined: list[tuple[Tensor, int, Tensor, int, int, At]] = []
@@ -58,7 +58,7 @@ class JoinedStream:
     @property
     def at(self) -> At | None:
         """The positions of this rank in the block that runs; None: all."""
-        return current.at
+        return self._current.at
 
     def refuse_rows(self) -> None:
         """Raises UnsupportedError for a layer that is called behind the blocks, where the stream was not joined."""
@@ -148,6 +148,7 @@ class SequenceCuts(CutForward):
         data: of sequence parallelism.
         joined: is called by layers that are cut.
         stream: random numbers of this rank, for what it drops of its rows; None: nothing is dropped.
+        outer: has cut the sequences before; None: nothing has.
     """
 
     def __init__(
@@ -157,19 +158,23 @@ class SequenceCuts(CutForward):
         data: SequenceParallelData,
         joined: JoinedStream,
         stream: PartStream | None,
+        outer: CutForward | None = None,
     ):
         super().__init__(joined.ranks, "tp", data.source, data.dim, data.constants)
+        self.outer = outer
+        if outer is not None:
+            outer.inner = self
         self._data, self._joined, self._stream = data, joined, stream
         self.for_two_lengths = "parallelize(..., example=batch), with sequences of two lengths that differ in it; or leave sequence_parallel out"
         self._ended: set[str] = set()  # blocks whose output was joined, in this forward
         self._ends: set[str] = set()  # blocks of which that is to be
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        module.register_forward_hook(self._end_forward)
+        module.register_forward_hook(self._end_forward, prepend=outer is not None)
         clear_after(module, self.clear)
         modules = dict(canonical_modules(module))
         if stream is not None:
             dims = {edit.module: edit.args["dims"] for edit in recipe.edits_of("tp") if edit.action == "sequence_drops"}
-            RowDrops(module, dims, self.positions_now, stream, what="sequence_parallel")
+            RowDrops(module, dims, self, stream, what="sequence_parallel")
         blocks = [edit for edit in recipe.edits_of("tp") if edit.action == "sequence_cut"]
         for edit in recipe.edits_of("tp"):
             target, args = modules[edit.module], edit.args
@@ -181,14 +186,14 @@ class SequenceCuts(CutForward):
                 _join_outputs(target, joined, args["dims"])
         for edit in blocks:
             target, args = modules[edit.module], edit.args
-            with_positions(target)
+            with_positions(target, self.what)
             hook = functools.partial(self._enter, edit.module, args["calls"], {*args["known"]}, {*args["parts"]})
             target.register_forward_pre_hook(hook, with_kwargs=True)
         for edit in recipe.edits_of("tp"):
             if edit.action == "sequence_join" and any(edit.module == block.module for block in blocks):
                 self._ends.add(edit.module)
                 hook = functools.partial(self.leave_block, edit.module, edit.args["dims"])
-                modules[edit.module].register_forward_hook(hook)
+                modules[edit.module].register_forward_hook(hook, prepend=outer is not None)
 
     def part(self, x: Tensor, dim: int, at: At) -> Tensor:
         return moved(x, at, self.ranks, dim, "rows", "gather")
@@ -231,19 +236,21 @@ class SequenceCuts(CutForward):
                 why="by it the length of the sequences is known, of which each rank along tp has some positions between layers",
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
-        self.at = self.last = self.positions(source.shape[self._data.dim], source.device)
+        length = self.length_within(source.shape[self._data.dim])
+        self.at = self.last = self.positions(length, source.device)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        at = self.at
+        at, outer = self.at, None if self.outer is None else self.outer.at
         self.clear()
         if at is None:
             return
+        lengths = {at.length} if outer is None else {at.length, outer.length}  # behind the outer join
         self.refuse_own_checkpoint(output)
         given = dict(keyed_leaves(output))
         is_other = self._ended != self._ends
         for path, dim in self._data.ends.items():
             x = given.get(path)
-            is_other |= isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] != at.length
+            is_other |= isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] not in lengths
         if is_other:
             raise _other_way()
 
@@ -312,7 +319,7 @@ def _make_island(
             )
         joined.forget()
         joined.is_cut = False
-        with on_all_positions():
+        with on_all_positions("tp"):
             output = inner(*args, **kwargs)
         joined.is_cut = True
         for keys, dim in made:

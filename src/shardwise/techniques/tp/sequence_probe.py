@@ -21,8 +21,8 @@ from shardwise.techniques.tp.search.stream_search import StreamSearch
 _WHAT = "TensorParallel(sequence_parallel=True)"
 
 
-def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, degree: int, found: Found) -> None:
-    """Adds what sequence parallelism changes to ``facts`` of what is cut.
+def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, degree: int, found: Found) -> StreamSearch:
+    """Adds what sequence parallelism changes to ``facts`` of what is cut. Returns the search that has found it.
 
     Raises:
         UnsupportedError: no layers were found between which sequences can be cut.
@@ -65,6 +65,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         "draws": sequence.draws,
         "moved": sequence.moved // samples,
     }
+    return search
 
 
 def _found(
