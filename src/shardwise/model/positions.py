@@ -486,7 +486,7 @@ class Rows(LayerCalls):
         with self.busy():
             if self._rows is None:
                 result = call.kernel(call.q, call.k, call.v, None)
-                kept = (call.q[:0], None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
+                kept = (call.q[..., :0], None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
                 self._whole.attention[key] = kept[0], call.k, call.v, kept[1]
                 return call.finish(result)
             if key not in self._whole.attention:
@@ -494,7 +494,7 @@ class Rows(LayerCalls):
             queries, keys, values, whole = self._whole.attention[key]
             of_rows = self.facts.attention.setdefault(frame.name, [])
             is_rows = call.k.shape != keys.shape
-            if call.q.shape[1:] != queries.shape[1:]:
+            if call.q.shape[:-1] != queries.shape[:-1]:
                 self.facts.queries.setdefault(frame.name, []).append(number)
             if self._known is not None:
                 is_rows = number in self._known.attention.get(frame.name, ())

@@ -72,30 +72,36 @@ class Search:
         return self.facts
 
     def refuse_cut_again(self, inner: "Search") -> None:
-        """Raises Differs unless this rank's rows may be cut once more, as ``inner`` has found it for whole sequences."""
+        """Raises Differs unless each rank's rows may be cut once more, as ``inner`` has found it for whole sequences."""
         if self._kinds != inner._kinds:
             raise Differs("", "blocks that are alike under one of both cuts are not under the other")
-        trial, now.makes_masks = self.trial, False
-        over = self.degree * inner.degree
-        lengths = lengths_of_proof(self.module, over, self.order, max(self.sequences.length, 2 * over + 1))
-        for i, self.length in enumerate(lengths):
-            self._whole.clear()
+        now.makes_masks, first = False, None
+        lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
+        parts = {length: rows_of(length, self.degree, self.order) for length in lengths}
+        least = {
+            length: min(len(rows_of(len(rows), inner.degree, inner.order)[-1]) for rows in of_length)
+            for length, of_length in parts.items()
+        }
+        lengths.sort(key=lambda length: not least[length])  # stable: those of which each rank has some
+        for self.length in lengths:
             try:
-                training = self._run_whole(trial, is_training=True)
-            except Exception:
-                if i == len(lengths) - 1:
-                    raise
-                continue
-            break
-        modes = (True,) if training.is_like(self._run_whole(trial, is_training=False)) else (True, False)
+                self._whole.clear()
+                return self._cut_again(inner, parts[self.length])
+            except Exception as error:  # of the model's code, or a number of rows that is one of the model
+                first = first or error
+        raise first or Differs("", "no length is left at which it may be run")
+
+    def _cut_again(self, inner: "Search", parts: Sequence[Tensor]) -> None:
+        training = self._run_whole(self.trial, is_training=True)
+        modes = (True,) if training.is_like(self._run_whole(self.trial, is_training=False)) else (True, False)
         for is_training in modes:
-            whole = self._run_whole(trial, is_training=is_training)
-            for rows in rows_of(self.length, self.degree, self.order):
+            whole = self._run_whole(self.trial, is_training=is_training)
+            for rows in parts:
                 outer = functools.partial(
-                    Exchanges, trial, whole, self.plan, self.length, rows, self.facts, self.heads_over
+                    Exchanges, self.trial, whole, self.plan, self.length, rows, self.facts, self.heads_over
                 )
-                parts = rows_of(len(rows), inner.degree, inner.order)
-                for found in run_nested(trial, outer, inner.plan, parts, inner.facts):
+                again = rows_of(len(rows), inner.degree, inner.order)
+                for found in run_nested(self.trial, outer, inner.plan, again, inner.facts):
                     inner.refuse_other(found)
 
     def refuse_other(self, found: Facts) -> None:

@@ -344,3 +344,33 @@ def kept_bytes(layout, method="gather"):
             loss([batch(1, 256 // 8)])
         rows = {WIDTH, 3 * WIDTH, 48, 8}
         return sum(n for x, n in kept.values() if x.shape[-1] in rows and tuple(x.shape) not in sizes and x.dim() > 2)
+
+
+class Remembers(Words):
+    """Its own code drops in attention to a memory, of its positions: after an attention of its blocks' kind, or before; by another function, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory, self.shown = nn.Parameter(torch.ones(1, 1, 6, 32)), nn.Identity()
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x, None)
+            x = x + self.recalled(x)
+        return self.head(self.norm(x))
+
+    def recalled(self, x):
+        memory = self.memory.expand(len(x), -1, -1, -1)
+        return self.shown(F.scaled_dot_product_attention(x[:, None], memory, memory, dropout_p=0.3)[:, 0])
+
+
+def remembered(layout):
+    """What the root's own code has made of a memory, for each call, at its first positions."""
+    found = []
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(0)
+        model = sw.parallelize(Remembers, world, example={"input_ids": batch(1, 24)["input_ids"]})
+        model.shown.register_forward_hook(lambda _, args, y: found.append((y.shape[1], y[..., 0].flatten().tolist())))
+        sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)([batch(1, 16)])
+    return found

@@ -10,10 +10,9 @@ import shardwise as sw
 QUICK = {("llama", "cp=2,tp=2", "gather"), ("gpt2", "cp=2,tp=2", "ulysses")}
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
 @pytest.mark.parametrize("layout", ["cp=2,tp=2", "dp_shard=2,cp=2,tp=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "nanogpt"])
-def test_families(ranks, name, layout, method):
+def test_families(ranks, name, layout):
     model = models.get(name)
     sw.verify(
         model.build,
@@ -24,6 +23,5 @@ def test_families(ranks, name, layout, method):
         forward=model.forward,
         run=ranks.run,
         tensor_parallel=PARALLEL,
-        context_parallel=method,
         max_grad_norm=0.3,
     )
