@@ -33,6 +33,7 @@ __all__ = [
     "hooks_of_saved_tensors",
     "in_backward",
     "in_transform",
+    "leaves_by_side",
     "mark_output",
     "marks_of",
     "num_hooks",
@@ -79,6 +80,22 @@ def first_nodes(tensor: Tensor, name: str) -> Iterator[Any]:
             yield node
         else:
             waiting += [each for each, _ in node.next_functions]
+
+
+def leaves_by_side(outputs: Iterable[Tensor], turn: Callable[[Any], bool | None]) -> Iterator[tuple[Tensor, bool]]:
+    """The leaves in the graph of ``outputs``, each with the side from which it is used: True behind the outputs, and behind a node what
+    ``turn`` says; None: that does not change."""
+    waiting, seen = [(x.grad_fn, True) for x in outputs], set[Any]()
+    while waiting:
+        place = node, side = waiting.pop()
+        if node is None or place in seen:
+            continue
+        seen.add(place)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf, side
+        other = turn(node)
+        side = side if other is None else other
+        waiting += [(each, side) for each, _ in node.next_functions]
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

@@ -328,6 +328,7 @@ class Rows(LayerCalls):
                 self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
             elif not shown.is_linear:
                 self._refuse_parts(key, mine, f"the backward of {kind.__name__}")
+            self._whole.note_weights(key, kind.__name__, mine, shown.of_weights, is_whole=self._rows is None)
         for before, x in zip(args, shown.args, strict=True):
             self.replaced(before, x)
         result = plain(*shown.args)

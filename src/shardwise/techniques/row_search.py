@@ -304,8 +304,10 @@ class Search:
             self._whole[False, self.length] = training  # one is kept
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
+            whole.forget_left()
             for rows in rows_of(self.length, self.degree, self.order):
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
+            whole.refuse_left()
         for facts in found[1:]:
             found[0].add(facts)
         _refuse_mixed_drops(found[0])

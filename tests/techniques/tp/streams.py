@@ -44,9 +44,12 @@ class MLP(nn.Module):
         self.norm = nn.LayerNorm(WIDTH) if how == "norm inside" else nn.Identity()
         self.gate = nn.Linear(WIDTH, 1) if how == "gate inside" else None
         self.gain = nn.Parameter(torch.full((WIDTH,), 1.3)) if how == "used both ways" else None
+        self.is_late, self.others = False, []
 
     def forward(self, x):
         x = x * self.gain if self.how == "used both ways" else x
+        for other in self.others if self.is_late else ():
+            x = x * other.weight
         y = self.down(F.gelu(self.up(self.norm(x))))
         return y, (0 if self.gate is None else self.gate(x))
 
@@ -113,7 +116,16 @@ class _Scaled(torch.autograd.Function):
         return grad * weight, (grad * x).flatten(0, -2).sum(0)
 
 
-attached, normed, scaled = _Attached.apply, _Normed.apply, _Scaled.apply
+class _Averaged(_Scaled):
+    """Gives its weight the mean over positions."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0) * 13 / x.shape[-2]
+
+
+attached, normed, scaled, averaged = _Attached.apply, _Normed.apply, _Scaled.apply, _Averaged.apply
 
 
 def _product(x, weight):
@@ -146,6 +158,8 @@ class OwnGradients(nn.Module):
             if x.requires_grad:
                 x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
             return x * self.gain
+        if self.how == "mean for a weight":
+            return averaged(x, self.gain)
         if self.how == "script":
             return scripted(x, self.gain)
         if self.how == "vmap":
@@ -158,7 +172,7 @@ class OwnGradients(nn.Module):
         return scaled(x, self.gain)
 
 
-WHOLE = ("loss of a mean", "loss of a sum", "gradient of one length", "hook", "vmap")
+WHOLE = ("loss of a mean", "loss of a sum", "gradient of one length", "hook", "vmap", "mean for a weight")
 BY_ROWS = ("kernel of rows", "hook of rows", "script", "views")
 
 
@@ -173,6 +187,8 @@ class Block(nn.Module):
             self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         else:
             self.mlp = MLP(how)
+        if how == "late in a region":
+            self.mlp.others = [self.norm]
         if how == "tied norms":
             self.norm2.weight = self.norm.weight
         self.mixes = {"shift": Shift, "counts": Counted}.get(how, nn.Identity)()
@@ -213,6 +229,8 @@ class Block(nn.Module):
             return x + self.down(F.silu(y) * self.gate(h))
         if self.how == "inline":
             return x + self.down(F.gelu(self.up(h)))
+        if self.how == "late in a region":
+            self.mlp.is_late = self.is_long
         y, more = self.mlp(h)
         x = x + y + more
         if self.how == "used both ways":
@@ -257,6 +275,8 @@ class Words(nn.Module):
             for block in self.blocks:
                 x = block(x)
         x = self.norm(x + other if self.how == "two streams" else x)
+        if self.how == "late behind the blocks" and block.is_long:
+            x = x * self.blocks[1].norm2.weight
         if self.how == "pooled":
             x = x + x.mean(1, keepdim=True)
         y = self.head(x)
@@ -541,7 +561,7 @@ def plain_buffers(how):
 
 def refused(case):
     """The error that a use ends in."""
-    with sw.init("cp=2,tp=2" if case == "cp" else "tp=2", device="cpu") as world:
+    with sw.init("tp=2", device="cpu") as world:
         try:
             _use(case, world)
         except ShardwiseError as error:
@@ -550,8 +570,6 @@ def refused(case):
 
 
 def _use(case, world):
-    if case == "cp":
-        parallel("", world)
     if case == "compiled dropout":
         parallel("dropout", world, compile=sw.Compile(backend="aot_eager"))
     if case == "no blocks":
@@ -561,8 +579,8 @@ def _use(case, world):
         model.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         ids = batch(1, 24)["input_ids"]
         sw.parallelize(model.double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
-    if case == "late":
-        step = trained(parallel("late", world))
+    if case.startswith("late"):
+        step = trained(parallel(case, world))
         for num in (9, 13, 30):
             step([batch(1, num)])
     if case == "statistics":

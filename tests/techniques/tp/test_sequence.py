@@ -195,7 +195,10 @@ def test_buffers_hold_what_they_do_in_one_process(ranks, how):
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(h, marks=[] if h in ("loss of a mean", "hook") else [pytest.mark.soak]) for h in (*WHOLE, *BY_ROWS)],
+    [
+        pytest.param(h, marks=[] if h in ("loss of a mean", "hook", "mean for a weight") else [pytest.mark.soak])
+        for h in (*WHOLE, *BY_ROWS)
+    ],
 )
 def test_backwards_of_ones_own(ranks, how):
     assert max(ranks.run(every_length, 2, how, "tp=2", [13, 1, 8])) < 1e-12
@@ -205,7 +208,8 @@ REFUSED = {
     "late": "a parameter that each holds whole",
     "statistics": "into a module of its own",
     "two lengths": "with sequences of two lengths that differ",
-    "cp": "both cut the positions of a sequence",
+    "late behind the blocks": "norm2.weight: a parameter that is used with all positions",
+    "late in a region": "norm.weight: a parameter that is used with all positions",
     "compiled dropout": "ranks draw numbers of their own for their positions",
     "no blocks": "no list of blocks",
     "nothing cut": "no layers of its blocks are cut over tp",
@@ -217,5 +221,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_is_refused(ranks, case):
-    for told in ranks.run(refused, 4 if case == "cp" else 2, case):
+    for told in ranks.run(refused, 2, case):
         assert REFUSED[case] in told

@@ -38,6 +38,7 @@ class SequenceParallelData(Record, frozen=True):
         constants: path of each of the model's arguments that is a number, a text or a flag -> it, as text.
         ends: path of each tensor of the output with positions -> its dim of them.
         draws: something is dropped out, in training.
+        on_rows: parameters that are used with some positions alone: of whose gradient each rank has a part.
         moved: numbers of each position that a forward gathers, or sums to rows, and its backward again.
     """
 
@@ -47,6 +48,7 @@ class SequenceParallelData(Record, frozen=True):
     ends: dict[str, int]
     draws: bool
     moved: int
+    on_rows: tuple[str, ...] = ()
 
 
 class TensorParallelEntry(Record, frozen=True):
@@ -120,8 +122,9 @@ def _lines_of_sequence(recipe: Recipe, data: SequenceParallelData, degree: int) 
     num = {action: sum(edit.action == action for edit in edits) for action in _WHY}
     gathers = num["sequence_site"] + num["sequence_join"] + sum(edit.args.get("gathers") is not None for edit in edits)
     scatters = sum(edit.args.get("scatters") is not None for edit in edits)
+    whose = "this rank's positions" if recipe.layout["cp"] > 1 else "the positions of every sample"
     found = [
-        f"sequence parallelism: between layers that are cut, {num['sequence_cut']} blocks work on 1/{degree} of the positions of every sample; "
+        f"sequence parallelism: between layers that are cut, {num['sequence_cut']} blocks work on 1/{degree} of {whose}; "
         f"positions are gathered at {gathers} places, and outputs of {scatters} row-parallel layers summed to them, as often in backward the other "
         f"way: a rank sends {2 * data.moved * (degree - 1) // degree:,} numbers for each position of a micro-batch"
     ]

@@ -1,6 +1,7 @@
 """Where the stream between layers that are cut may be on some positions of each rank: proved by running a copy of the module."""
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
             why="it has no list of blocks: sequences are cut where the first of them is entered",
             fix="keep the repeated layers in an nn.ModuleList or nn.Sequential; or leave sequence_parallel out",
         )
+    partial = frozenset(facts["partial"])
     arguments = example.shows(functools.partial(arguments_of, module))
     try:
         search, sequence = _found(module, arguments, degree, found, facts)
@@ -54,7 +56,8 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
             why=f"it was to be run on some rows of a sequence: {type(error).__name__}: {first_line(error)}{line_of(error)}",
             fix="pass example= with a micro-batch as training gives it; it must run on the CPU, and in float64",
         ) from error
-    _add(facts, search, sequence)
+    on_rows = [*sequence.on_rows, *_unused(search, sequence)]
+    _add(facts, search, sequence, on_rows)
     sequences = search.sequences
     samples = max(search.num_samples, 1)
     facts["sequence"] = {
@@ -64,6 +67,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         "ends": sequence.ends,
         "draws": sequence.draws,
         "moved": sequence.moved // samples,
+        "on_rows": sorted({*on_rows} - {*sequence.with_whole} - {*partial}),
     }
     return search
 
@@ -143,7 +147,7 @@ def _unused(search: StreamSearch, found: StreamFacts) -> list[str]:
     return result
 
 
-def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> None:
+def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts, on_rows: Collection[str]) -> None:
     for _, _, args in facts["edits"]:
         weight = args.get("weight")
         if weight in found.gathers:
@@ -152,7 +156,7 @@ def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> Non
             args["scatters"] = found.scatters[weight]
         if found.direct.get(weight) and (weight in search.starts()):
             args["is_joined"] = True
-    facts["partial"] = list(dict.fromkeys([*facts["partial"], *found.on_rows, *_unused(search, found)]))
+    facts["partial"] = list(dict.fromkeys([*facts["partial"], *on_rows]))
     edits = [
         (
             name,
