@@ -347,7 +347,7 @@ def kept_bytes(layout, method="gather"):
 
 
 class Remembers(Words):
-    """Its own code drops in attention to a memory, of its positions: after an attention of its blocks' kind, or before; by another function, too."""
+    """Its own code drops in attention of its positions to a memory, which has none."""
 
     def __init__(self):
         super().__init__()
@@ -365,12 +365,45 @@ class Remembers(Words):
         return self.shown(F.scaled_dot_product_attention(x[:, None], memory, memory, dropout_p=0.3)[:, 0])
 
 
-def remembered(layout):
-    """What the root's own code has made of a memory, for each call, at its first positions."""
+class Looks(Block):
+    """Some latents look at the positions: they are no rows, and every rank has them whole."""
+
+    def __init__(self):
+        super().__init__("", "")
+        self.shown = nn.Identity()
+
+    def forward(self, x, latents):
+        x = super().forward(x)
+        q, k = heads(latents), heads(self.norm(x))
+        y = F.scaled_dot_product_attention(q, k, k, dropout_p=0.3 if self.training else 0.0)
+        return x, self.shown(latents + y.transpose(1, 2).flatten(2))
+
+
+class Latent(Words):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.latents = nn.ModuleList(Looks() for _ in range(2)), nn.Parameter(torch.ones(1, 5, WIDTH))
+
+    def forward(self, input_ids):
+        x, latents = self.tokens(input_ids), self.latents.expand(len(input_ids), -1, -1)
+        for block in self.blocks:
+            x, latents = block(x, latents)
+        return self.head(self.norm(latents.mean(1)))
+
+
+def attended(kind, layout):
+    """What attention with dropout, of positions to a memory or of latents to positions, has made: the number of queries, and values."""
     found = []
     with sw.init(layout, device="cpu") as world:
         torch.manual_seed(0)
-        model = sw.parallelize(Remembers, world, example={"input_ids": batch(1, 24)["input_ids"]})
-        model.shown.register_forward_hook(lambda _, args, y: found.append((y.shape[1], y[..., 0].flatten().tolist())))
-        sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)([batch(1, 16)])
+        build = {"memory": Remembers, "latents": Latent}[kind]
+        model = sw.parallelize(
+            build, world, example={"input_ids": batch(1, 24)["input_ids"]}, context_parallel="gather"
+        )
+        for module in model.modules():
+            if hasattr(module, "shown"):
+                note = lambda _, args, y: found.append((y.shape[1], y[..., 0].flatten().tolist()))  # noqa: E731
+                module.shown.register_forward_hook(note)
+        loss = (lambda output, given: output.square().sum()) if kind == "latents" else loss_of
+        sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss, count=count)([batch(1, 16)])
     return found
