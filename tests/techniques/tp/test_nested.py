@@ -37,14 +37,13 @@ CELLS = [
     ("", "cp=2,tp=2", {"context_parallel": "gather"}, True),
     ("", "cp=2,tp=2", {"context_parallel": "ulysses"}, True),
     ("inline", "dp_shard=2,cp=2,tp=2", {"remat": "selective"}, True),
-    ("kv-2", "dp_shard=2,cp=2,tp=2", {"context_parallel": "ulysses"}, True),
+    ("kv-2", "dp_shard=2,cp=2,tp=2", {"context_parallel": "gather"}, True),
     ("mask", "cp=2,tp=2", {}, True),
     ("condition", "cp=2,tp=2", {}, True),
     ("first output", "cp=2,tp=2", {}, True),
     ("pooled", "cp=2,tp=2", {}, True),
     ("used both ways", "cp=2,tp=2", {}, True),
     ("norm of the root", "cp=2,tp=2", {}, True),
-    ("shift", "cp=2,tp=2", {"context_parallel": sw.ContextParallel(fallback="gather")}, True),
     ("gate inside", "cp=2,tp=4", {}, True),
     ("", "cp=4,tp=2", {"sharding": sw.Sharding(offload=True)}, True),
     ("", "cp=2,tp=2", {"fused": "head"}, True),
@@ -129,6 +128,14 @@ def test_describe_says_both_cuts(ranks):
     for text in ranks.run(told, 4, "", "cp=2,tp=2"):
         assert "context parallelism: 2 blocks work on 1/2 of the positions of every sample" in text
         assert "2 blocks work on 1/2 of this rank's positions" in text
+
+
+def test_what_either_cut_allows_and_not_both_is_refused_by_name(ranks):
+    """A module that runs on the whole sequence, of which a layer's output would be summed to the rows of a rank."""
+    option = sw.ContextParallel(fallback="gather")
+    for text in ranks.run(told, 4, "shift", "cp=2,tp=2", context_parallel=option):
+        assert "blocks.0.attention.out: cp=2 of a Words with TensorParallel(sequence_parallel=True)" in text
+        assert "either alone is right" in text and "leave sequence_parallel out" in text
 
 
 def test_what_mixes_positions_is_refused_by_name(ranks):

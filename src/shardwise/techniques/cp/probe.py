@@ -15,11 +15,12 @@ from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
+from shardwise.model.rows import imbalance, most_rows
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.row_search import Search, is_of_a_run
-from shardwise.techniques.sequences import Arguments, arguments_of, constants_of, sequences_in
+from shardwise.techniques.sequences import Arguments, Sequences, arguments_of, constants_of, sequences_in
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 
@@ -123,6 +124,7 @@ def _found(
                 "sent": search.sent(),
                 "constants": constants_of(arguments),
                 "lengths": sorted(sequences.dims),
+                **_of_example(arguments, sequences, degree, order, is_by_heads=method == "ulysses"),
             }
     if not wrong:
         why = (
@@ -136,6 +138,24 @@ def _found(
             fix="leave cp out of the layout, for models whose inputs have one size; or pass example= with sequences as long as in training",
         )
     raise next((each for method, each in wrong if method == "gather"), wrong[0][1])  # of the likeliest dim
+
+
+def _of_example(
+    arguments: Arguments, sequences: Sequences, degree: int, order: Any, *, is_by_heads: bool
+) -> dict[str, Any]:
+    """The size of the example, and how even the ranks' work in attention is on it. ``is_by_heads``: each rank has all positions there."""
+    given, dim = dict(keyed_leaves(arguments)), sequences.dims[sequences.path][0]
+    x = given[sequences.path]
+    positions = next((each for path, each in given.items() if path == "[1]['position_ids']"), None)
+    if not isinstance(positions, Tensor) or positions.shape[-1:] != (sequences.length,) or positions.dim() != 2:
+        positions = torch.arange(sequences.length)[None]
+    of_positions = positions.cpu().long()
+    return {
+        "example": [x.shape[1 - dim], sequences.length],
+        "rows": most_rows(sequences.length, degree, order),
+        "work": 1.0 if is_by_heads else imbalance(of_positions, degree, order),
+        "is_packed": bool((of_positions[:, 1:] == 0).any()),
+    }
 
 
 def _refuse_cut_again(module: nn.Module, layout: Layout, search: Search, inner: Search) -> None:

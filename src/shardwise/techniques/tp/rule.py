@@ -39,6 +39,7 @@ class SequenceParallelData(Record, frozen=True):
         ends: path of each tensor of the output with positions -> its dim of them.
         draws: something is dropped out, in training.
         on_rows: parameters that are used with some positions alone: of whose gradient each rank has a part.
+        example: samples and positions of the example.
         moved: numbers of each position that a forward gathers, or sums to rows, and its backward again.
     """
 
@@ -49,6 +50,7 @@ class SequenceParallelData(Record, frozen=True):
     draws: bool
     moved: int
     on_rows: tuple[str, ...] = ()
+    example: tuple[int, ...] = ()
 
 
 class TensorParallelEntry(Record, frozen=True):
@@ -128,6 +130,14 @@ def _lines_of_sequence(recipe: Recipe, data: SequenceParallelData, degree: int) 
         f"positions are gathered at {gathers} places, and outputs of {scatters} row-parallel layers summed to them, as often in backward the other "
         f"way: a rank sends {2 * data.moved * (degree - 1) // degree:,} numbers for each position of a micro-batch"
     ]
+    if data.example and num["sequence_cut"]:
+        length = recipe.techniques["cp"]["rows"] if recipe.layout["cp"] > 1 else data.example[1]
+        numbers = 2 * data.moved * (degree - 1) * -(-length // degree) * data.example[0]
+        each = recipe.bytes_computed(numbers) // num["sequence_cut"]
+        found.append(
+            f"for a micro-batch as the example's ({data.example[0]} samples of {data.example[1]} positions) these exchanges send {each:,} bytes from a "
+            "rank for each block, the ends of the stream among them"
+        )
     if num["sequence_island"]:
         found.append(
             f"{num['sequence_island']} modules run on all positions on every rank, as they mix them themselves"

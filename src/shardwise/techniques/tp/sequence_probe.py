@@ -11,6 +11,7 @@ from shardwise.model.block_kinds import is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
 from shardwise.model.names import canonical_tensors
+from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
 from shardwise.model.stream_rows import NeedsWhole, StreamFacts
 from shardwise.techniques.row_search import is_of_a_run
@@ -60,6 +61,8 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
     _add(facts, search, sequence, on_rows)
     sequences = search.sequences
     samples = max(search.num_samples, 1)
+    x = dict(keyed_leaves(arguments))[sequences.path]
+    samples_given = x.shape[1 - sequences.dims[sequences.path][0]]
     facts["sequence"] = {
         "source": sequences.path,
         "dim": sequences.dims[sequences.path][0],
@@ -67,6 +70,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         "ends": sequence.ends,
         "draws": sequence.draws,
         "moved": sequence.moved // samples,
+        "example": [samples_given, sequences.length],
         "on_rows": sorted({*on_rows} - {*sequence.with_whole} - {*partial}),
     }
     return search
