@@ -2631,8 +2631,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-second-run-without-positions",
-        '        return args, {**kwargs, "_at": at}\n',
-        "        return args, kwargs\n",
+        "        return args, {**kwargs, **positions, _AT + self.what: at}\n",
+        "        return args, {**kwargs, **positions}\n",
         "tests/techniques/cp/test_parity.py -k 'test_options and rotary'",
         "what a block recomputes in backward is of other positions",
     ),

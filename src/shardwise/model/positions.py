@@ -28,7 +28,7 @@ from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
 from shardwise.model.products import dim_of, is_product, second_of, with_second
-from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.model.pytrees import keyed_leaves, map_keyed, with_own_containers
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.trial import Trial
 
@@ -105,7 +105,7 @@ class Rows(LayerCalls):
         self.frames.append(frame)
         if self._rows is None:
             if self._whole.keeps(name):
-                self._whole.inputs[frame.key] = (args, kwargs)
+                self._whole.inputs[frame.key] = with_own_containers((args, kwargs))
             return args, kwargs
         if not self._whole.keeps(name):
             return args, kwargs
@@ -129,7 +129,7 @@ class Rows(LayerCalls):
         self._inside -= name in self._plan.cut
         if self._rows is None:
             if self._whole.keeps(name):
-                self._whole.outputs[frame.key] = output
+                self._whole.outputs[frame.key] = with_own_containers(output)
                 self._whole.versions[frame.key] = {
                     path: x._version for path, x in keyed_leaves(output) if isinstance(x, Tensor)
                 }

@@ -303,6 +303,54 @@ class Pairs(Words):
         return model(given["input_ids"], given["input_ids"][:, :8])
 
 
+class Halved(Words):
+    """Its blocks have every second position, of all samples beside each other: no argument of theirs is as long as the model's."""
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)[:, ::2].flatten(0, 1)[None]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Clip:
+    """Builds two towers, one of tokens and one of patches, which are compared."""
+
+    def __call__(self):
+        import transformers
+
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        text = {**sizes, "vocab_size": VOCAB, "max_position_embeddings": 40, "bos_token_id": 1, "eos_token_id": 2}
+        image = {**sizes, "image_size": 16, "patch_size": 8}
+        config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
+        torch.manual_seed(0)
+        return transformers.CLIPModel(config).double()
+
+    @staticmethod
+    def windows():
+        """Micro-batches of 9 to 13 tokens beside an image."""
+        draw = torch.Generator().manual_seed(0)
+
+        def pair(num):
+            ids = torch.randint(3, VOCAB, (2, num), generator=draw)
+            ids[:, -1] = 2
+            pixels = torch.randn(2, 3, 16, 16, generator=draw, dtype=torch.float64)
+            return {"input_ids": ids, "pixel_values": pixels, "attention_mask": torch.ones_like(ids)}
+
+        return [[pair(9), pair(13)], [pair(12), pair(11)]]
+
+    @staticmethod
+    def loss(output, given):
+        near = (output["text_embeds"] * output["image_embeds"]).sum(-1)
+        return (1 - near).square().sum() + output["text_model_output"]["last_hidden_state"].square().mean(
+            -1
+        ).sum() * 0.1
+
+    @staticmethod
+    def count(given):
+        return torch.tensor(len(given["input_ids"]))
+
+
 EXACT = (
     *("", "kv-1", "kv-2", "full-width norm", "norm of heads", "inline", "keyword", "tuple", "dictionary", "tied", "tied norms"),
     *("frozen norm", "norm inside", "gate inside", "used both ways", "norm of the root", "mask", "condition", "first output"),
@@ -574,6 +622,9 @@ def _use(case, world):
         parallel("dropout", world, compile=sw.Compile(backend="aot_eager"))
     if case == "no blocks":
         sw.parallelize(MLP(""), world, example={"x": torch.randn(2, 9, WIDTH)}, tensor_parallel=PARALLEL)
+    if case == "halved":
+        ids = batch(1, 24)["input_ids"]
+        sw.parallelize(Halved().double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
     if case == "nothing cut":
         model = build("")
         model.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))

@@ -9,6 +9,7 @@ from techniques.tp.streams import (
     WHOLE,
     WIDTH,
     Build,
+    Clip,
     buffers_of,
     count,
     counted,
@@ -104,6 +105,24 @@ FAMILIES = (
 )  # fmt: skip
 def test_families(ranks, name, layout):
     compared_with_model(ranks, name, layout, tensor_parallel=PARALLEL)
+
+
+def test_towers_of_tokens_and_of_patches(ranks):
+    """The stream of tokens is cut; the blocks of patches, of another length, are as without it."""
+    sw.verify(
+        Clip(),
+        "tp=2",
+        batches=Clip.windows(),
+        loss=Clip.loss,
+        count=Clip.count,
+        run=ranks.run,
+        tensor_parallel=PARALLEL,
+    )
+
+
+@pytest.mark.soak
+def test_an_encoder_beside_a_decoder(ranks):
+    compared_with_model(ranks, "t5", "tp=2", tensor_parallel=PARALLEL)
 
 
 def test_a_fused_loss_gets_all_positions(ranks):
@@ -212,6 +231,7 @@ REFUSED = {
     "late in a region": "norm.weight: a parameter that is used with all positions",
     "compiled dropout": "ranks draw numbers of their own for their positions",
     "no blocks": "no list of blocks",
+    "halved": "no argument of its blocks is as long as that of the model",
     "nothing cut": "no layers of its blocks are cut over tp",
     "left out": "blocks that were left out",
     "another drop": "that the example did not drop",
