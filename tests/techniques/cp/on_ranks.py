@@ -402,8 +402,9 @@ def attended(kind, layout):
         )
         for module in model.modules():
             if hasattr(module, "shown"):
-                note = lambda _, args, y: found.append((y.shape[1], y[..., 0].flatten().tolist()))  # noqa: E731
-                module.shown.register_forward_hook(note)
+                module.shown.register_forward_hook(
+                    lambda _, args, y: found.append((y.shape[1], [round(x, 4) for x in y[..., 0].flatten().tolist()]))
+                )
         loss = (lambda output, given: output.square().sum()) if kind == "latents" else loss_of
         sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss, count=count)([batch(1, 16)])
     return found

@@ -324,7 +324,10 @@ class Clip:
         image = {**sizes, "image_size": 16, "patch_size": 8}
         config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
         torch.manual_seed(0)
-        return transformers.CLIPModel(config).double()
+        model = transformers.CLIPModel(config).double()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.endswith("k_proj.bias"))  # whose gradient is 0 but for rounding
+        return model
 
     @staticmethod
     def windows():
