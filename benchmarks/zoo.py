@@ -3,7 +3,7 @@
     python benchmarks/zoo.py --write docs/tp-families-table.md   # all at tp=2, every third on 4 ranks: 20 minutes on 2 cores
     python benchmarks/zoo.py --layout cp=2 --keep cp.jsonl --write docs/cp-families-table.md   # every third on ranks: 15 minutes
     python benchmarks/zoo.py --only llama,gpt2 --layout dp_shard=2,tp=2
-    python benchmarks/zoo.py --layout tp=2 --sequence --every 14 --write docs/sp-families-table.md   # sequence_parallel=True: 10 minutes
+    python benchmarks/zoo.py --layout tp=2 --sequence --every 10 --write docs/sp-families-table.md   # sequence_parallel=True: 5 minutes
 
 Under ``cp`` alone all kinds are proved, on one process, and every third one trains on ranks besides. ``--keep``: a file that gets each
 row as it is found; with it a run goes on where another one ended.

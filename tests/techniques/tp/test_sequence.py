@@ -121,8 +121,10 @@ def test_towers_of_tokens_and_of_patches(ranks):
 
 
 @pytest.mark.soak
-def test_an_encoder_beside_a_decoder(ranks):
-    compared_with_model(ranks, "t5", "tp=2", tensor_parallel=PARALLEL)
+def test_a_decoder_that_looks_at_an_encoder_is_refused_by_name(ranks):
+    with pytest.raises(sw.RankError) as error:
+        compared_with_model(ranks, "t5", "tp=2", tensor_parallel=PARALLEL)
+    assert "decoder.block.0.layer.0.SelfAttention.q: TensorParallel(sequence_parallel=True) of a T5" in str(error.value)
 
 
 def test_a_fused_loss_gets_all_positions(ranks):
