@@ -44,9 +44,12 @@ def seen_by(mode: Sees) -> Iterator[None]:
         del _OWNER.apply  # type: ignore[attr-defined]
 
 
+_OPERATORS = "torch._library.autograd"  # whose functions have the backwards of custom operators
+
+
 def is_users(kind: type) -> bool:
     """Whether a function is not torch's own, whose backwards are those of what they compute."""
-    return kind.__module__.partition(".")[0] not in ("torch", "shardwise")
+    return kind.__module__ == _OPERATORS or kind.__module__.partition(".")[0] not in ("torch", "shardwise")
 
 
 class Shown:

@@ -128,6 +128,27 @@ class _Averaged(_Scaled):
 attached, normed, scaled, averaged = _Attached.apply, _Normed.apply, _Scaled.apply, _Averaged.apply
 
 
+@torch.library.custom_op("shardwise_tests::copied", mutates_args=())
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("shardwise_tests::gained", mutates_args=())
+def gained(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def _of_weight(ctx, grad):
+    x, weight = ctx.saved_tensors
+    return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+copied.register_fake(torch.empty_like)
+copied.register_autograd(lambda ctx, grad: grad / (1e-3 + grad.norm()))
+gained.register_fake(lambda x, weight: torch.empty_like(x))
+gained.register_autograd(_of_weight, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
 def _product(x, weight):
     return x * weight
 
@@ -158,6 +179,10 @@ class OwnGradients(nn.Module):
             if x.requires_grad:
                 x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
             return x * self.gain
+        if self.how == "operator of one length":
+            return copied(x) * self.gain
+        if self.how == "operator of rows":
+            return gained(x, self.gain)
         if self.how == "mean for a weight":
             return averaged(x, self.gain)
         if self.how == "script":
@@ -172,8 +197,16 @@ class OwnGradients(nn.Module):
         return scaled(x, self.gain)
 
 
-WHOLE = ("loss of a mean", "loss of a sum", "gradient of one length", "hook", "vmap", "mean for a weight")
-BY_ROWS = ("kernel of rows", "hook of rows", "script", "views")
+WHOLE = (
+    "loss of a mean",
+    "loss of a sum",
+    "gradient of one length",
+    "hook",
+    "vmap",
+    "mean for a weight",
+    "operator of one length",
+)
+BY_ROWS = ("kernel of rows", "hook of rows", "script", "views", "operator of rows")
 
 
 class Block(nn.Module):
