@@ -33,6 +33,7 @@ __all__ = [
     "hooks_of_saved_tensors",
     "in_backward",
     "in_transform",
+    "is_of_operator",
     "leaves_by_side",
     "mark_output",
     "marks_of",
@@ -80,6 +81,11 @@ def first_nodes(tensor: Tensor, name: str) -> Iterator[Any]:
             yield node
         else:
             waiting += [each for each, _ in node.next_functions]
+
+
+def is_of_operator(kind: type) -> bool:
+    """Whether an autograd function is that of a custom operator (``torch.library.custom_op``), whose backward is the user's."""
+    return kind.__module__ == "torch._library.autograd"
 
 
 def leaves_by_side(outputs: Iterable[Tensor], turn: Callable[[Any], bool | None]) -> Iterator[tuple[Tensor, bool]]:

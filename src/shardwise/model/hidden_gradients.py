@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import is_of_operator
 from shardwise.model.layers import flat
 
 _SHARE = 1e-3  # of a gradient, added to a value: a logarithm of it can be taken still
@@ -44,12 +45,9 @@ def seen_by(mode: Sees) -> Iterator[None]:
         del _OWNER.apply  # type: ignore[attr-defined]
 
 
-_OPERATORS = "torch._library.autograd"  # whose functions have the backwards of custom operators
-
-
 def is_users(kind: type) -> bool:
     """Whether a function is not torch's own, whose backwards are those of what they compute."""
-    return kind.__module__ == _OPERATORS or kind.__module__.partition(".")[0] not in ("torch", "shardwise")
+    return is_of_operator(kind) or kind.__module__.partition(".")[0] not in ("torch", "shardwise")
 
 
 class Shown:
