@@ -2952,6 +2952,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a backward of one's own that divides by the number of positions trains its weight by another factor",
     ),
     Mutant(
+        "rows-operators-not-seen",
+        "    return is_of_operator(kind) or kind",
+        "    return kind",
+        "tests/techniques/tp/test_sequence_proof.py -k operator",
+        "a custom operator whose backward looks at all positions trains on those of a rank",
+    ),
+    Mutant(
+        "rows-outputs-as-they-become",
+        "                self._whole.outputs[frame.key] = with_own_containers(output)\n",
+        "                self._whole.outputs[frame.key] = output\n",
+        "tests/techniques/tp/test_sequence.py -k towers",
+        "a model that writes into what a part of it returned, as CLIP does, is refused",
+    ),
+    Mutant(
         "cp-latents-dropped-by-rank",
         "        is_of_rank = number in self._queries or self._cuts.exchange is attend_over_heads\n",
         "        is_of_rank = True\n",
