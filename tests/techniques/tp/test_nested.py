@@ -3,6 +3,9 @@
 import models
 import pytest
 import torch
+from techniques.cp import sequences
+from techniques.cp.test_parity import Build as Cut
+from techniques.cp.test_parity import Llama
 from techniques.tp.streams import PARALLEL, Build, batch, count, every_length, loss_of, parallel, windows
 from torch import nn
 
@@ -30,6 +33,37 @@ def test_families(ranks, name, layout):
         tensor_parallel=PARALLEL,
         max_grad_norm=0.3,
     )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", list(sequences.PROVED))
+def test_models_of_context_parallelism(ranks, name):
+    """Positions, tables and masks that blocks make themselves, kernels and attention that is written out: within regions of tp."""
+    sw.verify(
+        Cut(name),
+        "cp=2,tp=2",
+        batches=sequences.windows(name),
+        loss=sequences.loss_of,
+        count=sequences.count,
+        run=ranks.run,
+        tensor_parallel=PARALLEL,
+        context_parallel="gather",
+        max_grad_norm=0.3,
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_packed_documents_and_windows(ranks, kind):
+    windows_of_documents = sequences.windows("packed")
+    model = Llama(kind, "sdpa")
+    sw.verify(model, "cp=2,tp=2", batches=windows_of_documents, run=ranks.run, tensor_parallel=PARALLEL)
+
+
+@pytest.mark.soak
+def test_compiled_blocks(ranks):
+    options = {"context_parallel": "gather", "compile": sw.Compile(backend="aot_eager", fullgraph=True)}
+    assert max(ranks.run(every_length, 4, "inline", "cp=2,tp=2", [13, 13], timeout_s=300, **options)) < 1e-12
 
 
 CELLS = [
