@@ -6,7 +6,6 @@ Everything that needs to know which rank holds what asks the recipe, through
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -88,11 +87,6 @@ class Recipe(Record, frozen=True):
             raise PlanError("a recipe in JSON", why=str(error), fix="use the text that Recipe.to_json wrote") from error
         check_recipe(recipe)
         return recipe
-
-    def bytes_computed(self, num: int) -> int:
-        """Bytes of so many numbers between layers: in the dtype that the largest parameter is computed with."""
-        largest = max(self.params.values(), key=lambda param: math.prod(param.shape), default=None)
-        return num * (4 if largest is None else DTYPE_BYTES[largest.compute])
 
     def entry(self, technique: str, cls: type[E]) -> E:
         """The recipe's data of one technique, as a record of ``cls``; the record's defaults where there is none."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.recipe import Draft, Edit, Recipe
+from shardwise.recipe.describe import bytes_computed
 from shardwise.recipe.records import Record
 from shardwise.techniques.cp.options import ContextParallel
 
@@ -154,7 +155,7 @@ def lines(recipe: Recipe) -> list[str]:
         f"attention {how}: a rank sends {entry.sent:,} numbers for each of its positions, forward and backward"
     ]
     if entry.example and num["cut"]:
-        each = recipe.bytes_computed(entry.sent * entry.rows * entry.example[0]) // num["cut"]
+        each = bytes_computed(recipe, entry.sent * entry.rows * entry.example[0]) // num["cut"]
         mask = "a causal mask within its documents" if entry.is_packed else "a causal mask"
         found.append(
             f"for a micro-batch as the example's ({entry.example[0]} samples of {entry.example[1]} positions) attention sends {each:,} bytes from a rank "

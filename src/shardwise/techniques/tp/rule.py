@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
+from shardwise.recipe.describe import bytes_computed
 from shardwise.recipe.records import Record
 from shardwise.techniques.tp.options import TensorParallel
 
@@ -133,7 +134,7 @@ def _lines_of_sequence(recipe: Recipe, data: SequenceParallelData, degree: int) 
     if data.example and num["sequence_cut"]:
         length = recipe.techniques["cp"]["rows"] if recipe.layout["cp"] > 1 else data.example[1]
         numbers = 2 * data.moved * (degree - 1) * -(-length // degree) * data.example[0]
-        each = recipe.bytes_computed(numbers) // num["sequence_cut"]
+        each = bytes_computed(recipe, numbers) // num["sequence_cut"]
         found.append(
             f"for a micro-batch as the example's ({data.example[0]} samples of {data.example[1]} positions) these exchanges send {each:,} bytes from a "
             "rank for each block, the ends of the stream among them"
