@@ -1,7 +1,7 @@
 """Says of every model of the tests that is none of transformers whether its sequences may be cut over cp, and why not.
 
     python benchmarks/context_modules.py                                 # prints the table: two minutes
-    python benchmarks/context_modules.py --write cp-modules.md
+    python benchmarks/context_modules.py --write docs/cp-modules-table.md
 
 Only the proof is run, on one process. A module that holds no sequences, or no list of blocks, is refused too, by name.
 """
@@ -63,7 +63,7 @@ def table() -> str:
     lines = [
         "# Modules that are not of transformers, under cp=2",
         "",
-        f"Written by `python benchmarks/context_modules.py --write cp-modules.md`. Of {len(rows)} models of the tests the sequences of {num_cut} may be "
+        f"Written by `python benchmarks/context_modules.py --write docs/cp-modules-table.md`. Of {len(rows)} models of the tests the sequences of {num_cut} may be "
         "cut; the others are refused, by the module that mixes positions or by what they lack.",
         "",
         "| model | kind | what makes it hard | verdict | |",

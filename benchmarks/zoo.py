@@ -3,6 +3,7 @@
     python benchmarks/zoo.py --write docs/tp-families-table.md   # all at tp=2, every third on 4 ranks: 20 minutes on 2 cores
     python benchmarks/zoo.py --layout cp=2 --keep cp.jsonl --write docs/cp-families-table.md   # every third on ranks: 15 minutes
     python benchmarks/zoo.py --only llama,gpt2 --layout dp_shard=2,tp=2
+    python benchmarks/zoo.py --layout tp=2 --sequence --every 10 --write docs/sp-families-table.md   # sequence_parallel=True: 5 minutes
 
 Under ``cp`` alone all kinds are proved, on one process, and every third one trains on ranks besides. ``--keep``: a file that gets each
 row as it is found; with it a run goes on where another one ended.
@@ -51,8 +52,10 @@ OF_STATE = ("mamba", "delta", "rwkv", "conv", "ssm", "recurrent", "linear", "lig
 """Words in the names of modules, and of their classes, that hold a state, or a window, of tokens."""
 
 
-def verdict_of(kind: str, layout: str, pool: Any, *, is_run: bool = True) -> dict[str, Any]:
-    """What came of one kind of model: ``verdict``, ``why`` and, where it ran, ``share`` and ``error``. ``is_run``: on ranks."""
+def verdict_of(kind: str, layout: str, pool: Any, *, is_run: bool = True, is_sequence: bool = False) -> dict[str, Any]:
+    """What came of one kind of model: ``verdict``, ``why`` and, where it ran, ``share`` and ``error``. ``is_run``: on ranks. ``is_sequence``:
+    sequences are cut between layers too."""
+    options = {"tensor_parallel": sw.TensorParallel(sequence_parallel=True)} if is_sequence else {}
     num_data = 2 if "dp" in layout else 1
     try:
         with most_seconds(30):
@@ -79,6 +82,7 @@ def verdict_of(kind: str, layout: str, pool: Any, *, is_run: bool = True) -> dic
             loss=sw.next_token_loss,
             optimizer="sgd",
             run=pool.run,
+            **options,
         )
     except sw.VerifyError as error:
         return {"verdict": "wrong", "why": str(error).splitlines()[0]}
@@ -153,7 +157,7 @@ def table(found: dict[str, dict[str, Any]], layout: str) -> str:
     states = sum(bool(row.get("state")) for row in found.values())
     others = good + count["refused"] + count["wrong"] - states
     dense = [row for row in ran if not row["why"]]
-    limit = 0.62 if layout == "tp=2" else 0.43  # on 4 ranks
+    limit = 0.62 if layout.partition(", ")[0] == "tp=2" else 0.43  # on 4 ranks
     held = sum(row["share"] <= limit for row in dense)
     version = importlib.metadata.version("transformers")
     lines = [
@@ -191,6 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layout", help=f"one layout of the ranks ({', '.join(SWEEPS)})")
     parser.add_argument("--only", help="only these kinds, with commas")
     parser.add_argument("--every", type=int, help="only every so many of the kinds (1; 3 on 4 ranks)")
+    parser.add_argument("--sequence", action="store_true", help="TensorParallel(sequence_parallel=True)")
     parser.add_argument("--keep", type=Path, help="a file of rows, which are not found again")
     parser.add_argument("--write", type=Path, help="a page that gets the tables")
     args = parser.parse_args(argv)
@@ -202,37 +207,46 @@ def main(argv: list[str] | None = None) -> int:
             kinds = args.only.split(",") if args.only else causal_lms.names()[::every]
             found = {
                 kind: _kept(
-                    kind, layout, pool, args.keep, is_run=bool(args.only) or not causal_lms.names().index(kind) % 3
+                    kind,
+                    layout,
+                    pool,
+                    args.keep,
+                    is_run=bool(args.only) or not causal_lms.names().index(kind) % 3,
+                    is_sequence=args.sequence,
                 )
                 for kind in kinds
             }
-            sections.append(table(found, layout))
+            sections.append(table(found, layout + ", sequence_parallel=True" * args.sequence))
             print(sections[-1], flush=True)
             is_wrong |= any(row["verdict"] == "wrong" for row in found.values())
     if args.write:
         axis = "cp" if args.layout and "cp" in args.layout else "tp"
-        args.write.write_text(f"# Causal language models under {axis}\n\n" + "\n".join(sections), encoding="utf-8")
+        also = " with sequence parallelism" if args.sequence else ""
+        args.write.write_text(
+            f"# Causal language models under {axis}{also}\n\n" + "\n".join(sections), encoding="utf-8"
+        )
     return int(is_wrong)
 
 
-def _kept(kind: str, layout: str, pool: Any, keep: Path | None, *, is_run: bool) -> dict[str, Any]:
+def _kept(kind: str, layout: str, pool: Any, keep: Path | None, *, is_run: bool, is_sequence: bool) -> dict[str, Any]:
     """The verdict of one kind, of an earlier run or of now."""
+    key = f"{layout} sequence" if is_sequence else layout
     lines = keep.read_text(encoding="utf-8").splitlines() if keep is not None and keep.exists() else []
     for line in lines:
-        if (row := json.loads(line))["kind"] == kind and row["layout"] == layout:
+        if (row := json.loads(line))["kind"] == kind and row["layout"] == key:
             return dict(row)
-    row = {"kind": kind, "layout": layout, **_shown(kind, layout, pool, is_run=is_run)}
+    row = {"kind": kind, "layout": key, **_shown(kind, layout, pool, is_run=is_run, is_sequence=is_sequence)}
     if keep is not None:
         with keep.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     return row
 
 
-def _shown(kind: str, layout: str, pool: Any, *, is_run: bool) -> dict[str, Any]:
+def _shown(kind: str, layout: str, pool: Any, *, is_run: bool, is_sequence: bool) -> dict[str, Any]:
     """The verdict of one kind, which is printed."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
-        row = verdict_of(kind, layout, pool, is_run=is_run)
+        row = verdict_of(kind, layout, pool, is_run=is_run, is_sequence=is_sequence)
     shown = f"{row['share']:.2f} {row['error']:.0e}" if "share" in row else row["why"]
     seconds = time.perf_counter() - start
     print(f"{kind} {layout}: {row['verdict']} {shown} ({seconds:.0f} s)", file=sys.stderr, flush=True)

@@ -33,6 +33,8 @@ __all__ = [
     "hooks_of_saved_tensors",
     "in_backward",
     "in_transform",
+    "is_of_operator",
+    "leaves_by_side",
     "mark_output",
     "marks_of",
     "num_hooks",
@@ -79,6 +81,29 @@ def first_nodes(tensor: Tensor, name: str) -> Iterator[Any]:
             yield node
         else:
             waiting += [each for each, _ in node.next_functions]
+
+
+def is_of_operator(kind: type) -> bool:
+    """Whether an autograd function is that of a custom operator (``torch.library.custom_op``), whose backward is the user's."""
+    return kind.__module__ == "torch._library.autograd"
+
+
+def leaves_by_side(outputs: Iterable[Tensor], turn: Callable[[Any], bool | None]) -> Iterator[tuple[Tensor, bool]]:
+    """The leaves in the graph of ``outputs``, each with the side from which it is used: True behind the outputs, and behind an autograd function
+    what ``turn`` says of it; None: that does not change. It is called in each forward, and takes 1 us for a node."""
+    waiting: list[tuple[Any, bool]] = [(x.grad_fn, True) for x in outputs if x.grad_fn is not None]
+    seen: tuple[set[Any], set[Any]] = set(), set()
+    while waiting:
+        node, side = waiting.pop()
+        if node in seen[side]:
+            continue
+        seen[side].add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and (other := turn(node)) is not None:
+            side = other
+        if inner := node.next_functions:
+            waiting += [(each, side) for each, _ in inner if each is not None]
+        elif isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf, side
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

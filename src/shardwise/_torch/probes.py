@@ -84,6 +84,7 @@ PROBES = (
     Probe("torch._functorch.config", ("activation_memory_budget",)),
     Probe("torch._dynamo.comptime", ("comptime",)),
     Probe("torch.nn.modules.batchnorm", ("_NormBase",)),
+    Probe("torch._library.autograd", words=("Generated.apply",)),
     Probe("torch.nn.utils.stateless", ("_functional_call",)),
     Probe("torch.nn.utils.parametrizations", ("_SpectralNorm",)),
     Probe("torch.nn.init", ("_calculate_fan_in_and_fan_out",)),

@@ -36,10 +36,6 @@ def settle_regions(facts: Facts, tp: int) -> None:
     """``parallel.tensor_parallel.sequence_parallel``."""
     if tp == 1 or not facts.is_given("sequence_parallel") or facts.take("sequence_parallel") is not True:
         return
-    if (facts.number("cp") or 1) > 1:
-        text = "not beside cp: activations between layers are whole on each rank of tp: the same numbers, more memory"
-        facts.say("sequence_parallel", "changed", text)
-        return
     plan = facts.get("parallel.tensor_parallel")
     if isinstance(plan, str):
         facts.put("parallel.tensor_parallel", {"plan": plan})

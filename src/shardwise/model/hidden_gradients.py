@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.autograd import is_of_operator
 from shardwise.model.layers import flat
 
 _SHARE = 1e-3  # of a gradient, added to a value: a logarithm of it can be taken still
@@ -46,7 +47,7 @@ def seen_by(mode: Sees) -> Iterator[None]:
 
 def is_users(kind: type) -> bool:
     """Whether a function is not torch's own, whose backwards are those of what they compute."""
-    return kind.__module__.partition(".")[0] not in ("torch", "shardwise")
+    return is_of_operator(kind) or kind.__module__.partition(".")[0] not in ("torch", "shardwise")
 
 
 class Shown:
@@ -58,12 +59,14 @@ class Shown:
 
     Attributes:
         args: with a share of their gradients, for fixed gradients of the result.
+        of_weights: number of each argument that is a parameter -> its gradient then.
         failed: its backward does not run, such as one of a device.
         is_linear: what its backward gives for two gradients is, added, what it gives for their sum.
     """
 
     def __init__(self, plain: Callable[..., Any], args: Sequence[Any]):
         self._hidden: list[Tensor] = []
+        self.of_weights: dict[int, Tensor] = {}
         self.args, self.failed, self.is_linear = tuple(args), False, True
         try:
             self._run(plain, args)
@@ -99,6 +102,7 @@ class Shown:
         found = list(args)
         for i, grad in zip(places, grads, strict=True):
             if grad is None or isinstance(args[i], nn.Parameter):
+                self.of_weights |= {} if grad is None else {i: grad.detach()}
                 continue
             share = _SHARE * torch.nan_to_num(grad.detach(), 0.0, 0.0, 0.0).to(args[i].dtype)
             if given[i]._version:  # the function writes it

@@ -28,7 +28,7 @@ from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
 from shardwise.model.products import dim_of, is_product, second_of, with_second
-from shardwise.model.pytrees import keyed_leaves, map_keyed
+from shardwise.model.pytrees import keyed_leaves, map_keyed, with_own_containers
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.tensors import same_bytes
 from shardwise.model.trial import Trial
@@ -89,6 +89,11 @@ class Rows(LayerCalls):
         self._num_rows = length if rows is None else len(rows)
         self._buffers: dict[str, tuple[Tensor | None, int]] = {}
 
+    @property
+    def rows_of_masks(self) -> Tensor | None:
+        """The positions for whose queries transformers makes its masks; None: all."""
+        return self._rows if self._plan.masks_of_rows else None
+
     # ---- modules
 
     def is_elsewhere(self) -> bool:
@@ -104,7 +109,7 @@ class Rows(LayerCalls):
         self.frames.append(frame)
         if self._rows is None:
             if self._whole.keeps(name):
-                self._whole.inputs[frame.key] = (args, kwargs)
+                self._whole.inputs[frame.key] = with_own_containers((args, kwargs))
             return args, kwargs
         if not self._whole.keeps(name):
             return args, kwargs
@@ -130,7 +135,7 @@ class Rows(LayerCalls):
         self._inside -= name in self._plan.cut
         if self._rows is None:
             if self._whole.keeps(name):
-                self._whole.outputs[frame.key] = output
+                self._whole.outputs[frame.key] = with_own_containers(output)
                 self._whole.versions[frame.key] = {
                     path: x._version for path, x in keyed_leaves(output) if isinstance(x, Tensor)
                 }
@@ -351,6 +356,7 @@ class Rows(LayerCalls):
                 self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
             elif not shown.is_linear:
                 self._refuse_parts(key, mine, f"the backward of {kind.__name__}")
+            self._whole.note_weights(key, kind.__name__, mine, shown.of_weights, is_whole=self._rows is None)
         for before, x in zip(args, shown.args, strict=True):
             self.replaced(before, x)
         result = plain(*shown.args)
@@ -509,7 +515,7 @@ class Rows(LayerCalls):
         with self.busy():
             if self._rows is None:
                 result = call.kernel(call.q, call.k, call.v, None)
-                kept = (call.q[:0], None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
+                kept = (call.q[..., :0], None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
                 self._whole.attention[key] = kept[0], call.k, call.v, kept[1]
                 return call.finish(result)
             if key not in self._whole.attention:
@@ -517,7 +523,7 @@ class Rows(LayerCalls):
             queries, keys, values, whole = self._whole.attention[key]
             of_rows = self.facts.attention.setdefault(frame.name, [])
             is_rows = call.k.shape != keys.shape
-            if call.q.shape[1:] != queries.shape[1:]:
+            if call.q.shape[:-1] != queries.shape[:-1]:
                 self.facts.queries.setdefault(frame.name, []).append(number)
             if self._known is not None:
                 is_rows = number in self._known.attention.get(frame.name, ())
@@ -629,6 +635,12 @@ def run_on_rows(
         Differs: a module computes something else, or does not run.
     """
     mode = (kind or Rows)(trial, whole, plan, length, rows, known, heads_over)
+    run_mode(trial, mode)
+    return mode.facts
+
+
+def run_mode(trial: Trial, mode: Rows) -> None:
+    """Runs the model as a mode says; see :func:`run_on_rows`."""
     try:
         _run(trial, mode)
     except (Differs, ShardwiseError):
@@ -636,7 +648,6 @@ def run_on_rows(
     except Exception as error:
         name = mode.frames[-1].name if mode.frames else ""
         raise Differs(name, f"it does not run on rows: {type(error).__name__}: {first_line(error)[:120]}") from error
-    return mode.facts
 
 
 def _run(trial: Trial, mode: Rows) -> None:
@@ -645,7 +656,7 @@ def _run(trial: Trial, mode: Rows) -> None:
     mode.facts.masks_of_rows = mode._plan.masks_of_rows
     with _watched(trial.module, mode):
         try:
-            now.attends, now.rows = mode, mode._rows if mode._plan.masks_of_rows else None
+            now.attends, now.rows = mode, mode.rows_of_masks
             with seen_by(mode), _without_graph() if mode._whole.is_of_some else contextlib.nullcontext():
                 _, seen = trial.run_within(mode, has_gradients=trial.module.training)
         finally:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from shardwise.model.own_positions import Made
 from shardwise.model.products import Products
+
+_OF_SUMS = 1e-9  # relative to the largest number of a gradient
 
 Dims = dict[str, int]
 """Path of a tensor in arguments, or in an output -> its dim of positions."""
@@ -182,6 +184,35 @@ class Whole:
         self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
         self.buffers: dict[str, Tensor] = {}  # that were written
         self.on_rows: list[dict[str, Tensor]] = []  # the same of each rank, where they are other values
+        self._weights: dict[tuple[str, int, int], tuple[Any, dict[int, Tensor]]] = {}
+        self._left: dict[tuple[str, int, int], tuple[str, dict[int, Tensor]]] = {}
+
+    def note_weights(
+        self, key: tuple[str, int, int], what: str, given: Sequence[Tensor], grads: dict[int, Tensor], *, is_whole: bool
+    ) -> None:
+        """Notes the gradients that a backward of the user's own gives to weights: those of all ranks, each with some rows, are those of the run
+        on all of them; see :meth:`refuse_left`."""
+        shapes = [x.shape for x in given]
+        if is_whole and grads and self.keeps(key[0]):
+            self._weights[key] = shapes, grads
+        whole_shapes, whole = self._weights.get(key, (shapes, {}))
+        if not is_whole and whole and shapes != whole_shapes:
+            of_call = self._left.setdefault(key, (what, dict(whole)))[1]
+            of_call |= {i: of_call[i] - grad for i, grad in grads.items() if i in of_call}
+
+    def forget_left(self) -> None:
+        """Ranks run from the first one on."""
+        self._left.clear()
+        self.on_rows.clear()
+
+    def refuse_left(self) -> None:
+        """Raises Differs unless the gradients of weights, of the ranks that have run since, have added up."""
+        for key, (what, of_call) in self._left.items():
+            for i, rest in of_call.items():
+                most = float(self._weights[key][1][i].abs().max()) if rest.numel() else 0.0
+                if not rest.is_meta and rest.numel() and not float(rest.abs().max()) <= _OF_SUMS * max(most, 1e-300):
+                    why = f"what the backward of {what} gives to a weight, added over ranks, is not what it gives for all positions"
+                    raise Differs(key[0], why)
 
     def added(self, begin: Mapping[str, Tensor]) -> dict[str, bool | None]:
         """What ranks have added to buffers, whose values were ``begin`` before: see :attr:`Facts.buffers`."""

@@ -29,3 +29,15 @@ def rows_of(length: int, degree: int, order: Order, device: torch.device | None 
     size = -(-length // num)
     chunks = [torch.arange(min(i * size, length), min((i + 1) * size, length), device=device) for i in range(num)]
     return [torch.cat([chunks[r], chunks[num - 1 - r]]) if order == "zigzag" else chunks[r] for r in range(degree)]
+
+
+def imbalance(positions: Tensor, degree: int, order: Order) -> float:
+    """Work of the most loaded rank over the mean of the ranks, in attention whose queries see the keys of their document up to themselves.
+
+    Args:
+        positions: ``[samples, positions]``: each number within its document.
+        degree, order: how sequences are cut.
+    """
+    keys = (positions + 1).double()
+    work = [float(keys[:, rows].sum()) for rows in rows_of(positions.shape[1], degree, order)]
+    return max(work) * degree / sum(work)

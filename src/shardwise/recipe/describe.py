@@ -1,5 +1,6 @@
 """A recipe as text: sharding units with sizes, what every rank holds, and the reason of each choice."""
 
+import math
 from collections.abc import Sequence
 
 from shardwise.recipe.recipe import Recipe
@@ -81,3 +82,9 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=True)), row[-1]]) for row in rows]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def bytes_computed(recipe: Recipe, num: int) -> int:
+    """Bytes of so many numbers between layers: in the dtype that the largest parameter is computed with."""
+    largest = max(recipe.params.values(), key=lambda param: math.prod(param.shape), default=None)
+    return num * (4 if largest is None else DTYPE_BYTES[largest.compute])

@@ -76,7 +76,7 @@ class Draft:
         sum_axes: name of a buffer that a forward writes -> the axis whose ranks each add to it; "": what they add is no part of what one
             process adds. None: every buffer is added to by the ranks of :data:`~shardwise.recipe.records.SUMMED_OVER`.
         entries: name of a technique -> the part of the recipe that belongs to it alone.
-        kept: name of a technique -> what its rule keeps for its act.
+        kept: name of a technique -> what its rule keeps for its act; and what a probe keeps for those behind it, on the rank that runs them.
     """
 
     anatomy: Anatomy

@@ -23,22 +23,30 @@ from shardwise.recipe import Recipe
 from shardwise.techniques.row_exchanges import At, Ranks
 
 
-class _Current:
+class Current:
     """The positions that the running block was given; one for all models, as blocks of two do not run at once."""
 
-    at: At | None = None
+    def __init__(self) -> None:
+        self.at: At | None = None
 
 
-current = _Current()
+_CURRENT: dict[str, Current] = {}
+_AT = "_at_"  # and what cuts: the argument of a block that has its positions
+_WITHIN = "_shardwise_cut_within"  # of a root module
 
 
-def with_positions(block: nn.Module) -> None:
-    """Lets the forward of a block take its positions as one more argument, for what runs in it."""
-    inner = block.forward
+def current_of(what: str) -> Current:
+    """The positions that the running block was given by what cuts them."""
+    return _CURRENT.setdefault(what, Current())
+
+
+def with_positions(block: nn.Module, what: str) -> None:
+    """Lets the forward of a block take its positions, cut by ``what``, as one more argument, for what runs in it."""
+    inner, current, key = block.forward, current_of(what), _AT + what
 
     @functools.wraps(inner)
-    def forward(*args: Any, _at: At | None = None, **kwargs: Any) -> Any:
-        before, current.at = current.at, _at
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before, current.at = current.at, kwargs.pop(key, None)
         try:
             return inner(*args, **kwargs)
         finally:
@@ -47,9 +55,23 @@ def with_positions(block: nn.Module) -> None:
     block.forward = forward
 
 
+def cut_within(root: nn.Module, cut: Callable[["CutForward"], object]) -> None:
+    """Calls ``cut`` when the sequences of a model have been cut by a technique behind this one: it cuts the rows of that once more, in hooks that
+    are behind those at the entry of a block, and around those of modules in it."""
+    root.__dict__[_WITHIN] = cut
+
+
+def were_cut(root: nn.Module, cuts: "CutForward") -> None:
+    """The sequences of a model are cut: what :func:`cut_within` was given is called."""
+    cut = root.__dict__.pop(_WITHIN, None)
+    if cut is not None:
+        cut(cuts)
+
+
 @contextlib.contextmanager
-def on_all_positions() -> Iterator[None]:
-    """Within: what runs has all positions."""
+def on_all_positions(what: str) -> Iterator[None]:
+    """Within: what runs has all positions that ``what`` cuts."""
+    current = current_of(what)
     before, current.at = current.at, None
     try:
         yield
@@ -107,12 +129,16 @@ class CutForward:
         at: the positions of this rank in the forward that runs; None: it is whole, or none runs.
         last: those of the last forward that was cut.
         is_running: a forward of the model runs.
+        outer, inner: what has cut the sequences before, of which this cuts the rows, and what cuts them once more; None: nothing.
         for_two_lengths: what to do where sequences of two lengths were equal on the example, for messages.
     """
 
     def __init__(self, ranks: Ranks, what: str, source: str, dim: int, constants: Mapping[str, str]):
         self.ranks, self.what = ranks, what
         self._source, self._dim, self._constants = source, dim, constants
+        self.current = current_of(what)
+        self.outer: CutForward | None = None
+        self.inner: CutForward | None = None
         self.at: At | None = None
         self.last: At | None = None
         self.is_running = False
@@ -212,7 +238,12 @@ class CutForward:
 
     def positions_now(self) -> At | None:
         """Those of this rank in the code that runs, also where a block runs again in backward; None: all."""
-        return current.at if current.at is not None else self.at
+        return self.current.at if self.current.at is not None else self.at
+
+    def length_within(self, length: int) -> int:
+        """Of what is cut here, in sequences of ``length``: those of the rows that the outer cut has left."""
+        outer = None if self.outer is None else self.outer.at
+        return length if outer is None else outer.rows.shape[0]
 
     # ---- hooks of blocks
 
@@ -233,6 +264,9 @@ class CutForward:
         number = self._num_calls.get(name, 0)
         self._num_calls[name] = number + 1
         dims, on_rows = calls[min(number, len(calls) - 1)]
+        positions = {key: kwargs[key] for key in kwargs if key.startswith(_AT)}
+        kwargs = {key: x for key, x in kwargs.items() if key not in positions}
+        within = None if self.inner is None or self.inner.at is None else self.inner.at.rows.shape[0]
 
         def cut(path: str, x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -250,6 +284,8 @@ class CutForward:
             num = at.rows.shape[0]
             if dim is None or (path in on_rows and x.shape[dim] == num and (num != at.length or self.is_on_rows(x))):
                 return x  # a block that is on rows may be the first one, where others are left out
+            if path in on_rows and x.shape[dim] == within != at.length:
+                return x
             if x.shape[dim] != at.length:
                 raise UnsupportedError(
                     f"a block with an argument {path} of {x.shape[dim]} positions, for sequences of {at.length}",
@@ -264,7 +300,7 @@ class CutForward:
             return seen[2]
 
         args, kwargs = map_keyed(cut, (args, kwargs))
-        return args, {**kwargs, "_at": at}
+        return args, {**kwargs, **positions, _AT + self.what: at}
 
     def leave_block(self, name: str, dims: Mapping[str, int], module: nn.Module, args: Any, output: Any) -> Any:
         """The output of a block with all positions."""

@@ -15,6 +15,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.model.layers import bound
 from shardwise.model.leaves import DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.names import canonical_children, canonical_modules
+from shardwise.techniques.cut_forward import CutForward
 from shardwise.techniques.row_exchanges import At
 from shardwise.world.streams import PartStream
 
@@ -33,7 +34,7 @@ class RowDrops(TorchFunctionMode):
     Args:
         root: is changed.
         found: module whose own code drops something -> for each of its calls the dim of positions of what it drops; -1: there is none.
-        positions: those of this rank in the code that runs; None: all.
+        cuts: what cuts the positions.
         stream: random numbers of this rank.
         leave_out: modules within these are left as they are.
         is_all_drawn: where the stream is entered, all calls are its own, and are not counted.
@@ -44,7 +45,7 @@ class RowDrops(TorchFunctionMode):
         self,
         root: nn.Module,
         found: Mapping[str, Sequence[int]],
-        positions: Callable[[], At | None],
+        cuts: CutForward,
         stream: PartStream,
         *,
         leave_out: Collection[str] = (),
@@ -52,7 +53,7 @@ class RowDrops(TorchFunctionMode):
         what: str,
     ):
         super().__init__()
-        self._positions, self._stream, self._is_all_drawn, self._what = positions, stream, is_all_drawn, what
+        self._cuts, self._stream, self._is_all_drawn, self._what = cuts, stream, is_all_drawn, what
         self._running: list[_Forward] = []
         modules = {
             name: module
@@ -74,7 +75,7 @@ class RowDrops(TorchFunctionMode):
 
         @functools.wraps(inner)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            at, is_first = self._positions(), all(each.at is None for each in self._running)
+            at, is_first = self._cuts.positions_now(), all(each.at is None for each in self._running)
             self._running.append(_Forward(name, dims, at))
             try:
                 if at is None or not is_first:
@@ -98,8 +99,7 @@ class RowDrops(TorchFunctionMode):
         if chance == 0 or is_training is False:
             return func(*args, **kwargs)
         dim = running.dims[number] if number < len(running.dims) else None
-        num = running.at.rows.shape[0]
-        if dim is None or (dim >= 0 and (x.dim() <= dim or x.shape[dim] % num)):
+        if dim is None or (dim >= 0 and (x.dim() <= dim or not self._is_of_rows(x.shape[dim], running.at))):
             raise UnsupportedError(
                 f"dropout of a tensor {tuple(x.shape)} that the example did not drop, under {self._what}",
                 why="whether it is of this rank's positions, for which other numbers are drawn on each rank, is not known",
@@ -110,6 +110,11 @@ class RowDrops(TorchFunctionMode):
             return func(*args, **kwargs)
         with self._stream.entered():
             return func(*args, **kwargs)
+
+    def _is_of_rows(self, size: int, at: At) -> bool:
+        """Whether positions of this rank, or the part of them that is cut once more, can be of this number."""
+        within = None if self._cuts.inner is None else self._cuts.inner.at
+        return any(size % each.rows.shape[0] == 0 for each in (at, within) if each is not None)
 
     def without(self, call: Callable[..., Any], *args: Any) -> Any:
         """The result of a call of ours, such as a kernel of attention, whose dropout is not that of the model's code."""

@@ -14,6 +14,7 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
+from shardwise.model.nested_rows import Exchanges, run_nested
 from shardwise.model.positions import run_on_rows, whole_run
 from shardwise.model.products import dim_of
 from shardwise.model.pytrees import keyed_leaves
@@ -47,6 +48,7 @@ class Search:
         known: module whose arguments are cut -> paths of all tensors among them.
         trial, plan: of the last :meth:`run`.
         length: at which the plan was tried last.
+        facts: of the last :meth:`run`.
     """
 
     module: nn.Module
@@ -66,6 +68,48 @@ class Search:
         Raises:
             Differs: there is no plan: what differs.
         """
+        self.facts = self._run()
+        return self.facts
+
+    def refuse_cut_again(self, inner: "Search") -> None:
+        """Raises Differs unless each rank's rows may be cut once more, as ``inner`` has found it for whole sequences."""
+        if self._kinds != inner._kinds:
+            raise Differs("", "blocks that are alike under one of both cuts are not under the other")
+        now.makes_masks, first = False, None
+        lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
+        parts = {length: rows_of(length, self.degree, self.order) for length in lengths}
+        least = {
+            length: min(len(rows_of(len(rows), inner.degree, inner.order)[-1]) for rows in of_length)
+            for length, of_length in parts.items()
+        }
+        lengths.sort(key=lambda length: not least[length])  # stable: those of which each rank has some
+        for self.length in lengths:
+            try:
+                self._whole.clear()
+                return self._cut_again(inner, parts[self.length])
+            except Exception as error:  # of the model's code, or a number of rows that is one of the model
+                first = first or error
+        raise first or Differs("", "no length is left at which it may be run")
+
+    def _cut_again(self, inner: "Search", parts: Sequence[Tensor]) -> None:
+        training = self._run_whole(self.trial, is_training=True)
+        modes = (True,) if training.is_like(self._run_whole(self.trial, is_training=False)) else (True, False)
+        for is_training in modes:
+            whole = self._run_whole(self.trial, is_training=is_training)
+            for rows in parts:
+                outer = functools.partial(
+                    Exchanges, self.trial, whole, self.plan, self.length, rows, self.facts, self.heads_over
+                )
+                again = rows_of(len(rows), inner.degree, inner.order)
+                for found in run_nested(self.trial, outer, inner.plan, again, inner.facts):
+                    inner.refuse_other(found)
+
+    def refuse_other(self, found: Facts) -> None:
+        """Raises Differs unless a run has done what this search has found."""
+        if not _follows(found, self.facts):
+            raise Differs("", "it does other things on the rows of a rank")
+
+    def _run(self) -> Facts:
         kinds = [blocks for blocks in block_kinds(self.module) if len(blocks) > _MANY]
         if not kinds:
             return self._searched([])
@@ -78,6 +122,7 @@ class Search:
 
     def _searched(self, kinds: Sequence[Sequence[str]]) -> Facts:
         """What is to be done, found in the first blocks of each of ``kinds``, and in all others."""
+        self._kinds = kinds
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
         self.known.clear()
@@ -259,9 +304,10 @@ class Search:
             self._whole[False, self.length] = training  # one is kept
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
-            whole.on_rows.clear()
+            whole.forget_left()
             for rows in rows_of(self.length, self.degree, self.order):
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
+            whole.refuse_left()
             found[-1].buffers = whole.added({name: value for name, (*_, value) in trial.written.items()})
         for facts in found[1:]:
             found[0].add(facts)

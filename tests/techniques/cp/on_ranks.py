@@ -344,3 +344,67 @@ def kept_bytes(layout, method="gather"):
             loss([batch(1, 256 // 8)])
         rows = {WIDTH, 3 * WIDTH, 48, 8}
         return sum(n for x, n in kept.values() if x.shape[-1] in rows and tuple(x.shape) not in sizes and x.dim() > 2)
+
+
+class Remembers(Words):
+    """Its own code drops in attention of its positions to a memory, which has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory, self.shown = nn.Parameter(torch.ones(1, 1, 6, 32)), nn.Identity()
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x, None)
+            x = x + self.recalled(x)
+        return self.head(self.norm(x))
+
+    def recalled(self, x):
+        memory = self.memory.expand(len(x), -1, -1, -1)
+        return self.shown(F.scaled_dot_product_attention(x[:, None], memory, memory, dropout_p=0.3)[:, 0])
+
+
+class Looks(Block):
+    """Some latents look at the positions: they are no rows, and every rank has them whole."""
+
+    def __init__(self):
+        super().__init__("", "")
+        self.shown = nn.Identity()
+
+    def forward(self, x, latents):
+        x = super().forward(x)
+        q, k = heads(latents), heads(self.norm(x))
+        y = F.scaled_dot_product_attention(q, k, k, dropout_p=0.3 if self.training else 0.0)
+        return x, self.shown(latents + y.transpose(1, 2).flatten(2))
+
+
+class Latent(Words):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.latents = nn.ModuleList(Looks() for _ in range(2)), nn.Parameter(torch.ones(1, 5, WIDTH))
+
+    def forward(self, input_ids):
+        x, latents = self.tokens(input_ids), self.latents.expand(len(input_ids), -1, -1)
+        for block in self.blocks:
+            x, latents = block(x, latents)
+        return self.head(self.norm(latents.mean(1)))
+
+
+def attended(kind, layout):
+    """What attention with dropout, of positions to a memory or of latents to positions, has made: the number of queries, and values."""
+    found = []
+    with sw.init(layout, device="cpu") as world:
+        torch.manual_seed(0)
+        build = {"memory": Remembers, "latents": Latent}[kind]
+        model = sw.parallelize(
+            build, world, example={"input_ids": batch(1, 24)["input_ids"]}, context_parallel="gather"
+        )
+        for module in model.modules():
+            if hasattr(module, "shown"):
+                module.shown.register_forward_hook(
+                    lambda _, args, y: found.append((y.shape[1], [round(x, 4) for x in y[..., 0].flatten().tolist()]))
+                )
+        loss = (lambda output, given: output.square().sum()) if kind == "latents" else loss_of
+        sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss, count=count)([batch(1, 16)])
+    return found

@@ -5,6 +5,7 @@ import pytest
 import torch
 from techniques.cp.on_ranks import (
     InPlace,
+    attended,
     backward_outside,
     dropped,
     every_length,
@@ -271,6 +272,16 @@ def test_dropout_is_equal_before_the_cut_and_other_on_rows(ranks):
     assert len(on_rows) == len(set(on_rows)) > 2 * 2 * 2  # no rank, step or place repeats another's
     for (found, *_), plain in zip(again, (one, other), strict=True):
         assert {str(mask) for _, mask in found} == {str(mask) for _, mask in plain}
+
+
+@pytest.mark.parametrize(("kind", "num"), [("memory", 8), ("latents", 5)])
+def test_dropout_of_attention_follows_from_its_queries(ranks, kind, num):
+    """A rank's positions, also in the code of the model itself, are dropped by numbers of the rank; latents, which all have, by equal ones."""
+    one, other = ranks.run(attended, 2, kind, "cp=2")
+    assert len(one) == len(other) == 2
+    for (size, mine), (its_size, its) in zip(one, other, strict=True):
+        assert size == its_size == num
+        assert (mine == its) == (kind == "latents")
 
 
 def test_checkpoints_resume_under_other_layouts(ranks, tmp_path):

@@ -44,9 +44,12 @@ class MLP(nn.Module):
         self.norm = nn.LayerNorm(WIDTH) if how == "norm inside" else nn.Identity()
         self.gate = nn.Linear(WIDTH, 1) if how == "gate inside" else None
         self.gain = nn.Parameter(torch.full((WIDTH,), 1.3)) if how == "used both ways" else None
+        self.is_late, self.others = False, []
 
     def forward(self, x):
         x = x * self.gain if self.how == "used both ways" else x
+        for other in self.others if self.is_late else ():
+            x = x * other.weight
         y = self.down(F.gelu(self.up(self.norm(x))))
         return y, (0 if self.gate is None else self.gate(x))
 
@@ -113,7 +116,37 @@ class _Scaled(torch.autograd.Function):
         return grad * weight, (grad * x).flatten(0, -2).sum(0)
 
 
-attached, normed, scaled = _Attached.apply, _Normed.apply, _Scaled.apply
+class _Averaged(_Scaled):
+    """Gives its weight the mean over positions."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0) * 13 / x.shape[-2]
+
+
+attached, normed, scaled, averaged = _Attached.apply, _Normed.apply, _Scaled.apply, _Averaged.apply
+
+
+@torch.library.custom_op("shardwise_tests::copied", mutates_args=())
+def copied(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("shardwise_tests::gained", mutates_args=())
+def gained(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def _of_weight(ctx, grad):
+    x, weight = ctx.saved_tensors
+    return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+copied.register_fake(torch.empty_like)
+copied.register_autograd(lambda ctx, grad: grad / (1e-3 + grad.norm()))
+gained.register_fake(lambda x, weight: torch.empty_like(x))
+gained.register_autograd(_of_weight, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def _product(x, weight):
@@ -146,6 +179,12 @@ class OwnGradients(nn.Module):
             if x.requires_grad:
                 x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
             return x * self.gain
+        if self.how == "operator of one length":
+            return copied(x) * self.gain
+        if self.how == "operator of rows":
+            return gained(x, self.gain)
+        if self.how == "mean for a weight":
+            return averaged(x, self.gain)
         if self.how == "script":
             return scripted(x, self.gain)
         if self.how == "vmap":
@@ -158,8 +197,16 @@ class OwnGradients(nn.Module):
         return scaled(x, self.gain)
 
 
-WHOLE = ("loss of a mean", "loss of a sum", "gradient of one length", "hook", "vmap")
-BY_ROWS = ("kernel of rows", "hook of rows", "script", "views")
+WHOLE = (
+    "loss of a mean",
+    "loss of a sum",
+    "gradient of one length",
+    "hook",
+    "vmap",
+    "mean for a weight",
+    "operator of one length",
+)
+BY_ROWS = ("kernel of rows", "hook of rows", "script", "views", "operator of rows")
 
 
 class Block(nn.Module):
@@ -173,6 +220,8 @@ class Block(nn.Module):
             self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
         else:
             self.mlp = MLP(how)
+        if how == "late in a region":
+            self.mlp.others = [self.norm]
         if how == "tied norms":
             self.norm2.weight = self.norm.weight
         self.mixes = {"shift": Shift, "counts": Counted}.get(how, nn.Identity)()
@@ -213,6 +262,8 @@ class Block(nn.Module):
             return x + self.down(F.silu(y) * self.gate(h))
         if self.how == "inline":
             return x + self.down(F.gelu(self.up(h)))
+        if self.how == "late in a region":
+            self.mlp.is_late = self.is_long
         y, more = self.mlp(h)
         x = x + y + more
         if self.how == "used both ways":
@@ -257,6 +308,8 @@ class Words(nn.Module):
             for block in self.blocks:
                 x = block(x)
         x = self.norm(x + other if self.how == "two streams" else x)
+        if self.how == "late behind the blocks" and block.is_long:
+            x = x * self.blocks[1].norm2.weight
         if self.how == "pooled":
             x = x + x.mean(1, keepdim=True)
         y = self.head(x)
@@ -281,6 +334,57 @@ class Pairs(Words):
     @staticmethod
     def of_two_lengths(model, given):
         return model(given["input_ids"], given["input_ids"][:, :8])
+
+
+class Halved(Words):
+    """Its blocks have every second position, of all samples beside each other: no argument of theirs is as long as the model's."""
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)[:, ::2].flatten(0, 1)[None]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Clip:
+    """Builds two towers, one of tokens and one of patches, which are compared."""
+
+    def __call__(self):
+        import transformers
+
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        text = {**sizes, "vocab_size": VOCAB, "max_position_embeddings": 40, "bos_token_id": 1, "eos_token_id": 2}
+        image = {**sizes, "image_size": 16, "patch_size": 8}
+        config = transformers.CLIPConfig(text_config=text, vision_config=image, projection_dim=8)
+        torch.manual_seed(0)
+        model = transformers.CLIPModel(config).double()
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.endswith("k_proj.bias"))  # whose gradient is 0 but for rounding
+        return model
+
+    @staticmethod
+    def windows():
+        """Micro-batches of 9 to 13 tokens beside an image."""
+        draw = torch.Generator().manual_seed(0)
+
+        def pair(num):
+            ids = torch.randint(3, VOCAB, (2, num), generator=draw)
+            ids[:, -1] = 2
+            pixels = torch.randn(2, 3, 16, 16, generator=draw, dtype=torch.float64)
+            return {"input_ids": ids, "pixel_values": pixels, "attention_mask": torch.ones_like(ids)}
+
+        return [[pair(9), pair(13)], [pair(12), pair(11)]]
+
+    @staticmethod
+    def loss(output, given):
+        near = (output["text_embeds"] * output["image_embeds"]).sum(-1)
+        return (1 - near).square().sum() + output["text_model_output"]["last_hidden_state"].square().mean(
+            -1
+        ).sum() * 0.1
+
+    @staticmethod
+    def count(given):
+        return torch.tensor(len(given["input_ids"]))
 
 
 EXACT = (
@@ -541,7 +645,7 @@ def plain_buffers(how):
 
 def refused(case):
     """The error that a use ends in."""
-    with sw.init("cp=2,tp=2" if case == "cp" else "tp=2", device="cpu") as world:
+    with sw.init("tp=2", device="cpu") as world:
         try:
             _use(case, world)
         except ShardwiseError as error:
@@ -550,19 +654,20 @@ def refused(case):
 
 
 def _use(case, world):
-    if case == "cp":
-        parallel("", world)
     if case == "compiled dropout":
         parallel("dropout", world, compile=sw.Compile(backend="aot_eager"))
     if case == "no blocks":
         sw.parallelize(MLP(""), world, example={"x": torch.randn(2, 9, WIDTH)}, tensor_parallel=PARALLEL)
+    if case == "halved":
+        ids = batch(1, 24)["input_ids"]
+        sw.parallelize(Halved().double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
     if case == "nothing cut":
         model = build("")
         model.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         ids = batch(1, 24)["input_ids"]
         sw.parallelize(model.double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
-    if case == "late":
-        step = trained(parallel("late", world))
+    if case.startswith("late"):
+        step = trained(parallel(case, world))
         for num in (9, 13, 30):
             step([batch(1, num)])
     if case == "statistics":

@@ -9,6 +9,7 @@ from techniques.tp.streams import (
     WHOLE,
     WIDTH,
     Build,
+    Clip,
     buffers_of,
     count,
     counted,
@@ -106,6 +107,26 @@ def test_families(ranks, name, layout):
     compared_with_model(ranks, name, layout, tensor_parallel=PARALLEL)
 
 
+def test_towers_of_tokens_and_of_patches(ranks):
+    """The stream of tokens is cut; the blocks of patches, of another length, are as without it."""
+    sw.verify(
+        Clip(),
+        "tp=2",
+        batches=Clip.windows(),
+        loss=Clip.loss,
+        count=Clip.count,
+        run=ranks.run,
+        tensor_parallel=PARALLEL,
+    )
+
+
+@pytest.mark.soak
+def test_a_decoder_that_looks_at_an_encoder_is_refused_by_name(ranks):
+    with pytest.raises(sw.RankError) as error:
+        compared_with_model(ranks, "t5", "tp=2", tensor_parallel=PARALLEL)
+    assert "decoder.block.0.layer.0.SelfAttention.q: TensorParallel(sequence_parallel=True) of a T5" in str(error.value)
+
+
 def test_a_fused_loss_gets_all_positions(ranks):
     compared_with_model(ranks, "llama", "tp=2", tensor_parallel=PARALLEL, fused=True)
 
@@ -195,7 +216,10 @@ def test_buffers_hold_what_they_do_in_one_process(ranks, how):
 
 @pytest.mark.parametrize(
     "how",
-    [pytest.param(h, marks=[] if h in ("loss of a mean", "hook") else [pytest.mark.soak]) for h in (*WHOLE, *BY_ROWS)],
+    [
+        pytest.param(h, marks=[] if h in ("loss of a mean", "hook", "mean for a weight") else [pytest.mark.soak])
+        for h in (*WHOLE, *BY_ROWS)
+    ],
 )
 def test_backwards_of_ones_own(ranks, how):
     assert max(ranks.run(every_length, 2, how, "tp=2", [13, 1, 8])) < 1e-12
@@ -205,9 +229,11 @@ REFUSED = {
     "late": "a parameter that each holds whole",
     "statistics": "into a module of its own",
     "two lengths": "with sequences of two lengths that differ",
-    "cp": "both cut the positions of a sequence",
+    "late behind the blocks": "norm2.weight: a parameter that is used with all positions",
+    "late in a region": "norm.weight: a parameter that is used with all positions",
     "compiled dropout": "ranks draw numbers of their own for their positions",
     "no blocks": "no list of blocks",
+    "halved": "no argument of its blocks is as long as that of the model",
     "nothing cut": "no layers of its blocks are cut over tp",
     "left out": "blocks that were left out",
     "another drop": "that the example did not drop",
@@ -217,5 +243,5 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_is_refused(ranks, case):
-    for told in ranks.run(refused, 4 if case == "cp" else 2, case):
+    for told in ranks.run(refused, 2, case):
         assert REFUSED[case] in told

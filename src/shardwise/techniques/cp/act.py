@@ -22,7 +22,7 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.rule import ContextParallelEntry
 from shardwise.techniques.cp.within import join_keys, make_island, watch
-from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, with_positions
+from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, were_cut, with_positions
 from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.same_inputs import input_check
@@ -43,7 +43,8 @@ class ContextParallelAct(Act):
 
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         if recipe.edits_of("cp"):
-            module.__dict__[_STATE] = _Cuts(module, recipe, world)
+            module.__dict__[_STATE] = cuts = _Cuts(module, recipe, world)
+            were_cut(module, cuts)
 
     def begin(self, runtime: Any) -> None:
         cuts = runtime.module.__dict__.get(_STATE)
@@ -116,9 +117,7 @@ class _Cuts(CutForward):
             self._entry.draws
         ):  # but for compiled blocks: a graph cannot change between streams, so all its numbers are this rank's
             dims = {edit.module: edit.args["dims"] for edit in recipe.edits_of("cp") if edit.action == "drops"}
-            self.drops = RowDrops(
-                module, dims, self.positions_now, self.stream, leave_out=compiled, is_all_drawn=True, what="cp"
-            )
+            self.drops = RowDrops(module, dims, self, self.stream, leave_out=compiled, is_all_drawn=True, what="cp")
         calls: dict[str, dict[str, Any]] = {}
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
@@ -140,7 +139,7 @@ class _Cuts(CutForward):
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":
                 target, is_compiled = modules[edit.module], edit.module in compiled
-                with_positions(target)
+                with_positions(target, self.what)
                 hook = functools.partial(self.enter_block, edit.module, edit.args["calls"], {*edit.args["known"][0]})
                 target.register_forward_pre_hook(hook, with_kwargs=True)
                 if is_compiled and self.drops is not None:

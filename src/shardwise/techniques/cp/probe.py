@@ -15,11 +15,12 @@ from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
+from shardwise.model.rows import imbalance, most_rows
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.row_search import Search, is_of_a_run
-from shardwise.techniques.sequences import Arguments, arguments_of, constants_of, sequences_in
+from shardwise.techniques.sequences import Arguments, Sequences, arguments_of, constants_of, sequences_in
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 
@@ -42,12 +43,15 @@ def probe(
     """
     if draft.layout.cp == 1:
         return {}
-    find = functools.partial(proof, module, example, draft.layout, context_parallel)
+    kept = draft.kept
+    find = lambda: proof(module, example, draft.layout, context_parallel, kept.pop("rows", None))  # noqa: E731
     return found_by_one_rank(world, example, "the proof that positions may be cut over cp", find)
 
 
-def proof(module: nn.Module, example: Example, layout: Layout, option: ContextParallel) -> dict[str, Any]:
-    """What :func:`probe` finds, on one process."""
+def proof(
+    module: nn.Module, example: Example, layout: Layout, option: ContextParallel, inner: Search | None = None
+) -> dict[str, Any]:
+    """What :func:`probe` finds, on one process. ``inner``: has found how the rows of each rank are cut once more."""
     degree = layout.cp
     what = f"cp={degree}"
     refuse_uncaught(module, what)
@@ -60,7 +64,7 @@ def proof(module: nn.Module, example: Example, layout: Layout, option: ContextPa
     arguments = example.shows(functools.partial(arguments_of, module))
     try:
         with torch.inference_mode(False):
-            return _found(module, arguments, layout, option)
+            return _found(module, arguments, layout, option, inner)
     except ShardwiseError:
         raise
     except Differs as wrong:
@@ -73,7 +77,9 @@ def proof(module: nn.Module, example: Example, layout: Layout, option: ContextPa
         ) from error
 
 
-def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: ContextParallel) -> dict[str, Any]:
+def _found(
+    module: nn.Module, arguments: Arguments, layout: Layout, option: ContextParallel, inner: Search | None
+) -> dict[str, Any]:
     degree, wrong, unfit = layout.cp, list[tuple[str, Differs]](), None
     for sequences in sequences_in(arguments):
         for method in _methods(option):
@@ -105,6 +111,8 @@ def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: Cont
             ):
                 wrong.append((method, Differs("", "no argument of its blocks grows with the length of its sequences")))
                 continue
+            if inner is not None:
+                _refuse_cut_again(module, layout, search, inner)
             return {
                 "facts": dataclasses.asdict(facts),
                 "method": method,
@@ -116,6 +124,7 @@ def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: Cont
                 "sent": search.sent(),
                 "constants": constants_of(arguments),
                 "lengths": sorted(sequences.dims),
+                **_of_example(arguments, sequences, degree, order, is_by_heads=method == "ulysses"),
             }
     if not wrong:
         why = (
@@ -129,6 +138,37 @@ def _found(module: nn.Module, arguments: Arguments, layout: Layout, option: Cont
             fix="leave cp out of the layout, for models whose inputs have one size; or pass example= with sequences as long as in training",
         )
     raise next((each for method, each in wrong if method == "gather"), wrong[0][1])  # of the likeliest dim
+
+
+def _of_example(
+    arguments: Arguments, sequences: Sequences, degree: int, order: Any, *, is_by_heads: bool
+) -> dict[str, Any]:
+    """The size of the example, and how even the ranks' work in attention is on it. ``is_by_heads``: each rank has all positions there."""
+    given, dim = dict(keyed_leaves(arguments)), sequences.dims[sequences.path][0]
+    x = given[sequences.path]
+    positions = next((each for path, each in given.items() if path == "[1]['position_ids']"), None)
+    if not isinstance(positions, Tensor) or positions.shape[-1:] != (sequences.length,) or positions.dim() != 2:
+        positions = torch.arange(sequences.length)[None]
+    of_positions = positions.cpu().long()
+    return {
+        "example": [x.shape[1 - dim], sequences.length],
+        "rows": most_rows(sequences.length, degree, order),
+        "work": 1.0 if is_by_heads else imbalance(of_positions, degree, order),
+        "is_packed": bool((of_positions[:, 1:] == 0).any()),
+    }
+
+
+def _refuse_cut_again(module: nn.Module, layout: Layout, search: Search, inner: Search) -> None:
+    """Refuses a model of which a rank's positions cannot be cut over ``tp`` too."""
+    try:
+        search.refuse_cut_again(inner)
+    except Differs as wrong:
+        raise UnsupportedError(
+            f"cp={layout.cp} of a {type(module).__name__} with TensorParallel(sequence_parallel=True)",
+            why=f"either alone is right, and on a rank's positions, cut over tp={layout.tp} too, {wrong.why}",
+            fix="leave sequence_parallel out: under cp activations fall by cp already; or leave cp out of the layout",
+            name=wrong.name or None,
+        ) from None
 
 
 def _methods(option: ContextParallel) -> Sequence[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from shardwise.layout import Layout
 from shardwise.recipe import Draft, Edit, Recipe
+from shardwise.recipe.describe import bytes_computed
 from shardwise.recipe.records import Record
 from shardwise.techniques.cp.options import ContextParallel
 
@@ -34,6 +35,10 @@ class ContextParallelEntry(Record, frozen=True):
         masks_of_rows: masks that transformers makes are those of this rank's rows.
         draws: something is dropped out, in training.
         constants: path of each of the model's arguments that is a number, a text or a flag -> it, as text.
+        example: samples and positions of the example.
+        rows: positions of it that no rank exceeds.
+        work: of the most loaded rank over the mean, in attention under a causal mask within the example's documents.
+        is_packed: the example's samples have several documents.
         sent: numbers that a rank sends for each of its positions in all of the model's attention, forward and backward.
     """
 
@@ -49,6 +54,10 @@ class ContextParallelEntry(Record, frozen=True):
     draws: bool = False
     constants: dict[str, str] = {}  # noqa: RUF012 - msgspec copies it
     sent: int = 0
+    example: tuple[int, ...] = ()
+    rows: int = 0
+    work: float = 1.0
+    is_packed: bool = False
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextParallel) -> None:
@@ -82,6 +91,10 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         draws=found["draws"],
         constants=facts["constants"],
         sent=facts["sent"] // draft.layout.tp,
+        example=tuple(facts["example"]),
+        rows=facts["rows"],
+        work=facts["work"],
+        is_packed=facts["is_packed"],
     )
     axes = {True: "dp", False: "loss", None: ""}
     draft.sum_axes = {name: axes[is_all] for name, is_all in found["buffers"].items()}
@@ -143,6 +156,13 @@ def lines(recipe: Recipe) -> list[str]:
         f"context parallelism: {num['cut']} blocks work on 1/{degree} of the positions of every sample ({entry.order}); in {calls} calls of "
         f"attention {how}: a rank sends {entry.sent:,} numbers for each of its positions, forward and backward"
     ]
+    if entry.example and num["cut"]:
+        each = bytes_computed(recipe, entry.sent * entry.rows * entry.example[0]) // num["cut"]
+        mask = "a causal mask within its documents" if entry.is_packed else "a causal mask"
+        found.append(
+            f"for a micro-batch as the example's ({entry.example[0]} samples of {entry.example[1]} positions) attention sends {each:,} bytes from a rank "
+            f"for each block; under {mask} the most loaded rank of cp computes {entry.work:.2f} times the mean in it"
+        )
     if num["island"]:
         found.append(
             f"{num['island']} modules run on the whole sequence on every rank, as they mix positions themselves"

@@ -1,6 +1,7 @@
 """What runs in a module whose sequences are cut: attention exchanges, positions that it makes are those of the rank, and what mixes
 positions itself runs on all of them."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -13,9 +14,9 @@ from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
-from shardwise.techniques.cut_forward import current
+from shardwise.techniques.cut_forward import Current
 from shardwise.techniques.row_drops import RowDrops, called_children
-from shardwise.techniques.row_exchanges import At, Ranks, gathered, with_gathered
+from shardwise.techniques.row_exchanges import At, Ranks, attend_over_heads, gathered, with_gathered
 from shardwise.world.streams import PartStream
 
 
@@ -23,11 +24,15 @@ class Cuts(Protocol):
     """The cut sequences of a model: the positions of the forward that runs, its ranks, and how attention exchanges."""
 
     at: At | None
+    current: Current
     ranks: Ranks
     stream: PartStream
     drops: RowDrops | None
     is_running: bool
     exchange: Callable[[Attention, At, Ranks], Tensor]
+
+    def positions_now(self) -> At | None:
+        """Those of this rank in the code that runs; None: all."""
 
     def refuse_again(self, module: nn.Module) -> None:
         """Raises UnsupportedError for a module that runs in backward, without its positions."""
@@ -62,21 +67,22 @@ class _Calls(TorchFunctionMode):
 
     def attend(self, call: Attention) -> Any:
         number, self._num_attentions = self._num_attentions, self._num_attentions + 1
-        if number not in self._of_rows and (self._cuts.drops is None or number not in self._queries):
-            return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
+        # It drops of this rank's queries, or heads: queries that are no positions every rank has whole.
+        is_of_rank = number in self._queries or self._cuts.exchange is attend_over_heads
+        draws = is_of_rank and self._cuts.drops is not None and not self._cuts.stream.is_entered
+        with self._cuts.stream.entered() if draws else contextlib.nullcontext():
+            return call.finish(self._computed(call, number))
+
+    def _computed(self, call: Attention, number: int) -> Tensor:
         if number not in self._of_rows:
-            with self._cuts.stream.entered():  # of this rank's queries
-                return call.finish(self._busy(call.kernel, call.q, call.k, call.v, None))
+            return self._busy(call.kernel, call.q, call.k, call.v, None)  # type: ignore[no-any-return]
         if call.mask is not None and not call.has_mask_of(self._at.length):
             raise UnsupportedError(
                 f"attention with a mask {tuple(call.mask.shape)}, for {self._at.length} keys",
                 why="it gets the keys of all positions",
                 fix="make the mask where the model has all of its tokens",
             )
-        if self._cuts.drops is None or self._cuts.stream.is_entered:
-            return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
-        with self._cuts.stream.entered():  # it has some of the queries, or of the heads
-            return call.finish(self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks))
+        return self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks)  # type: ignore[no-any-return]
 
     def _multiplied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Any:
         """A product with all positions of its second factor."""
@@ -113,7 +119,7 @@ def watch(
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = current.at if current.at is not None else cuts.at
+        at = cuts.positions_now()
         if at is None:
             cuts.refuse_again(module)
             return inner(*args, **kwargs)
@@ -156,7 +162,7 @@ def join_keys(module: nn.Module, cuts: Cuts, dims: Mapping[str, int]) -> None:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = current.at if current.at is not None else cuts.at
+        at = cuts.positions_now()
         output = inner(*args, **kwargs)
         if at is None:
             return output
@@ -171,7 +177,7 @@ def make_island(module: nn.Module, cuts: Cuts, inputs: Mapping[str, int], output
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        at = current.at if current.at is not None else cuts.at
+        at, current = cuts.positions_now(), cuts.current
         if at is None:
             return inner(*args, **kwargs)
         before = now.attends, current.at, cuts.at

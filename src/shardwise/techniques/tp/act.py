@@ -20,7 +20,7 @@ from shardwise.model.attention import write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Edit, Param, Recipe, extents, local_shape
-from shardwise.techniques.cut_forward import check_blocks
+from shardwise.techniques.cut_forward import check_blocks, cut_within
 from shardwise.techniques.row_exchanges import Ranks
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
@@ -123,7 +123,11 @@ class TensorParallelAct(Act):
                 work_on_parts(modules[edit.module], shared, coord, edit.args, dict(modules))
         if sequence is not None and shared.joined is not None:
             stream = shared.stream if sequence.draws else None
-            module.__dict__[_STATE] = SequenceCuts(module, recipe, sequence, shared.joined, stream)
+            cut = functools.partial(_cut_sequences, module, recipe, sequence, shared.joined, stream)
+            if recipe.layout["cp"] > 1:
+                cut_within(module, cut)
+            else:
+                cut(None)
         module.register_forward_hook(lambda *_: shared.end(), always_call=True)
         module.register_forward_pre_hook(_refusing_more(recipe), with_kwargs=True)
         _refuse_uncalled(module, {weight: layer for layers in called.values() for weight, layer in layers.items()})
@@ -139,6 +143,10 @@ class TensorParallelAct(Act):
                 runtime.compared["tp"] = "leave sequence_parallel out"
             check = input_check(runtime, "tp")
             runtime.module.register_forward_pre_hook(lambda _, args, kwargs: check(args, kwargs), with_kwargs=True)
+
+
+def _cut_sequences(module: nn.Module, *given: Any) -> None:
+    module.__dict__[_STATE] = SequenceCuts(module, *given)
 
 
 def _check_sequence(module: nn.Module, recipe: Recipe) -> None:

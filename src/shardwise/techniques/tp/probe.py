@@ -61,7 +61,8 @@ def _facts(module: nn.Module, example: Example, draft: Draft, world: World, opti
         facts["ranks_per_node"] = world.local_size
     if option.sequence_parallel:
         with torch.inference_mode(False):
-            add_sequence(facts, module, example, draft.layout.tp, found)
+            rows = add_sequence(facts, module, example, draft.layout.tp, found)
+        draft.kept["rows"] = rows  # on the rank that looks: for a technique that cuts sequences before
     cut = {weight for region in found.regions for weight in region.layers}
     facts["edits"] += [[name, "attention", {}] for name in attentions(module) if f"{name}.in_proj_weight" in cut]
     return facts

@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import UnsupportedError
 from shardwise.layout import Layout
 from shardwise.recipe import Cut, Draft, Edit, Part, Recipe
+from shardwise.recipe.describe import bytes_computed
 from shardwise.recipe.records import Record
 from shardwise.techniques.tp.options import TensorParallel
 
@@ -39,6 +39,8 @@ class SequenceParallelData(Record, frozen=True):
         constants: path of each of the model's arguments that is a number, a text or a flag -> it, as text.
         ends: path of each tensor of the output with positions -> its dim of them.
         draws: something is dropped out, in training.
+        on_rows: parameters that are used with some positions alone: of whose gradient each rank has a part.
+        example: samples and positions of the example.
         moved: numbers of each position that a forward gathers, or sums to rows, and its backward again.
     """
 
@@ -48,6 +50,8 @@ class SequenceParallelData(Record, frozen=True):
     ends: dict[str, int]
     draws: bool
     moved: int
+    on_rows: tuple[str, ...] = ()
+    example: tuple[int, ...] = ()
 
 
 class TensorParallelEntry(Record, frozen=True):
@@ -79,12 +83,6 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParal
         if tensor_parallel != TensorParallel():
             draft.note("tensor_parallel", "no effect: tp=1", option="tensor_parallel")
         return
-    if tensor_parallel.sequence_parallel and draft.layout.cp > 1:
-        raise UnsupportedError(
-            f"TensorParallel(sequence_parallel=True) with cp={draft.layout.cp}",
-            why="both cut the positions of a sequence, and only one of them at a time is proved to be right",
-            fix="leave sequence_parallel out: under cp activations fall by cp already; or leave cp out of the layout",
-        )
     for name, (dim, parts) in facts.get("cuts", {}).items():
         draft.cut(name, Cut(axis="tp", dim=dim, parts=tuple(Part(size=size, replicas=of) for size, of in parts)))
     draft.entries["tp"] = TensorParallelEntry(
@@ -127,11 +125,20 @@ def _lines_of_sequence(recipe: Recipe, data: SequenceParallelData, degree: int) 
     num = {action: sum(edit.action == action for edit in edits) for action in _WHY}
     gathers = num["sequence_site"] + num["sequence_join"] + sum(edit.args.get("gathers") is not None for edit in edits)
     scatters = sum(edit.args.get("scatters") is not None for edit in edits)
+    whose = "this rank's positions" if recipe.layout["cp"] > 1 else "the positions of every sample"
     found = [
-        f"sequence parallelism: between layers that are cut, {num['sequence_cut']} blocks work on 1/{degree} of the positions of every sample; "
+        f"sequence parallelism: between layers that are cut, {num['sequence_cut']} blocks work on 1/{degree} of {whose}; "
         f"positions are gathered at {gathers} places, and outputs of {scatters} row-parallel layers summed to them, as often in backward the other "
         f"way: a rank sends {2 * data.moved * (degree - 1) // degree:,} numbers for each position of a micro-batch"
     ]
+    if data.example and num["sequence_cut"]:
+        length = recipe.techniques["cp"]["rows"] if recipe.layout["cp"] > 1 else data.example[1]
+        numbers = 2 * data.moved * (degree - 1) * -(-length // degree) * data.example[0]
+        each = bytes_computed(recipe, numbers) // num["sequence_cut"]
+        found.append(
+            f"for a micro-batch as the example's ({data.example[0]} samples of {data.example[1]} positions) these exchanges send {each:,} bytes from a "
+            "rank for each block, the ends of the stream among them"
+        )
     if num["sequence_island"]:
         found.append(
             f"{num['sequence_island']} modules run on all positions on every rank, as they mix them themselves"

@@ -16,21 +16,21 @@ just that takes it by a way of its own, on which its part of the gradient is sum
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import first_nodes
+from shardwise._torch.autograd import first_nodes, leaves_by_side
 from shardwise.errors import UnsupportedError, UsageError
-from shardwise.model import canonical_modules
+from shardwise.model import canonical_modules, canonical_tensors
 from shardwise.model.pytrees import changed_at, keyed_leaves, keys_of, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cut_forward import (
     CutForward,
     clear_after,
-    current,
+    current_of,
     on_all_positions,
     with_positions,
 )
@@ -49,7 +49,7 @@ class JoinedStream:
     """
 
     def __init__(self, ranks: Ranks):
-        self.ranks = ranks
+        self.ranks, self._current = ranks, current_of("tp")
         self.is_cut = False  # the stream behind the last block that ran
         # Rows and all of them, each with its version: a tensor that was written in place is another; dim, positions.
         self._joined: list[tuple[Tensor, int, Tensor, int, int, At]] = []
@@ -58,7 +58,7 @@ class JoinedStream:
     @property
     def at(self) -> At | None:
         """The positions of this rank in the block that runs; None: all."""
-        return current.at
+        return self._current.at
 
     def refuse_rows(self) -> None:
         """Raises UnsupportedError for a layer that is called behind the blocks, where the stream was not joined."""
@@ -148,6 +148,7 @@ class SequenceCuts(CutForward):
         data: of sequence parallelism.
         joined: is called by layers that are cut.
         stream: random numbers of this rank, for what it drops of its rows; None: nothing is dropped.
+        outer: has cut the sequences before; None: nothing has.
     """
 
     def __init__(
@@ -157,19 +158,25 @@ class SequenceCuts(CutForward):
         data: SequenceParallelData,
         joined: JoinedStream,
         stream: PartStream | None,
+        outer: CutForward | None = None,
     ):
         super().__init__(joined.ranks, "tp", data.source, data.dim, data.constants)
+        self.outer = outer
+        if outer is not None:
+            outer.inner = self
         self._data, self._joined, self._stream = data, joined, stream
         self.for_two_lengths = "parallelize(..., example=batch), with sequences of two lengths that differ in it; or leave sequence_parallel out"
         self._ended: set[str] = set()  # blocks whose output was joined, in this forward
         self._ends: set[str] = set()  # blocks of which that is to be
+        self._on_rows: dict[str, list[tuple[str, nn.Module, str]]] = {}  # block -> parameters, each with its place
+        self._used: dict[int, tuple[Tensor, str]] = {}  # those of the forward that runs
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        module.register_forward_hook(self._end_forward)
+        module.register_forward_hook(self._end_forward, prepend=outer is not None)
         clear_after(module, self.clear)
         modules = dict(canonical_modules(module))
         if stream is not None:
             dims = {edit.module: edit.args["dims"] for edit in recipe.edits_of("tp") if edit.action == "sequence_drops"}
-            RowDrops(module, dims, self.positions_now, stream, what="sequence_parallel")
+            RowDrops(module, dims, self, stream, what="sequence_parallel")
         blocks = [edit for edit in recipe.edits_of("tp") if edit.action == "sequence_cut"]
         for edit in recipe.edits_of("tp"):
             target, args = modules[edit.module], edit.args
@@ -179,16 +186,21 @@ class SequenceCuts(CutForward):
                 _make_island(target, joined, args["inputs"], args["outputs"])
             elif edit.action == "sequence_join" and all(edit.module != block.module for block in blocks):
                 _join_outputs(target, joined, args["dims"])
+        names = [edit.module for edit in blocks]
+        for name, owner, attr in canonical_tensors(module, "_parameters"):
+            if name in data.on_rows:
+                block = next((block for block in names if name.startswith(f"{block}.")), "")
+                self._on_rows.setdefault(block, []).append((name, owner, attr))
         for edit in blocks:
             target, args = modules[edit.module], edit.args
-            with_positions(target)
+            with_positions(target, self.what)
             hook = functools.partial(self._enter, edit.module, args["calls"], {*args["known"]}, {*args["parts"]})
             target.register_forward_pre_hook(hook, with_kwargs=True)
         for edit in recipe.edits_of("tp"):
             if edit.action == "sequence_join" and any(edit.module == block.module for block in blocks):
                 self._ends.add(edit.module)
                 hook = functools.partial(self.leave_block, edit.module, edit.args["dims"])
-                modules[edit.module].register_forward_hook(hook)
+                modules[edit.module].register_forward_hook(hook, prepend=outer is not None)
 
     def part(self, x: Tensor, dim: int, at: At) -> Tensor:
         return moved(x, at, self.ranks, dim, "rows", "gather")
@@ -231,31 +243,65 @@ class SequenceCuts(CutForward):
                 why="by it the length of the sequences is known, of which each rank along tp has some positions between layers",
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
-        self.at = self.last = self.positions(source.shape[self._data.dim], source.device)
+        length = self.length_within(source.shape[self._data.dim])
+        self.at = self.last = self.positions(length, source.device)
+        self._used.clear()
+        self._note_used("")
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        at = self.at
+        at, outer = self.at, None if self.outer is None else self.outer.at
         self.clear()
         if at is None:
             return
+        lengths = {at.length} if outer is None else {at.length, outer.length}  # behind the outer join
         self.refuse_own_checkpoint(output)
         given = dict(keyed_leaves(output))
         is_other = self._ended != self._ends
         for path, dim in self._data.ends.items():
             x = given.get(path)
-            is_other |= isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] != at.length
+            is_other |= isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] not in lengths
         if is_other:
             raise _other_way()
+        if torch.is_grad_enabled():
+            self._refuse_whole_uses(x for x in given.values() if isinstance(x, Tensor))
+        self._used.clear()
+
+    def _note_used(self, block: str) -> None:
+        """Notes the parameters of a block as they are while it runs: an engine may make them anew."""
+        if not torch.compiler.is_compiling():
+            for name, owner, attr in self._on_rows.get(block, ()):
+                param = owner._parameters[attr]
+                self._used[id(param)] = param, name  # type: ignore[assignment]
+
+    def _refuse_whole_uses(self, outputs: Iterable[Tensor]) -> None:
+        """Refuses a parameter that is used with all positions, on every rank, and on the example with some alone: the sum over the ranks would
+        count that gradient once for each."""
+        for leaf, is_whole in leaves_by_side(outputs, _side_behind):
+            if is_whole and id(leaf) in self._used:
+                raise UnsupportedError(
+                    "a parameter that is used with all positions, and on the example was used with some of them alone",
+                    why="the code took another way: each rank has the whole gradient of that use, and parts of those of the others, which are summed",
+                    fix="pass example= with which the code takes this way; or leave sequence_parallel out",
+                    name=self._used[id(leaf)][1],
+                )
 
     def _enter(
         self, name: str, calls: Any, known: set[str], parts: set[str], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         given = self.enter_block(name, calls, known, module, args, kwargs)
         self._joined.is_cut = given is not None
+        if given is not None:
+            self._note_used(name)
         if given is None or not parts:
             return given
         group = self.ranks.group
         return map_keyed(lambda path, x: SumGradient.apply(x, group) if path in parts else x, given)
+
+
+def _side_behind(node: Any) -> bool | None:
+    """Whether what a node was made of is whole on every rank; None: as what was made."""
+    name = node.name()
+    return None if name not in ("MovedBackward", "_AgainBackward") else name[0] == "M" and node.there != "gather"
 
 
 def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mapping[str, int]) -> None:
@@ -312,7 +358,7 @@ def _make_island(
             )
         joined.forget()
         joined.is_cut = False
-        with on_all_positions():
+        with on_all_positions("tp"):
             output = inner(*args, **kwargs)
         joined.is_cut = True
         for keys, dim in made:

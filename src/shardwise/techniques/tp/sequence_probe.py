@@ -1,6 +1,7 @@
 """Where the stream between layers that are cut may be on some positions of each rank: proved by running a copy of the module."""
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from shardwise.model.block_kinds import is_in_block
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
 from shardwise.model.names import canonical_tensors
+from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
 from shardwise.model.stream_rows import NeedsWhole, StreamFacts
 from shardwise.techniques.row_search import is_of_a_run
@@ -21,8 +23,8 @@ from shardwise.techniques.tp.search.stream_search import StreamSearch
 _WHAT = "TensorParallel(sequence_parallel=True)"
 
 
-def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, degree: int, found: Found) -> None:
-    """Adds what sequence parallelism changes to ``facts`` of what is cut.
+def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, degree: int, found: Found) -> StreamSearch:
+    """Adds what sequence parallelism changes to ``facts`` of what is cut. Returns the search that has found it.
 
     Raises:
         UnsupportedError: no layers were found between which sequences can be cut.
@@ -34,6 +36,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
             why="it has no list of blocks: sequences are cut where the first of them is entered",
             fix="keep the repeated layers in an nn.ModuleList or nn.Sequential; or leave sequence_parallel out",
         )
+    partial = frozenset(facts["partial"])
     arguments = example.shows(functools.partial(arguments_of, module))
     try:
         search, sequence = _found(module, arguments, degree, found, facts)
@@ -54,9 +57,12 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
             why=f"it was to be run on some rows of a sequence: {type(error).__name__}: {first_line(error)}{line_of(error)}",
             fix="pass example= with a micro-batch as training gives it; it must run on the CPU, and in float64",
         ) from error
-    _add(facts, search, sequence)
+    on_rows = [*sequence.on_rows, *_unused(search, sequence)]
+    _add(facts, search, sequence, on_rows)
     sequences = search.sequences
     samples = max(search.num_samples, 1)
+    x = dict(keyed_leaves(arguments))[sequences.path]
+    samples_given = x.shape[1 - sequences.dims[sequences.path][0]]
     facts["sequence"] = {
         "source": sequences.path,
         "dim": sequences.dims[sequences.path][0],
@@ -64,7 +70,10 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         "ends": sequence.ends,
         "draws": sequence.draws,
         "moved": sequence.moved // samples,
+        "example": [samples_given, sequences.length],
+        "on_rows": sorted({*on_rows} - {*sequence.with_whole} - {*partial}),
     }
+    return search
 
 
 def _found(
@@ -142,7 +151,7 @@ def _unused(search: StreamSearch, found: StreamFacts) -> list[str]:
     return result
 
 
-def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> None:
+def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts, on_rows: Collection[str]) -> None:
     for _, _, args in facts["edits"]:
         weight = args.get("weight")
         if weight in found.gathers:
@@ -151,7 +160,7 @@ def _add(facts: dict[str, Any], search: StreamSearch, found: StreamFacts) -> Non
             args["scatters"] = found.scatters[weight]
         if found.direct.get(weight) and (weight in search.starts()):
             args["is_joined"] = True
-    facts["partial"] = list(dict.fromkeys([*facts["partial"], *found.on_rows, *_unused(search, found)]))
+    facts["partial"] = list(dict.fromkeys([*facts["partial"], *on_rows]))
     edits = [
         (
             name,

@@ -114,13 +114,24 @@ class StreamSearch(Search):
     def _facts(self, trial: Trial, plan: Plan, known: Facts | None = None) -> Facts:
         facts = super()._facts(trial, plan, known)
         assert isinstance(facts, StreamFacts)
+        self._refuse_both_ways(facts)
+        return facts
+
+    def refuse_other(self, found: Facts) -> None:
+        assert isinstance(found, StreamFacts) and isinstance(self.facts, StreamFacts)
+        super().refuse_other(dataclasses.replace(found, ends=self.facts.ends))  # which are those of the rows, or of all
+        used = {name: module for name, module in found.on_rows.items() if name not in self.facts.on_rows}
+        for name, module in used.items():
+            raise Differs(module, f"it uses {name} with some positions, and did not when all were there")
+        self._refuse_both_ways(dataclasses.replace(found, on_rows=self.facts.on_rows))
+
+    def _refuse_both_ways(self, facts: StreamFacts) -> None:
         for name, module in facts.on_rows.items():
             if name in self.cut or (name in facts.with_whole and name not in self._free):
                 raise Differs(
                     module,
                     f"the gradient of {name} is a part here, and not elsewhere: it is used with some positions, and with all",
                 )
-        return facts
 
     def _in_blocks(self, region: Region) -> Iterator[Region]:
         """A region, or the part of it in each block if it is in several, as where blocks share a table of biases."""
