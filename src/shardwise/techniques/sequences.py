@@ -14,7 +14,7 @@ from shardwise.model.names import own_attributes
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.rows import Order, rows_of
 
-_LENGTHS = 6  # that are tried
+_LENGTHS = 6  # of the best that are tried, and of the shortest
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -88,7 +88,7 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
     beyond = range(max(wanted, most + 1), 4 * most + 40 * degree)
     found = [length for length in (*within, *beyond) if is_apart(length)]
     found.sort(key=lambda length: (not is_clear(length), length > given))  # stable
-    return found[:_LENGTHS]
+    return [*found[:_LENGTHS], *sorted(found[_LENGTHS:])[:_LENGTHS]]  # behind the best, the shortest: a model may have places for few
 
 
 def constants_of(arguments: Any) -> dict[str, str]:
