@@ -187,7 +187,7 @@ def of_environment(environ: Mapping[str, str], facts: Facts) -> tuple[str, dict[
         for variable in sorted({*table.rows} & {*environ}) + sorted(_unknown(environ, table.rows)):
             row = table.find(variable)
             if row is None:
-                facts.refuse_error(table.unknown(variable))
+                facts.refuse(variable, table.unknown(variable))
                 continue
             switch = next((one for start, one in table.pairs("under").items() if variable.startswith(start)), None)
             if switch is not None and environ.get(switch, "").strip().lower() not in ("true", "1"):
@@ -214,7 +214,7 @@ def _read_variable(row: Any, variable: str, text: str, found: dict[str, Any], fa
         facts.refuse_error(error)
         return
     word = text.lower()
-    verdict, say = row.verdict_of(word), row.say_of(word)
+    verdict, say = row.answer_of(word)
     note = Note(variable, value, True, verdict, say, is_used=True)
     facts.notes.append(note)
     if verdict == "refused":
