@@ -183,7 +183,7 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
             elif written.split(".")[0] in variables:
                 facts.notes.append(Note(shown, value, True, "dropped", "a variable of the file"))
             else:
-                facts.refuse_unknown(shown, written)
+                facts.refuse_unknown(shown, written, table)
         elif key in given:
             facts.refuse(shown, f"{key} is given twice: write it once", value=value)
         else:
@@ -327,7 +327,7 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts, re
         called = next(tried, written.removeprefix(f"{key}."))
         found = table.find(called)
         if found is None:
-            facts.refuse(facts.prefix + shown, table.unknown(written))
+            facts.refuse_unknown(facts.prefix + shown, written, table)
         else:
             _read_key(found, called, facts.prefix + shown, value, facts, reader)
 

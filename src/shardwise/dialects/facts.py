@@ -232,10 +232,10 @@ class Facts:
             self.notes.append(note := Note(key, None if value is ABSENT else value, True, "dropped"))
         note.drop(f"left out, as --allow says: {text}")
 
-    def refuse_unknown(self, shown: str, key: str) -> None:
+    def refuse_unknown(self, shown: str, key: str, table: Table) -> None:
         """Refuses a key without a row, with the nearest there is: of so many keys that it takes no time."""
         self.num_compared += 1
-        self.refuse(shown, self.table.unknown(key, is_compared=self.num_compared <= _MOST_COMPARED))
+        self.refuse(shown, table.unknown(key, is_compared=self.num_compared <= _MOST_COMPARED))
 
     def is_misspelt(self, row: Row, key: str, shown: str, value: Any) -> bool:
         """Whether a key that only a row of its whole section takes is nearly one of the section's own, which is refused."""
