@@ -43,23 +43,14 @@ _SHOWN_FIRST = ("changed", "kept", "dropped")
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one key of the source.
+    """What became of one key of the source."""
 
-    Attributes:
-        key: the key; in parentheses, a meaning that no key has.
-        value: its value there.
-        given: the source says it; else it is the default there.
-        verdict: ``kept``, ``changed`` or ``dropped``; what is refused ends the import.
-        say: what is different, or why it is not needed.
-        ours: our keys with their values.
-    """
-
-    key: str
-    value: Any
-    given: bool
-    verdict: str
-    say: str
-    ours: tuple[str, ...]
+    key: str  # in parentheses: a meaning that no key has
+    value: Any  # there
+    given: bool  # the source says it; else it is the default there
+    verdict: str  # ``kept``, ``changed`` or ``dropped``; what is refused ends the import
+    say: str  # what is different, or why it is not needed
+    ours: tuple[str, ...]  # our keys with their values
 
     def __str__(self) -> str:
         what = f"{self.key}={short(self.value)}" if self.given or self.value is not None else self.key
@@ -100,15 +91,12 @@ class Imported:
 
     def yaml(self) -> str:
         """The run file."""
-        from ruamel.yaml import YAML
-
-        writer = YAML(typ="safe", pure=True)
-        writer.default_flow_style = None
-        writer.sort_base_mapping_type_on_output = False
-        writer.width = 110
         from io import StringIO
 
-        text = StringIO()
+        from ruamel.yaml import YAML
+
+        writer, text = YAML(typ="safe", pure=True), StringIO()
+        writer.default_flow_style, writer.sort_base_mapping_type_on_output, writer.width = None, False, 110
         writer.dump({name: self.run[name] for name in SECTIONS if name in self.run}, text)
         return text.getvalue()
 
@@ -133,14 +121,12 @@ def imported(
         ConfigError: a key would silently change training, or is not known; all of them are named.
     """
     if dialect is not None and dialect not in systems():
-        raise ConfigError(
-            f"dialect={dialect!r}", why="there is no such system", fix=did_you_mean(dialect, systems(), what="systems")
-        )
+        fix = did_you_mean(dialect, systems(), what="systems")
+        raise ConfigError(f"dialect={dialect!r}", why="there is no such system", fix=fix)
     for name, count in (("ranks", ranks), ("ranks_per_node", ranks_per_node)):
         if count is not None and (type(count) is not int or count < 1):
-            raise ConfigError(
-                f"{name}={count!r}", why="a run has one rank or more", fix=f"give {name} a whole number from 1 on"
-            )
+            fix = f"give {name} a whole number from 1 on"
+            raise ConfigError(f"{name}={count!r}", why="a run has one rank or more", fix=fix)
     if ranks and ranks_per_node and ranks % ranks_per_node:
         raise ConfigError(
             f"ranks={ranks} with ranks_per_node={ranks_per_node}",
@@ -151,7 +137,7 @@ def imported(
         raise ConfigError("no configuration", why="there is nothing to import", fix="name a file, or use --env")
     read = list(_read_all(sources, dialect, allow, environ))
     read.sort(
-        key=lambda facts: load(facts.table.name).head.get("kind") != "run"
+        key=lambda one: load(one.table.name).head.get("kind") != "run"
     )  # a whole run first, what is beside it then
     facts, *others = read
     for other in others:
@@ -165,9 +151,8 @@ def imported(
     _refuse_all(facts)
     for name in allow:
         if name not in facts.left_out:
-            raise ConfigError(
-                f"--allow {name}", why="no such key is refused, so it would have no effect", fix="remove it"
-            )
+            why = "no such key is refused, so it would have no effect"
+            raise ConfigError(f"--allow {name}", why=why, fix="remove it")
     facts.end_of_notes()
     run = {section: keys for section, keys in facts.run.items() if keys}
     return Imported(

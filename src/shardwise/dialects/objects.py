@@ -31,6 +31,7 @@ CLASSES: dict[str, tuple[str, str]] = {
     "JobConfig": ("torchtitan", ""),
 }
 _BY_NAME = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")  # enums whose names are the words
+_NO_SIZES = ("handler", "device_mesh")  # fields of a record of sizes
 _VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DEEPSPEED_")
 
 
@@ -115,24 +116,13 @@ def _settled_plugin(source: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in derived}
 
 
-def _sizes(source: Any) -> dict[str, Any]:
-    return {
-        key: value for key, value in _fields(source).items() if not key.endswith("handler") and key != "device_mesh"
-    }
-
-
 def _strategy(source: Any) -> dict[str, Any]:
     """A strategy that keeps its arguments in attributes."""
     held = {**getattr(source, "_fsdp_kwargs", {}), **getattr(source, "_ddp_kwargs", {})}
     for name in ("sharding_strategy", "cpu_offload", "mixed_precision"):
         held[name] = getattr(source, name, held.get(name))
-    for name in (
-        "device_mesh",
-        "data_parallel_size",
-        "tensor_parallel_size",
-        "process_group_backend",
-        "state_dict_type",
-    ):
+    names = "device_mesh data_parallel_size tensor_parallel_size process_group_backend state_dict_type"
+    for name in names.split():
         held.setdefault(name, getattr(source, f"_{name}", None))
     again = getattr(source, "_activation_checkpointing_kwargs", None) or {}
     held["activation_checkpointing_policy"] = again.get("auto_wrap_policy")
@@ -171,7 +161,9 @@ def _of_zero(source: Any) -> dict[str, Any]:
 _READERS = {
     "DeepSpeedPlugin": _of_zero,
     "FullyShardedDataParallelPlugin": _settled_plugin,
-    "ParallelismConfig": _sizes,
+    "ParallelismConfig": lambda source: {
+        key: value for key, value in _fields(source).items() if not key.endswith(_NO_SIZES)
+    },
     "FSDPStrategy": _strategy,
     "ModelParallelStrategy": _strategy,
     "DDPStrategy": _strategy,

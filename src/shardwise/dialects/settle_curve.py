@@ -77,11 +77,7 @@ def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Argumen
     if steps and rise > max(steps, facts.number("curve_steps") or 0):
         facts.say("warmup", "changed", f"the rate rises over all {steps} steps, as there: the run has no more")
         rise = steps
-    args = {
-        "warmup": rise,
-        "decay_type": facts.take("decay_type", "linear"),
-        "floor": facts.take("floor", 0.0),
-    }
+    args = {"warmup": rise, "decay_type": facts.take("decay_type", "linear"), "floor": facts.take("floor", 0.0)}
     return args | ({"decay_ratio": facts.take("decay_ratio")} if facts.has("decay_ratio") else {})
 
 
@@ -134,12 +130,9 @@ def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments 
     rise = facts.take("warmup")
     is_by_part = rise is None or not facts.is_given("warmup")
     if kind == "linear_warmup":
-        part = facts.take("warmup_percent", 0.05)
-        return {
-            "kind": kind,
-            "warmup": _part(facts, part, steps) if is_by_part else rise,
-            "init": facts.take("init_lr", 0.0) / lr,
-        }
+        if is_by_part:
+            rise = _part(facts, facts.take("warmup_percent", 0.05), steps)
+        return {"kind": kind, "warmup": rise, "init": facts.take("init_lr", 0.0) / lr}
     if kind != "wsd":
         facts.say("curve", "refused", _NO_CURVE)
         return None
@@ -158,11 +151,8 @@ def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments 
 
 def ml(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
     if kind not in ("linear", "linear_no_decay", "constant"):
-        facts.say(
-            "curve",
-            "refused",
-            "it repeats, or is not known: write schedule.name=cosine, linear, constant or wsd in the run file",
-        )
+        text = f"it repeats, or is not known: {_NO_CURVE.partition(': ')[2]}"
+        facts.say("curve", "refused", text)
         return None
     rise = facts.take("warmup")
     if kind == "linear" and not facts.is_given("warmup"):

@@ -15,6 +15,7 @@ _IS_FREED = {  # words of a strategy -> whether parameters are freed after forwa
     "full": True, "full_shard": True, "hybrid": True, "hybrid_shard": True,
     "grad_op": False, "shard_grad_op": False, "hybrid_grad_op": False, "hybrid_shard_zero2": False,
 }  # fmt: skip
+_KINDS = {"shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "hybrid_shard_zero2": "hybrid_grad_op"}  # others: full
 _OF_ZERO = {0: "ddp", 1: "grad_op", 2: "grad_op", 3: "full"}
 _OF_LAYOUT = (
     "engine", "strategy", "strategy_v1", "zero", "replicate", "shard", "tp", "cp", "dp", "mesh2", "mics", "fsdp_words", "hybrid",
@@ -44,9 +45,8 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
     said = None if said == -1 else said
     if facts.take("one_rank"):
         if said not in (None, 1):
-            facts.known.pop("ranks").note.drop(
-                f"{facts.key('one_rank')} starts one process there, however many are written"
-            )
+            text = f"{facts.key('one_rank')} starts one process there, however many are written"
+            facts.known.pop("ranks").note.drop(text)
         said = 1
     here = _devices(own)
     known = here * nodes if here else said
@@ -54,9 +54,8 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
     total = total or known
     if total and total % nodes:
-        raise RefusedError(
-            facts.key("nodes"), f"{total} ranks are not split evenly over {nodes} machines: write --ranks N", nodes
-        )
+        text = f"{total} ranks are not split evenly over {nodes} machines: write --ranks N"
+        raise RefusedError(facts.key("nodes"), text, nodes)
     per_node = per_node or here or (total // nodes if total else None)
     if per_node and nodes == 1 and (said or here):
         facts.put("launch.nproc", total, "ranks", "per_node", "one_rank")
@@ -89,14 +88,12 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
     if ranks.total is not None:
         if ranks.total % (tp * cp):
             key = facts.key("tp", "tp_auto", "cp") if tp > 1 or not facts.is_given("cp") else facts.key("cp")
-            raise RefusedError(
-                key, f"tp={tp} x cp={cp} does not divide {ranks.total} ranks: write another, or --ranks N"
-            )
+            text = f"tp={tp} x cp={cp} does not divide {ranks.total} ranks: write another, or --ranks N"
+            raise RefusedError(key, text)
         ranks.rows = ranks.total // (tp * cp)
     if dp and dp > 0 and ranks.rows and dp != ranks.rows:
-        facts.say(
-            "dp", "refused", f"{dp} x tp={tp} x cp={cp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N"
-        )
+        text = f"{dp} x tp={tp} x cp={cp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N"
+        facts.say("dp", "refused", text)
     if dp and dp > 0 and replicate and dp % replicate:
         facts.say("dp", "refused", f"{dp} is not a multiple of {replicate} copies: write one that is")
     axes = _data_axes(facts, kind, replicate, shard, dp, ranks)
@@ -140,10 +137,8 @@ def _data_axes(
     is_cut = (facts.number("cp") or 1) > 1  # shards are over the ranks of cp too
     if kind == "ddp" and not (shard and shard > 1):
         if copies > 1 and ranks.rows and copies != ranks.rows:
-            raise RefusedError(
-                facts.key("replicate", "mesh2"),
-                f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N",
-            )
+            text = f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N"
+            raise RefusedError(facts.key("replicate", "mesh2"), text)
         return [("dp_replicate", -1)]
     if kind.startswith("hybrid") and copies == 1 and not (shard and shard > 1):
         return [("dp_replicate", -1), ("dp_shard", _mics(facts) or "node")]
@@ -169,8 +164,9 @@ def _check_product(facts: Facts, axes: Iterable[tuple[str, int | str]], ranks: R
     if ranks.total % known if is_open else known != ranks.total:
         text = ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
         of = "a multiple of " if is_open else ""
-        for name in [name for name in _OF_PRODUCT if facts.is_given(name)] or [facts.key(*_OF_PRODUCT)]:
-            facts.refuse(facts.key(name), f"{text} is {of}{known} ranks, not {ranks.total}: write others, or --ranks N")
+        text = f"{text} is {of}{known} ranks, not {ranks.total}: write others, or --ranks N"
+        for key in [facts.key(name) for name in _OF_PRODUCT if facts.is_given(name)] or [facts.key(*_OF_PRODUCT)]:
+            facts.refuse(key, text)
 
 
 def _kind(facts: Facts) -> str:
@@ -181,9 +177,7 @@ def _kind(facts: Facts) -> str:
         if "offload" in words:
             facts.put("parallel.sharding.offload", True, "fsdp_words")
         named = next((word for word in words if word in _IS_FREED), "full_shard")
-        return {"shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "hybrid_shard_zero2": "hybrid_grad_op"}.get(
-            named, "full"
-        )
+        return _KINDS.get(named, "full")
     if engine == "ddp":
         return "ddp"
     if engine == "fsdp" and facts.has("hybrid", "hybrid_over"):

@@ -33,18 +33,18 @@ def settle_length(facts: Facts) -> int | None:
     if isinstance(epochs, int | float) and epochs <= 0 and not is_counted:
         facts.say("epochs", "refused", "nothing would be trained: write a number above zero, or steps")
         return None
+    is_shorter = "shorter" in facts.table.words("length") and facts.is_given("epochs")  # of steps and epochs, there
     if steps is not None and steps > 0:
         facts.put("train.steps", steps, "steps")
-        if "shorter" in facts.table.words("length") and facts.is_given("epochs") and (epochs or 0) > 0:
-            facts.say("epochs", "changed", _SHORTER.format(steps, epochs))
     elif cap := facts.take("steps_cap"):
-        steps = cap
+        steps, is_shorter = cap, True
         facts.put("train.steps", steps, "steps_cap")
-        if epochs and epochs > 0:
-            facts.say("epochs", "changed", _SHORTER.format(cap, epochs))
-    elif epochs:
-        steps = None
-        facts.put("train.epochs", epochs, "epochs")
+    else:
+        steps, is_shorter = None, False
+        if epochs:
+            facts.put("train.epochs", epochs, "epochs")
+    if is_shorter and epochs and epochs > 0:
+        facts.say("epochs", "changed", _SHORTER.format(steps, epochs))
     if (most := facts.take("steps_per_epoch")) and isinstance(epochs, int):
         facts.drop("train.epochs")
         steps = most * epochs
@@ -60,7 +60,7 @@ def settle_length(facts: Facts) -> int | None:
         if most and not is_number and isinstance(most, float):
             facts.say("clip", "kept", "no gradient is clipped by it; the norm is logged all the same")
         facts.put("train.max_grad_norm", float(most) if is_number else None, "clip")
-    return steps if isinstance(steps, int) and steps > 0 else None
+    return steps if steps and steps > 0 else None
 
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
@@ -75,9 +75,8 @@ def settle_optimizer(facts: Facts) -> None:
         return
     name, build = _class_of(facts, str(said))
     if name is None and build is None:
-        facts.say(
-            "optimizer", "refused", "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
-        )
+        text = "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
+        facts.say("optimizer", "refused", text)
         return
     is_own = build is not None  # a class that has no name here, with defaults of its own
     if facts.has("groups"):
@@ -95,13 +94,13 @@ def settle_optimizer(facts: Facts) -> None:
         decay = None if is_own else _DECAYS_OF_TORCH.get(str(said).lower().rpartition(".")[2], 0.0)
     if is_own:
         args |= _given_of_class(facts, betas)
-    plain, more = _adam_arguments(facts, betas, args)
+    eps, more = facts.take("eps", 1e-8), {"amsgrad": True} if facts.take("amsgrad") else {}
+    if eps != 1e-8 or (name == "adam" and decay):
+        more = {"eps": eps, **more}
     if name == "adam" and not decay:
         name = "adamw"  # without decay they are the same
-    if name == "adam":
-        build, args = "torch.optim:Adam", {**plain, **more, **args}
-    elif name == "adamw" and (more or args):
-        build, args = "torch.optim:AdamW", {"betas": betas, **more, **args}
+    if name in ("adam", "adamw") and (more or args or name == "adam"):
+        build, args = f"torch.optim:{'Adam' if name == 'adam' else 'AdamW'}", {"betas": betas, **more, **args}
     elif name == "sgd" and args:
         build, args = "torch.optim:SGD", {"momentum": momentum or 0.0, **args}
     if build:
@@ -169,17 +168,10 @@ def _betas(facts: Facts) -> list[float] | None:
     return None
 
 
-def _adam_arguments(facts: Facts, betas: list[float], args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of Adam that are always written, and those that have no key of ours."""
-    eps, amsgrad = facts.take("eps", 1e-8), facts.take("amsgrad")
-    more = {"amsgrad": True} if amsgrad else {}
-    return {"betas": betas, "eps": eps}, {**({"eps": eps} if eps != 1e-8 else {}), **more}
-
-
 def _put_own(facts: Facts, name: str, betas: list[float], momentum: float | None, fused: bool | None) -> None:
     if name != "adamw":
         facts.put("optim.name", name, "optimizer")
-    if name == "adamw":
+    else:
         facts.put("optim.betas", betas, "betas", "beta1", "beta2")
     if name == "sgd":
         facts.put("optim.momentum", float(momentum or 0.0), "momentum" if facts.has("momentum") else "optimizer")
@@ -217,20 +209,20 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
     if args is None:
         return
     name = "warmup" if "warmup" in facts.known else "curve"
-    if args.get("warmup", 0) is None:
+    rise = args.get("warmup", 0)
+    if rise is None:
         text = "how long the rate rises is not known: write it in steps, or as a part of a run whose steps are written"
-        facts.say(name, "refused", text)
+    elif rise < 0:
+        text = "a rate rises over no step, or more: write 0 or more"
+    elif steps and rise > steps:
+        text = f"the rate rises over {rise} steps, and the run has {steps}: write fewer"
+        name = facts.first(name, "warmup_ratio", "steps")
+    else:
+        text = ""
+    if text:
+        facts.refuse(facts.key(name), text, facts.note(name))
         return
-    if args.get("warmup", 0) < 0:
-        facts.say(name, "refused", "a rate rises over no step, or more: write 0 or more")
-        return
-    if steps and args.get("warmup", 0) > steps:
-        text = f"the rate rises over {args['warmup']} steps, and the run has {steps}: write fewer"
-        first = facts.first(name, "warmup_ratio", "steps")
-        facts.refuse(facts.key(first), text, facts.note(first))
-        return
-    if facts.has("target_lr"):
-        facts.put("optim.lr", float(facts.take("target_lr")), "target_lr")
+    facts.pass_on("optim.lr", "target_lr", float)
     _put_curve(facts, curve.family, args, steps)
 
 
@@ -254,7 +246,7 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
     length = own_length if own_length is not None else steps
     if length is not None and length < 1:
         return  # refused as a length already
-    names = [name for name in _OF_CURVE if facts.is_given(name)] or _OF_CURVE
+    names = facts.named(*_OF_CURVE)
     ours = ahead = most = None
     if not facts.is_exact and not (steps and length != steps) and (length or not ratio):
         ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH)
@@ -268,10 +260,7 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
         if not (ours["name"] == "constant" and key == "min_lr_ratio"):
             facts.put(f"schedule.{key}", value, *names)
     if ahead:
-        off = (
-            f"at most {_rounded_up(most or 0.0)} of the highest rate off"
-            if length
-            else "the longer the run, the nearer"
-        )
+        most_off = f"at most {_rounded_up(most or 0.0)} of the highest rate off"
+        off = most_off if length else "the longer the run, the nearer"
         text = f"the same curve, at most {ahead} step{'s' * (ahead > 1)} ahead, {off}; --exact keeps theirs"
         facts.say(next((name for name in ("curve", "decay_type", "warmup") if facts.has(name)), "lr"), "changed", text)
