@@ -30,8 +30,13 @@ sys.path.insert(1, str(ROOT / "tests"))
 from dialect_files import BASE, values_of, with_key  # noqa: E402
 
 from shardwise.dialects.answers import imported  # noqa: E402
-from shardwise.dialects.collect import systems  # noqa: E402
-from shardwise.dialects.table import Row, exists, load, names  # noqa: E402
+from shardwise.dialects.table import (  # noqa: E402
+    Row,
+    exists,
+    load,
+    names,
+    systems,
+)
 from shardwise.dialects.values import ABSENT, RefusedError, short, word_of  # noqa: E402
 from shardwise.errors import ConfigError  # noqa: E402
 

@@ -11,7 +11,8 @@ from dialect_files import outcome, unanswered
 
 from shardwise.config.loader import load_values
 from shardwise.config.sources import read_file
-from shardwise.dialects.collect import detect, interpolated, systems
+from shardwise.dialects.collect import detect, interpolated
+from shardwise.dialects.table import systems
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig, load_config
 from shardwise.run.imported import from_config

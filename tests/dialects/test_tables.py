@@ -10,8 +10,7 @@ from shardwise.config.check import struct_in
 from shardwise.config.loader import dotted_keys
 from shardwise.config.record import hints_of
 from shardwise.dialects import settle_layout
-from shardwise.dialects.collect import systems
-from shardwise.dialects.table import VERDICTS, exists, load, names
+from shardwise.dialects.table import VERDICTS, exists, load, names, systems
 from shardwise.run.config import RunConfig
 
 DIALECTS = Path(settle_layout.__file__).parent

@@ -58,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
 
 def more_help() -> str:
     """Help text: the systems whose configurations are read, and what an answer is."""
-    from shardwise.dialects.collect import systems
+    from shardwise.dialects.table import systems
 
     return (
         f"systems: {', '.join(systems())}\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.config.sources import read_file
 from shardwise.dialects.facts import Curve, Fact, Facts, Note
-from shardwise.dialects.table import Row, Table, head_of, load, names
+from shardwise.dialects.table import Row, Table, head_of, load, names, systems
 from shardwise.dialects.values import ABSENT, UNRESOLVED, RefusedError, literal, short, word_of
 from shardwise.errors import ConfigError
 
@@ -41,11 +41,6 @@ class Reader:
         if not file.exists() and self.folder is not None and (self.folder / file).exists():
             file = self.folder / file
         return read_file(file).values
-
-
-def systems() -> list[str]:
-    """The systems whose files are read; variables of an environment are read by another's."""
-    return [name for name in names() if "dialect" not in head_of(name).head]
 
 
 def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:

@@ -4,54 +4,43 @@ the name of its class, or of one that it inherits from."""
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from shardwise.dialects.facts import Facts, Note
-from shardwise.dialects.table import load, names
+from shardwise.dialects.table import head_of, load, names, systems
 from shardwise.dialects.values import RefusedError
 from shardwise.errors import ConfigError
 
-# Class -> the system, and the section that the record is of.
-CLASSES: dict[str, tuple[str, str]] = {
-    "TrainingArguments": ("transformers", ""),
-    "SFTConfig": ("trl", ""),
-    "FSDPParams": ("oumi", "fsdp"),
-    "FSDP2Manager": ("nemo", "distributed"),
-    "FSDP2Config": ("nemo", "distributed"),
-    "DDPTransformConfig": ("optimus", "model_transforms.ddp"),
-    "FullyShardTransformConfig": ("optimus", "model_transforms.fully_shard"),
-    "FullyShardedDataParallelPlugin": ("accelerate", "fsdp_config"),
-    "ParallelismConfig": ("accelerate", "parallelism_config"),
-    "DeepSpeedPlugin": ("accelerate", "deepspeed_config"),
-    "FSDPStrategy": ("fabric", "strategy"),
-    "ModelParallelStrategy": ("fabric", "strategy"),
-    "DDPStrategy": ("fabric", "strategy"),
-    "ParallelConfig": ("ml", "trainer.parallel"),
-    "JobConfig": ("torchtitan", ""),
-}
 _BY_NAME = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")  # enums whose names are the words
 _NO_SIZES = ("handler", "device_mesh")  # fields of a record of sizes
 _VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DEEPSPEED_")
 
 
+@cache
+def classes() -> dict[str, tuple[str, str]]:
+    """Class -> the system, and the section that the record is of; the head's ``objects``."""
+    return {kind: (name, section) for name in systems() for kind, section in head_of(name).pairs("objects").items()}
+
+
 def of_object(source: Any) -> tuple[str, dict[str, Any]]:
     """The system and the configuration of an object."""
-    kind = next((one.__name__ for one in type(source).__mro__ if one.__name__ in CLASSES), None)
+    kind = next((one.__name__ for one in type(source).__mro__ if one.__name__ in classes()), None)
     if kind is None:
         raise ConfigError(
             f"an object of {type(source).__name__}",
             why="it is no record of a system that is known",
-            fix=f"give a file, a mapping, or one of {', '.join(CLASSES)}",
+            fix=f"give a file, a mapping, or one of {', '.join(classes())}",
         )
-    system, section = CLASSES[kind]
+    system, section = classes()[kind]
     values = _READERS.get(kind, _fields)(source)
     if section.startswith("model_transforms."):
         values = {"_name": section.rpartition(".")[2], **values}
     elif kind == "FSDPParams":
         values.setdefault("enable_fsdp", True)
     values = {key: value for key, value in values.items() if value is not None}
-    beside = _beside(kind, values) if system == "accelerate" else {}
+    beside = _beside(kind, values) if "distributed_type" in load(system).rows else {}
     for name in reversed(section.split(".")) if section else ():
         values = {name: values}
     return system, {**values, **beside}
@@ -126,7 +115,7 @@ def _strategy(source: Any) -> dict[str, Any]:
         held.setdefault(name, getattr(source, f"_{name}", None))
     again = getattr(source, "_activation_checkpointing_kwargs", None) or {}
     held["activation_checkpointing_policy"] = again.get("auto_wrap_policy")
-    kind = next(one.__name__ for one in type(source).__mro__ if one.__name__ in CLASSES)
+    kind = next(one.__name__ for one in type(source).__mro__ if one.__name__ in classes())
     named = {name: _classes(name, value) if name.endswith("_policy") else plain(value) for name, value in held.items()}
     return {"class_path": kind, "init_args": {name: value for name, value in named.items() if value is not None}}
 

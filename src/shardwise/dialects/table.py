@@ -202,6 +202,11 @@ def head_of(name: str) -> Table:
         return Table(name, {match[1]: match[2].strip() for match in map(_HEAD_LINE.match, lines) if match}, {})
 
 
+def systems() -> list[str]:
+    """The systems whose files are read; variables of an environment are read by another's."""
+    return [name for name in names() if "dialect" not in head_of(name).head]
+
+
 @cache
 def load(name: str) -> Table:
     """The table of a system."""
