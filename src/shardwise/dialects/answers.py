@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.loader import load_values
+from shardwise.config.loader import UNWRITTEN, load_values
 from shardwise.config.suggest import did_you_mean
 from shardwise.dialects.collect import (
     SECTIONS,
@@ -212,6 +212,7 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
         settle_validation(facts, steps)
         settle_checkpoints(facts, steps)
         settle_figures(facts, steps)
+        _leave_open(facts)
     elif facts.get("model.build") is None and facts.get("model.hf") is None:
         text = "this file does not say what is trained: a run without them trains the built-in demo"
         facts.missing.append(f"model.hf or model.build, and data.path: {text}")
@@ -226,6 +227,28 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
             verdict = row.verdicts[""]
             there = f" (there: {row.meaning})" if verdict == "changed" else ""
             facts.notes.append(Note(key, None, False, verdict, f"{row.says['']}{there}", is_used=True))
+
+
+def _leave_open(facts: Facts) -> None:
+    """What decides a run, and the source does not say, has to be written: no default of ours stands in its place."""
+    has_own = facts.get("optim.build") is not None  # whose class has a rate of its own
+    for key, other, text in (
+        (
+            "data.seq_len",
+            None,
+            "how long samples are is not said, and there none may be cut: write the longest, in tokens",
+        ),
+        ("data.global_batch", None, "how many samples a step has over all ranks is not said"),
+        (
+            "train.steps",
+            facts.get("train.epochs"),
+            "how long the run is is not said: write it, or train.epochs in its place",
+        ),
+        ("optim.lr", has_own or "optim" not in facts.run or None, "which learning rate is not said"),
+    ):
+        if facts.get(key) is None and other is None:
+            facts.put(key, UNWRITTEN)
+            facts.missing.append(f"{key}: {text}")
 
 
 def _refuse_auto(facts: Facts) -> None:

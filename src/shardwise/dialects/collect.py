@@ -160,11 +160,11 @@ def _at(values: Any, dotted: str) -> Any:
 
 def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
     """Reads each key of a configuration by its row, then the defaults there of what is absent."""
-    table = facts.table
+    table, whole = facts.table, interpolated(values)
     variables = {name.split(".")[0] for name in _VARIABLE.findall(str(values)) if ":" not in name}
     given: dict[str, Any] = {}
     empty: set[str] = set()
-    entries = [_entry(table, written, value) for written, value in table.flatten(interpolated(values))]
+    entries = [_entry(table, written, value) for written, value in table.flatten(whole)]
     facts.off = _switched_off(table, {key: value for _, key, _, value in entries})
     # in the order of rows, so that the order of keys means nothing; configurations within come last
     places = {key: place for place, key in enumerate(table.rows)}

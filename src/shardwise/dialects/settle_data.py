@@ -93,9 +93,6 @@ def settle_data(facts: Facts) -> None:
         facts.put("data.path", data or "DATA.jsonl", "data")
     if not data:
         facts.missing.append("data.path: a text, tokens (.npy, .bin), records (.jsonl) or a saved dataset")
-    if facts.get("data.seq_len") is None and not facts.take("pack_to", 0):
-        text = "how long samples are is not said, and there none may be cut: here they are cut at 128 tokens unless it is written"
-        facts.missing.append(f"data.seq_len: {text}; write the longest")
     is_usual = facts.take("prompts_usual", False)
     if facts.take("prompts", is_usual) is True:  # refused where it is asked for against the default there
         text = 'prompts are trained on there, here only answers: write the whole as one text, {"text": ...} a line'
