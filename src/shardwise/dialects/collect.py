@@ -13,7 +13,7 @@ from shardwise.dialects.values import ABSENT, UNRESOLVED, RefusedError, literal,
 from shardwise.errors import ConfigError
 
 SECTIONS = ("model", "data", "parallel", "optim", "schedule", "train", "checkpoint", "log", "launch")  # of a run file
-_LEAST_KNOWN = 0.3  # the part of keys that must have a row for a configuration to be of a system
+_LEAST_KNOWN = 0.5  # the part of keys that must have a row for a configuration to be of a system
 _LEAST_NAMED = 0.5  # the same of a system that was named, before another is thought of
 _VARIABLE = re.compile(r"\$\{([^${}]*)\}")
 # What a section of the inner configuration counts instead of the outer one's: fact of its own -> facts of both.
