@@ -43,14 +43,23 @@ _SHOWN_FIRST = ("changed", "kept", "dropped")
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one key of the source."""
+    """What became of one key of the source.
 
-    key: str  # in parentheses: a meaning that no key has
-    value: Any  # there
-    given: bool  # the source says it; else it is the default there
-    verdict: str  # ``kept``, ``changed`` or ``dropped``; what is refused ends the import
-    say: str  # what is different, or why it is not needed
-    ours: tuple[str, ...]  # our keys with their values
+    Attributes:
+        key: the key; in parentheses, a meaning that no key has.
+        value: its value there.
+        given: the source says it; else it is the default there.
+        verdict: ``kept``, ``changed`` or ``dropped``; what is refused ends the import.
+        say: what is different, or why it is not needed.
+        ours: our keys with their values.
+    """
+
+    key: str
+    value: Any
+    given: bool
+    verdict: str
+    say: str
+    ours: tuple[str, ...]
 
     def __str__(self) -> str:
         what = f"{self.key}={short(self.value)}" if self.given or self.value is not None else self.key
