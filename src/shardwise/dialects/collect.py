@@ -13,7 +13,7 @@ from shardwise.dialects.values import ABSENT, UNRESOLVED, RefusedError, literal,
 from shardwise.errors import ConfigError
 
 SECTIONS = ("model", "data", "parallel", "optim", "schedule", "train", "checkpoint", "log", "launch")  # of a run file
-_LEAST_KNOWN = 0.5  # the part of keys that must have a row for a configuration to be of a system
+_LEAST_KNOWN = 0.3  # the part of keys that must have a row for a configuration to be of a system
 _LEAST_NAMED = 0.5  # the same of a system that was named, before another is thought of
 _VARIABLE = re.compile(r"\$\{([^${}]*)\}")
 # What a section of the inner configuration counts instead of the outer one's: fact of its own -> facts of both.
@@ -71,8 +71,11 @@ def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
 
 
 def _score(name: str, values: Mapping[str, Any]) -> tuple[bool, float, int] | None:
-    """Whether it has a mark of the system, the part of its keys that have a row, and how many signs there are; None: none."""
+    """Whether it has a mark of the system, the part of its keys that have a row, and how many signs there are; None: none, or a key that no
+    configuration of the system has."""
     signs = values.keys() & {*head_of(name).words("signs")}
+    if values.keys() & {*head_of(name).words("never")}:
+        return None
     has_mark = any(key in head_of(name).words("marks") for key in _keys_in(values))
     return (has_mark, round(_part_known(name, values, but="*"), 3), len(signs)) if signs else None
 

@@ -222,7 +222,8 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
     if text:
         facts.refuse(facts.key(name), text, facts.note(name))
         return
-    facts.pass_on("optim.lr", "target_lr", float)
+    if facts.has("target_lr"):
+        facts.pass_on("optim.lr", "target_lr", float)
     _put_curve(facts, curve.family, args, steps)
 
 
