@@ -274,7 +274,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     for note in facts.notes:
         if note.is_given or (note.is_used and (note.ours or note.verdict == "changed" or note.key.startswith("("))):
             assert note.verdict in VERDICTS
-            ours = tuple(dict.fromkeys(note.ours))
+            ours = tuple(f"{key}={shown}" for key, shown in note.ours.items())
             yield Finding(note.key, note.value, note.is_given, note.verdict, note.say, ours)
 
 

@@ -357,8 +357,8 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
             if is_within and old.note.verdict == new.note.verdict == "changed":
                 old.note.say = f"as {new.note.key} says"
             facts.add(name, new.value, new.note)
-    for key in dict.fromkeys(ours.partition("=")[0] for note in other.notes for ours in note.ours):
-        facts.put_once(key, other.get(key), next(note for note in other.notes if note.says(key)))
+    for key in dict.fromkeys(key for note in other.notes for key in note.ours):
+        facts.put_once(key, other.get(key), next(note for note in other.notes if key in note.ours))
 
 
 def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:

@@ -34,13 +34,9 @@ class Note:
     is_given: bool  # the source says it; else it is the default there
     verdict: str  # kept, changed, dropped or refused
     say: str = ""
-    ours: list[str] = field(default_factory=list)  # our keys with their values
+    ours: dict[str, str] = field(default_factory=dict)  # our keys, and their values as they are shown
     is_used: bool = False  # something was made of it
     is_fact: bool = False  # it counts by a fact, so that something has to be made of it
-
-    def says(self, key: str) -> bool:
-        """Whether it says one of our keys."""
-        return any(ours.startswith(f"{key}=") for ours in self.ours)
 
     def change(self, verdict: str, text: str) -> None:
         self.verdict, self.is_used = verdict, True
@@ -154,7 +150,7 @@ class Facts:
         for note in map(self.note, names):
             if note is not None and (note.is_used or len(names) == 1):
                 note.is_used = True
-                note.ours.append(f"{key}={short(value)}")
+                note.ours[key] = short(value)
 
     def pass_on(self, key: str, name: str, make: Callable[[Any], Any] = lambda value: value) -> None:
         """Our key as a fact says it, if it has a value."""
@@ -164,16 +160,17 @@ class Facts:
     def _end_of(self, key: str, names: tuple[str, ...]) -> None:
         """Facts that said our key before other ones did no longer count."""
         others = [id(self.note(name)) for name in names]
-        for note in (note for note in self.notes if note.says(key) and id(note) not in others):
-            note.ours = [ours for ours in note.ours if not ours.startswith(f"{key}=")]
-            if not note.ours:
-                note.drop(f"{self.key(*names)} counts there")
+        for note in self.notes:
+            if key in note.ours and id(note) not in others:
+                del note.ours[key]
+                if not note.ours:
+                    note.drop(f"{self.key(*names)} counts there")
 
     def put_once(self, key: str, value: Any, note: Note) -> None:
         """Our key, as a row says it by itself: a key that was given counts more than a default, two that were given and differ are
         refused, and lists are joined."""
         old = self.get(key)
-        said_by = next((one for one in self.notes if one is not note and one.says(key)), None)
+        said_by = next((one for one in self.notes if one is not note and key in one.ours), None)
         if isinstance(old, list) and isinstance(value, list):
             value = list(dict.fromkeys([*old, *value]))
         elif said_by is not None and said_by.is_given and old != value:
@@ -182,12 +179,12 @@ class Facts:
             return
         self.put(key, value)
         note.is_used = True
-        note.ours.append(f"{key}={short(value)}")
+        note.ours[key] = short(value)
 
     def drop(self, key: str) -> None:
         """Takes one of our keys out again; what said it has no effect then, unless it is used elsewhere."""
         for note in self.notes:
-            left = [ours for ours in note.ours if not (ours.partition("=")[0] + ".").startswith(f"{key}.")]
+            left = {ours: shown for ours, shown in note.ours.items() if not f"{ours}.".startswith(f"{key}.")}
             if len(left) < len(note.ours):
                 note.ours, note.is_used, note.is_fact = left, bool(left), True
         place, last = self._place(key)

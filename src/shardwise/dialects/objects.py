@@ -204,4 +204,4 @@ def _read_variable(row: Any, variable: str, text: str, found: dict[str, Any], fa
     for action in row.action_of(word):
         key, _, constant = action.partition("=")
         found.setdefault(key, constant)
-        note.ours.append(f"{key}={constant}")
+        note.ours[key] = constant

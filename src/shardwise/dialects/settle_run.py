@@ -128,7 +128,7 @@ def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
     for one in facts.notes:
         place, _, last = one.key.rpartition(".")
         if place == section and last in args and not one.ours:
-            one.ours.append(f"optim.args={short(args)}")
+            one.ours["optim.args"] = short(args)
 
 
 def _given_of_class(facts: Facts, betas: list[float]) -> dict[str, Any]:
