@@ -60,15 +60,6 @@ def test_a_run_of_no_epoch_is_refused(name, key):
 # ---- data and weights ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [None, False])
-def test_prompts_that_are_trained_on_by_default_are_said_unless_they_are_not(given):
-    dataset = {"_component_": "torchtune.datasets.alpaca_dataset"} | (
-        {} if given is None else {"train_on_input": given}
-    )
-    say = answers(made_of("torchtune", dataset=dataset))["dataset._component_"].say
-    assert ("prompts are trained on there" in say) == (given is None)
-
-
 @pytest.mark.parametrize("turn", [1, -1])
 @pytest.mark.parametrize(
     ("name", "section", "item"),

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.loader import UNWRITTEN, load_values
+from shardwise.config.sources import read_file
 from shardwise.config.suggest import did_you_mean
 from shardwise.dialects.collect import (
     SECTIONS,
-    Reader,
     collect,
     detect,
     interpolated,
@@ -75,7 +75,7 @@ class Imported:
     Attributes:
         dialect: the system.
         run: our configuration, as sections.
-        config: ``run`` as it was loaded and checked: what ``shardwise train`` would read.
+        config: ``run`` as it was loaded and checked: what ``shardwise train`` would read, what has to be written at its default.
         findings: what became of each key, and of the defaults there that are not ours.
         missing: what the source cannot say.
         samples: how many samples a step has, and why; empty: the source does not say.
@@ -177,10 +177,10 @@ def _read_all(
     sources: tuple[Any, ...], dialect: str | None, allow: tuple[str, ...], environ: Mapping[str, str] | None
 ) -> Iterator[Facts]:
     for place, source in enumerate(sources):
-        reader, name = Reader(), dialect if place == 0 else None
+        folder, name = None, dialect if place == 0 else None
         if isinstance(source, str | os.PathLike):
-            reader.folder = Path(source).parent
-            values: Mapping[str, Any] = reader.read(os.fspath(source))
+            folder = Path(source).parent
+            values: Mapping[str, Any] = read_file(Path(source)).values
         elif isinstance(source, Mapping):
             values = {str(key): value for key, value in source.items()}
         else:
@@ -188,13 +188,13 @@ def _read_all(
         if name is not None and name == dialect:
             refuse_other_system(name, values)
         facts = Facts(load(name or detect(interpolated(values))), allow=allow)
-        yield collect(values, facts, reader)
+        yield collect(values, facts, folder)
     if environ is not None:
         notes = Facts(load(systems()[0]), allow=allow)
         name, values = of_environment(environ, notes)
         facts = Facts(load(name), allow=allow)
         facts.notes, facts.refused, facts.left_out = notes.notes, notes.refused, notes.left_out
-        yield collect(values, facts, Reader(Path()))
+        yield collect(values, facts, None)
 
 
 def settle(facts: Facts, total: int | None, per_node: int | None) -> None:

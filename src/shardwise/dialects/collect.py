@@ -30,17 +30,10 @@ _MOST_NAMES = 21  # variables that name each other; more: one names itself, and 
 _FILLED_BY = {"curve_max": "lr"}  # "auto" that is the value of another fact of the outer configuration
 
 
-class Reader:
-    """Reads files; one that a file names is looked for from the working directory, then beside that file."""
-
-    def __init__(self, folder: Path | None = None):
-        self.folder = folder
-
-    def read(self, path: str) -> dict[str, Any]:
-        file = Path(path)
-        if not file.exists() and self.folder is not None and (self.folder / file).exists():
-            file = self.folder / file
-        return read_file(file).values
+def _read_beside(path: str, folder: Path | None) -> dict[str, Any]:
+    """Reads a file that a file names: looked for from the working directory, then in the folder of that file."""
+    is_beside = folder is not None and not Path(path).exists() and (folder / path).exists()
+    return read_file(folder / path if folder is not None and is_beside else Path(path)).values
 
 
 def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
@@ -161,7 +154,7 @@ def _at(values: Any, dotted: str) -> Any:
     return values
 
 
-def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
+def collect(values: Mapping[str, Any], facts: Facts, folder: Path | None) -> Facts:
     """Reads each key of a configuration by its row, then the defaults there of what is absent."""
     table, whole = facts.table, interpolated(values)
     variables = {name.split(".")[0] for name in _VARIABLE.findall(str(values)) if ":" not in name}
@@ -186,7 +179,7 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
             facts.refuse(shown, f"{key} is given twice: write it once", value=value)
         else:
             given[key] = value
-            _read_key(row, key, facts.prefix + key, value, facts, reader)
+            _read_key(row, key, facts.prefix + key, value, facts, folder)
     _read_defaults(given, empty, facts)
     return facts
 
@@ -222,7 +215,7 @@ def _switch_of(key: str, facts: Facts) -> str | None:
     return next((said for said in found if said.partition("=")[0] != key), None)
 
 
-def _read_key(row: Row, key: str, shown: str, value: Any, facts: Facts, reader: Reader) -> None:
+def _read_key(row: Row, key: str, shown: str, value: Any, facts: Facts, folder: Path | None) -> None:
     if facts.is_misspelt(row, key, shown, value):
         return
     switch = _switch_of(key, facts)
@@ -231,7 +224,7 @@ def _read_key(row: Row, key: str, shown: str, value: Any, facts: Facts, reader: 
         return
     try:
         if row.within:
-            _read_within(row, key, shown, value, facts, reader)
+            _read_within(row, key, shown, value, facts, folder)
         else:
             _apply(row, key, shown, row.coerced(value, shown), facts, is_given=True)
     except RefusedError as error:
@@ -294,27 +287,27 @@ def _act(action: str, row: Row, key: str, value: Any, facts: Facts, note: Note) 
         facts.put_once(target, made, note)
 
 
-def _read_within(row: Row, key: str, shown: str, value: Any, facts: Facts, reader: Reader) -> None:
+def _read_within(row: Row, key: str, shown: str, value: Any, facts: Facts, folder: Path | None) -> None:
     """A configuration within this one: another system's, or keys of a section of this one in a file of their own."""
     if value in (None, "", {}):
         facts.notes.append(Note(shown, value, True, "dropped", "nothing is said by it"))
         return
     if row.is_pattern:
-        _read_section(row, row.key[:-2], {key.removeprefix(row.key[:-1]): value}, facts, reader)
+        _read_section(row, row.key[:-2], {key.removeprefix(row.key[:-1]): value}, facts, folder)
         return
-    inner = reader.read(value) if isinstance(value, str) else value
+    inner = _read_beside(value, folder) if isinstance(value, str) else value
     if not isinstance(inner, dict):
         raise RefusedError(shown, "it takes a path, or the mapping itself", value)
     if isinstance(value, str):
         facts.notes.append(Note(shown, value, True, "kept", "read as well", is_used=True))
     if row.within not in names():
-        _read_section(row, key, inner, facts, reader)
+        _read_section(row, key, inner, facts, folder)
         return
     within = Facts(load(row.within), allow=facts.allow, prefix=f"{shown}.")
-    merge(facts, collect(inner, within, reader), is_within=True)
+    merge(facts, collect(inner, within, folder), is_within=True)
 
 
-def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts, reader: Reader) -> None:
+def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts, folder: Path | None) -> None:
     """Keys of a section in a file of their own, or a section that is another system's."""
     table = load(row.within) if row.within in names() else facts.table
     section, _, prefix = table.head.get("strip", "").partition("=")
@@ -327,7 +320,7 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts, re
         if found is None:
             facts.refuse_unknown(facts.prefix + shown, written, table)
         else:
-            _read_key(found, called, facts.prefix + shown, value, facts, reader)
+            _read_key(found, called, facts.prefix + shown, value, facts, folder)
 
 
 def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
