@@ -1,5 +1,7 @@
 """The facts of a configuration: what it says in meanings that several systems have, which key said it, and what became of that key."""
 
+import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +18,21 @@ _LATER = (
     "pin",
 )  # facts of which the more particular key is the later row
 _MOST_COMPARED = 200  # keys of a configuration that the nearest name is looked for
+
+
+class StoppedError(Exception):
+    """A key is refused, and what it belongs to is not settled further."""
+
+
+def settles(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For a function that settles facts: it ends, with None, where one of them is refused by :meth:`Facts.stop_if`."""
+
+    @functools.wraps(function)
+    def settled(*args: Any) -> Any:
+        with contextlib.suppress(StoppedError):
+            return function(*args)
+
+    return settled
 
 
 class Curve(NamedTuple):
@@ -216,6 +233,12 @@ class Facts:
             self.refuse(note.key, text, note)
         else:
             note.change(verdict, text)
+
+    def stop_if(self, is_wrong: Any, name: str, text: str) -> None:
+        """Refuses the key of a fact, and ends what is being settled; see :func:`settles`."""
+        if is_wrong:
+            self.say(name, "refused", text)
+            raise StoppedError
 
     def refuse(self, key: str, text: str, note: Note | None = None, *, value: Any = ABSENT) -> None:
         """Refuses a key, unless it is to be left out by name."""

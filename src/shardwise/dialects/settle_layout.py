@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from shardwise.dialects.facts import Facts
+from shardwise.dialects.facts import Facts, settles
 from shardwise.dialects.values import RefusedError
 
 _IS_FREED = {  # words of a strategy -> whether parameters are freed after forward
@@ -238,16 +238,14 @@ def _is_freed(facts: Facts, kind: str) -> bool | int:
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
 
+@settles
 def settle_batch(facts: Facts, ranks: Ranks) -> None:
     """Samples of a step, and of one forward on one rank: derived, never guessed."""
     micro, steps, whole = facts.take("micro"), facts.take("accumulate"), facts.take("global")
     if facts.has("accumulate_sum"):
         steps = facts.take("accumulate_sum")
     if facts.has("micro_tokens"):
-        counted = _batch_in_tokens(facts)
-        if counted is None:
-            return
-        micro, whole = counted
+        micro, whole = _batch_in_tokens(facts)
     micro, steps, whole = (None if value in ("auto", -1) else value for value in (micro, steps, whole))
     if micro is None and whole is None and not (facts.is_given("accumulate") or facts.is_given("accumulate_sum")):
         return
@@ -258,12 +256,10 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
             return
         name = facts.first("micro", "accumulate", "accumulate_sum", "micro_tokens", "global")
         text = "a step has that of each data-parallel rank, and how many there are is not known: write --ranks N"
-        facts.say(name, "refused", text)
-        return
+        facts.stop_if(True, name, text)
     if micro and facts.take("split_batches") is True:
-        if micro % rows:
-            facts.say("split_batches", "refused", f"a batch of {micro} is not split over {rows} ranks: write another")
-            return
+        text = f"a batch of {micro} is not split over {rows} ranks: write another"
+        facts.stop_if(micro % rows, "split_batches", text)
         micro //= rows
     if micro is None and whole is None:
         text = f"data.global_batch = samples of one forward x {steps} x {rows} data-parallel ranks; data.micro_batch says the first"
@@ -271,10 +267,10 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
         return
     micro = whole // (rows * (steps or 1)) if micro is None else micro
     whole = micro * (steps or 1) * rows if whole is None else whole
-    if _check_batch(facts, rows, ranks.tp, micro, steps, whole):
-        _put_batch(facts, micro, whole)
-        steps = whole // (micro * rows)
-        facts.arithmetic = f"{micro} x {steps} micro-batches x {rows} data-parallel ranks = {whole} samples of a step"
+    _check_batch(facts, rows, ranks.tp, micro, steps, whole)
+    _put_batch(facts, micro, whole)
+    steps = whole // (micro * rows)
+    facts.arithmetic = f"{micro} x {steps} micro-batches x {rows} data-parallel ranks = {whole} samples of a step"
 
 
 def _put_batch(facts: Facts, micro: int, whole: int) -> None:
@@ -282,32 +278,26 @@ def _put_batch(facts: Facts, micro: int, whole: int) -> None:
     facts.put("data.micro_batch", micro, "micro", "micro_tokens")
 
 
-def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None, whole: int) -> bool:
+def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None, whole: int) -> None:
     name = facts.first("global", "accumulate", "accumulate_sum", "micro")
     cut = f" (tp={tp})" if tp > 1 else ""
-    if not micro or whole % (micro * rows):
-        text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
-        facts.say(name, "refused", text)
-        return False
+    text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
+    facts.stop_if(not micro or whole % (micro * rows), name, text)
     is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
-    if is_said and steps and micro * rows * steps != whole:
-        text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
-        facts.say(name, "refused", text)
-        return False
-    return True
+    text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
+    facts.stop_if(is_said and steps and micro * rows * steps != whole, name, text)
 
 
-def _batch_in_tokens(facts: Facts) -> tuple[int, int] | None:
+def _batch_in_tokens(facts: Facts) -> tuple[int, int]:
     """The batch in samples of whole contexts, where the source counts tokens."""
     length, micro, whole = facts.number("context"), facts.number("micro_tokens"), facts.take("global_tokens", -1)
-    if not micro or not length or micro < 1 or length < 1:
-        facts.say("micro_tokens", "refused", "how long a sample is, is not known: write max_context_length")
-        return None
+    is_known = micro and length and micro > 0 and length > 0
+    facts.stop_if(not is_known, "micro_tokens", "how long a sample is, is not known: write max_context_length")
     for name, tokens in (("micro_tokens", micro), ("global_tokens", whole)):
-        if tokens > 0 and tokens % length:
-            text = f"it is not a number of samples of {length} tokens: data.micro_tokens makes micro-batches of whole samples"
-            facts.say(name, "refused", text)
-            return None
+        text = (
+            f"it is not a number of samples of {length} tokens: data.micro_tokens makes micro-batches of whole samples"
+        )
+        facts.stop_if(tokens > 0 and tokens % length, name, text)
     facts.put("data.seq_len", length, "context")
     return micro // length, whole // length if whole > 0 else -1
 

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from shardwise.dialects import curves
-from shardwise.dialects.facts import Curve, Fact, Facts
+from shardwise.dialects.facts import Curve, Fact, Facts, settles
 from shardwise.dialects.settle_curve import ARGUMENTS
 from shardwise.dialects.values import short
 
@@ -21,18 +21,17 @@ _MOST_OFF = 0.1  # of the highest rate: what a step of ours may differ by
 _ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two curves
 
 
+@settles
 def settle_length(facts: Facts) -> int | None:
     """The length of the run; its steps, if they are known."""
     steps, epochs = facts.number("steps"), facts.take("epochs")
     for name in ("steps", "steps_cap", "curve_steps", "steps_per_epoch"):
         value = facts.number(name) if name != "curve_steps" or facts.is_given(name) else None
-        if value is not None and value < 1 and (name, value) != ("steps", -1):
-            facts.say(name, "refused", "it is one or more: write 1 or more")
-            return None
+        is_wrong = value is not None and value < 1 and (name, value) != ("steps", -1)
+        facts.stop_if(is_wrong, name, "it is one or more: write 1 or more")
     is_counted = (steps is not None and steps > 0) or facts.has("steps_cap")
-    if isinstance(epochs, int | float) and epochs <= 0 and not is_counted:
-        facts.say("epochs", "refused", "nothing would be trained: write a number above zero, or steps")
-        return None
+    is_none = isinstance(epochs, int | float) and epochs <= 0 and not is_counted
+    facts.stop_if(is_none, "epochs", "nothing would be trained: write a number above zero, or steps")
     is_shorter = "shorter" in facts.table.words("length") and facts.is_given("epochs")  # of steps and epochs, there
     if steps is not None and steps > 0:
         facts.put("train.steps", steps, "steps")
@@ -66,24 +65,20 @@ def settle_length(facts: Facts) -> int | None:
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 
 
+@settles
 def settle_optimizer(facts: Facts) -> None:
     """``optim``: torch's own classes; where an option has no key of ours, ``optim.build`` with the class itself."""
     said = facts.take("optimizer")
     if said is None:
-        if facts.is_given("lr"):
-            facts.say("lr", "refused", "which optimizer it is of is not said: name it")
+        facts.stop_if(facts.is_given("lr"), "lr", "which optimizer it is of is not said: name it")
         return
     name, build = _class_of(facts, str(said))
-    if name is None and build is None:
-        text = "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
-        facts.say("optimizer", "refused", text)
-        return
+    text = "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
+    facts.stop_if(name is None and build is None, "optimizer", text)
     is_own = build is not None  # a class that has no name here, with defaults of its own
     if facts.has("groups"):
         _settle_groups(facts)
     betas = _betas(facts)
-    if betas is None:
-        return
     args = dict(facts.take("optimizer_arg", {}))
     momentum, fused = facts.take("momentum"), facts.take("fused")
     decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
@@ -154,7 +149,7 @@ def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:
     return name, None
 
 
-def _betas(facts: Facts) -> list[float] | None:
+def _betas(facts: Facts) -> list[float]:
     said = facts.take("betas")
     if said is None:
         return [float(facts.take("beta1", 0.9)), float(facts.take("beta2", 0.999))]
@@ -162,10 +157,8 @@ def _betas(facts: Facts) -> list[float] | None:
         betas = [float(beta) for beta in (said.split(",") if isinstance(said, str) else said)]
     except (TypeError, ValueError):
         betas = []
-    if len(betas) == 2:
-        return betas
-    facts.say("betas", "refused", "it takes two numbers: write [0.9, 0.999]")
-    return None
+    facts.stop_if(len(betas) != 2, "betas", "it takes two numbers: write [0.9, 0.999]")
+    return betas
 
 
 def _put_own(facts: Facts, name: str, betas: list[float], momentum: float | None, fused: bool | None) -> None:
@@ -197,17 +190,15 @@ def _settle_groups(facts: Facts) -> None:
 # ---- learning rate curve ---------------------------------------------------------------------------------------------
 
 
+@settles
 def settle_schedule(facts: Facts, steps: int | None) -> None:
     """``schedule``: ours where it follows theirs within two steps, else theirs by ``schedule.build``."""
-    if facts.has("lr") and not facts.take("lr"):
-        facts.say("lr", "refused", "nothing would be trained: write the rate that the run has")
-        return
+    is_none = facts.has("lr") and not facts.take("lr")
+    facts.stop_if(is_none, "lr", "nothing would be trained: write the rate that the run has")
     curve = facts.take("curve") or _implied(facts)
     if curve is None:
         return
     args = ARGUMENTS[curve.family](facts, curve.kind, steps, facts.take("lr") or 1.0)
-    if args is None:
-        return
     name = "warmup" if "warmup" in facts.known else "curve"
     rise = args.get("warmup", 0)
     if rise is None:
