@@ -109,6 +109,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "a file of 5,000 keys that nobody has takes 11 s to be refused",
     ),
     Mutant(
+        "import-budget-of-activations-lost",
+        'if (budget := facts.get("parallel.compile.activation_memory_budget")) is not None:',
+        "if (budget := None) is not None:",
+        "tests/dialects/test_meanings.py -k mean_together",
+        "a budget of activations is said to be kept, and compile keeps them all",
+    ),
+    Mutant(
+        "import-batch-not-split",
+        "        micro //= rows",
+        "        pass",
+        "tests/dialects/test_meanings.py -k mean_together",
+        "a batch that is split over ranks there is that of each rank here",
+    ),
+    Mutant(
+        "import-context-of-tokens-lost",
+        "return micro // length, whole // length",
+        "return micro, whole // length",
+        "tests/dialects/test_meanings.py -k mean_together",
+        "tokens of a micro-batch are taken for samples",
+    ),
+    Mutant(
         "import-product-not-checked",
         "    if ranks.total % known if is_open else known != ranks.total:",
         "    if False:",
@@ -194,8 +215,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "import-run-of-no-epoch",
-        "    if isinstance(epochs, int | float) and epochs <= 0 and not is_counted:",
-        "    if False:",
+        "    is_none = isinstance(epochs, int | float) and epochs <= 0 and not is_counted",
+        "    is_none = False",
         "tests/dialects/test_meanings.py -k no_epoch",
         "a run of no epoch has our default of steps",
     ),

@@ -189,7 +189,7 @@ def test_a_long_run_is_compared_at_its_corners_as_at_each_step(monkeypatch, fami
     assert found is None or ahead in (0, 1, 2)
     each = curves.native(family, args, 1000)
     monkeypatch.setattr(curves, "_EACH_STEP", 999)
-    monkeypatch.setattr(curves, "_steps_between", lambda steps: range(0, steps, 50))
+    monkeypatch.setattr(curves, "_BETWEEN", 20)
     sampled = curves.native(family, args, 1000)
     assert sampled[0] == each[0]
     assert each[0] is None or sampled[2] == pytest.approx(each[2], abs=0.01)

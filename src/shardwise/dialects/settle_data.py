@@ -59,6 +59,8 @@ def settle_compile(facts: Facts) -> None:
     is_on = is_on or (is_by_name and not facts.is_given("compile"))
     names = ("mode", "dynamic", "fullgraph", "activation_memory_budget")
     said = dict(zip(names, map(facts.take, _OF_COMPILE[3:]), strict=True))
+    if (budget := facts.get("parallel.compile.activation_memory_budget")) is not None:  # of activations to keep
+        said["activation_memory_budget"] = budget
     if not is_on or facts.take("compile_disable") is True:
         return
     usual = {"mode": "default", "fullgraph": False, "activation_memory_budget": 1.0}
