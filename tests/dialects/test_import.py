@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -468,6 +469,13 @@ def test_a_number_that_is_none_is_refused_by_its_key(key, value):
 def test_infinity_is_kept_where_a_row_has_it():
     made = from_config({"trainer": {"clip_grad_norm_type": float("inf")}}, dialect="ml", ranks=1)
     assert made.run["train"]["norm_type"] == "inf"
+    zero = {
+        "zero_optimization": {"stage": 2},
+        "train_batch_size": 8,
+        "steps_per_print": math.inf,
+    }  # as accelerate writes it
+    made = from_config(zero, dialect="deepspeed", ranks=2)
+    assert {one.key: one.verdict for one in made.findings}["steps_per_print"] == "dropped"
 
 
 LAUGHS = {"a0": "x" * 10} | {f"a{n}": f"${{a{n - 1}}}" * 10 for n in range(1, 9)}

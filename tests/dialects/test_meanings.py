@@ -266,6 +266,20 @@ def test_the_plugin_of_the_library_itself():
     assert made.layout == "dp_shard=-1" and made.run["train"]["max_grad_norm"] == 0.5
 
 
+def test_a_batch_that_a_script_fills_in_is_no_other_configurations():
+    """accelerate takes it from the data loader; of an optimizer nothing is guessed."""
+    within = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    outer = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+    made = from_config(outer | {"deepspeed_config": {"deepspeed_config_file": within}}, dialect="accelerate")
+    assert made.layout == "dp_shard=-1" and "data" not in made.run
+    said = answers(made)["deepspeed_config.deepspeed_config_file.train_batch_size"]
+    assert said.verdict == "dropped" and "data loader of a script" in said.say
+    within["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    with pytest.raises(ConfigError, match="another configuration fills it in") as refused:
+        from_config(outer | {"deepspeed_config": {"deepspeed_config_file": within}}, dialect="accelerate")
+    assert refused.value.given == "deepspeed_config.deepspeed_config_file.optimizer.params.lr=auto"
+
+
 def test_a_limit_of_none_is_its_default():
     """Written out, as records of arguments write it, or not at all."""
     given = TRAINER | {"save_steps": 10}

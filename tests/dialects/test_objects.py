@@ -59,7 +59,7 @@ def test_arguments_of_the_trainer_and_a_class_that_inherits_from_them():
     given = {"output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 50}
     for kind in (TrainingArguments, Arguments):
         made = from_config(
-            kind(**given, lr_scheduler_type="cosine", warmup_steps=5, report_to="none", use_cpu=True), ranks=4
+            kind(**given, lr_scheduler_type="cosine", warmup_steps=20, report_to="none", use_cpu=True), ranks=4
         )
         assert made.dialect == "transformers" and made.run["launch"]["device"] == "cpu"
         assert made.run["data"]["global_batch"] == 32 and made.run["schedule"]["name"] == "cosine"

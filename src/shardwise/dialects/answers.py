@@ -265,8 +265,13 @@ def _refuse_auto(facts: Facts) -> None:
     if facts.table.head.get("auto") != "refused":
         return
     for name in [name for name, fact in facts.known.items() if fact.value == "auto" and name != "load_dtype"]:
-        text = "another configuration fills it in: import that one, which names this file, or write the value"
-        facts.say(name, "refused", text)
+        if name in facts.table.words("by_script"):
+            facts.say(
+                name, "dropped", "the data loader of a script fills it in: write data.global_batch, data.micro_batch"
+            )
+        else:
+            text = "another configuration fills it in: import that one, which names this file, or write the value"
+            facts.say(name, "refused", text)
         del facts.known[name]
 
 
