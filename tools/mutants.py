@@ -130,6 +130,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tokens of a micro-batch are taken for samples",
     ),
     Mutant(
+        "import-batch-of-a-script-refused",
+        'if name in facts.table.words("by_script"):',
+        "if False:",
+        "tests/dialects/test_meanings.py -k script_fills_in",
+        "a plugin of accelerate with DeepSpeed's usual file is refused, with a fix that is none",
+    ),
+    Mutant(
         "import-product-not-checked",
         "    if ranks.total % known if is_open else known != ranks.total:",
         "    if False:",

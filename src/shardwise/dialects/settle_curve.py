@@ -3,6 +3,7 @@
 ``(facts, kind, steps, lr) -> arguments``, with ``ratio`` for a rise that is a part of a run of unknown length.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -50,13 +51,11 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
 
 
 def _mapping_of(facts: Facts, name: str) -> dict[str, Any]:
-    said = facts.take(name) or {}
-    try:
-        said = dict(json.loads(said, parse_constant=_no_number) if isinstance(said, str) else said)
-    except (TypeError, ValueError):
-        said = None
-    facts.stop_if(said is None, name, "it takes a mapping: write {name: number}")
-    return said
+    said, made = facts.take(name) or {}, None
+    with contextlib.suppress(TypeError, ValueError):
+        made = dict(json.loads(said, parse_constant=_no_number) if isinstance(said, str) else said)
+    facts.stop_if(made is None, name, "it takes a mapping: write {name: number}")
+    return made or {}
 
 
 def _no_number(word: str) -> float:

@@ -249,8 +249,8 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
     micro, steps, whole = (None if value in ("auto", -1) else value for value in (micro, steps, whole))
     if micro is None and whole is None and not (facts.is_given("accumulate") or facts.is_given("accumulate_sum")):
         return
-    rows = ranks.rows
-    if rows is None:
+    rows = ranks.rows or 0
+    if not rows:
         if micro and whole:
             _put_batch(facts, micro, whole)
             return
@@ -290,9 +290,11 @@ def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None
 
 def _batch_in_tokens(facts: Facts) -> tuple[int, int]:
     """The batch in samples of whole contexts, where the source counts tokens."""
-    length, micro, whole = facts.number("context"), facts.number("micro_tokens"), facts.take("global_tokens", -1)
-    is_known = micro and length and micro > 0 and length > 0
-    facts.stop_if(not is_known, "micro_tokens", "how long a sample is, is not known: write max_context_length")
+    length, micro = (max(0, facts.number(name) or 0) for name in ("context", "micro_tokens"))
+    whole = facts.take("global_tokens", -1)
+    facts.stop_if(
+        not (micro and length), "micro_tokens", "how long a sample is, is not known: write max_context_length"
+    )
     for name, tokens in (("micro_tokens", micro), ("global_tokens", whole)):
         text = (
             f"it is not a number of samples of {length} tokens: data.micro_tokens makes micro-batches of whole samples"
