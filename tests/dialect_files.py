@@ -5,8 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.dialects.collect import systems
-from shardwise.dialects.table import Row, Table, load, names
+from shardwise.dialects.table import Row, Table, load, names, systems
 from shardwise.errors import ConfigError
 from shardwise.run.imported import from_config
 

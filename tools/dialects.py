@@ -2,6 +2,7 @@
 
     python tools/dialects.py --report               # records of what is installed here: fields, rows, defaults; verdicts of each table
     python tools/dialects.py --report SOURCES        # also those of packages unpacked below a folder: trl, oumi, torchtitan, deepspeed, ...
+    python tools/dialects.py --published FOLDER      # import each configuration below a folder: how many, and why not
     python tools/dialects.py                         # write docs/other-systems/NAME.md and the table of docs/other-systems.md
     python tools/dialects.py --check                 # exit 1 if these pages are not what the tables say
 
@@ -29,11 +30,19 @@ sys.path.insert(1, str(ROOT / "tests"))
 
 from dialect_files import BASE, values_of, with_key  # noqa: E402
 
+from shardwise.config.sources import read_file  # noqa: E402
 from shardwise.dialects.answers import imported  # noqa: E402
-from shardwise.dialects.collect import exists, systems  # noqa: E402
-from shardwise.dialects.table import Row, load, names  # noqa: E402
+from shardwise.dialects.collect import detect, interpolated  # noqa: E402
+from shardwise.dialects.table import (  # noqa: E402
+    Row,
+    exists,
+    load,
+    names,
+    systems,
+)
 from shardwise.dialects.values import ABSENT, RefusedError, short, word_of  # noqa: E402
 from shardwise.errors import ConfigError  # noqa: E402
+from shardwise.run.imported import from_config  # noqa: E402
 
 PAGE, PAGES = ROOT / "docs" / "other-systems.md", ROOT / "docs" / "other-systems"
 FIXTURES = ROOT / "tests" / "dialects" / "fixtures"
@@ -251,6 +260,31 @@ def _settled(verdict: str) -> str:
     return verdict if waits == verdict else "kept" if exists(waits) else "refused"
 
 
+# ---- published configurations ----------------------------------------------------------------------------------------
+
+
+def published(folder: Path, ranks: int = 8) -> str:
+    """How many of the configurations below a folder are imported, by their system, and why the others are refused."""
+    counts: dict[str, Counter[str]] = {}
+    causes: Counter[str] = Counter()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml", ".json", ".toml")):
+        try:
+            name = detect(interpolated(read_file(path).values))
+        except ConfigError:
+            continue  # of none of these systems
+        found = counts.setdefault(name, Counter())
+        try:
+            from_config(path, ranks=ranks, ranks_per_node=ranks)
+            found["imported"] += 1
+        except ConfigError as error:
+            found["refused"] += 1
+            lines = error.fix.split("\n       ") if "\n" in error.fix else [f"{error.given}: {error.why}: {error.fix}"]
+            causes.update(f"{name}: {line}" for line in lines)
+            print(f"{path.relative_to(folder)}: {error.given}", file=sys.stderr)
+    lines = [f"{name:13}{found['imported']:5} imported, {found['refused']:4} refused" for name, found in counts.items()]
+    return "\n".join([*lines, *(f"{count:5} {cause}" for cause, count in causes.most_common())])
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
@@ -386,10 +420,16 @@ def pages() -> dict[Path, str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", nargs="?", const="", metavar="SOURCES", help="print what the tables know")
+    parser.add_argument(
+        "--published", metavar="FOLDER", help="import each configuration below a folder, and say why not"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     given = parser.parse_args(argv)
     if given.report is not None:
         print(report(Path(given.report) if given.report else None))
+        return 0
+    if given.published is not None:
+        print(published(Path(given.published)))
         return 0
     made = pages()
     stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

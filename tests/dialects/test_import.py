@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 from dialect_files import outcome, unanswered
 
-from shardwise.config.loader import load_values
+from shardwise.config.loader import UNWRITTEN
 from shardwise.config.sources import read_file
-from shardwise.dialects.collect import detect, interpolated, systems
+from shardwise.dialects.collect import detect, interpolated
+from shardwise.dialects.table import systems
 from shardwise.errors import ConfigError
-from shardwise.run.config import RunConfig, load_config
-from shardwise.run.imported import from_config
+from shardwise.run.config import load_config
+from shardwise.run.data_config import Data
+from shardwise.run.imported import checked, from_config
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = [
@@ -55,7 +58,11 @@ def test_a_file_means_what_its_source_says(path, tmp_path):
         assert keys == sorted(wanted[verdict])
     run = tmp_path / "run.yaml"
     run.write_text(made.yaml())
-    assert load_config(run).config == made.config  # what is printed is what was checked
+    left_open = [f"data.seq_len={Data().seq_len}"] if made.run.get("data", {}).get("seq_len") == UNWRITTEN else []
+    assert load_config(run, left_open).config == made.config  # what is printed is what was checked
+    if left_open:
+        with pytest.raises(ConfigError, match=r"data.seq_len = TO_BE_WRITTEN"):
+            load_config(run)
     if path.suffix != ".vars":
         assert unanswered(made.dialect, read_file(path).values, made) == []
 
@@ -424,7 +431,7 @@ def test_a_wrong_file_is_refused_and_what_the_error_says_works(what, values, how
         from_config(copy.deepcopy(values), **how)
     assert refused.value.given and refused.value.why and refused.value.fix
     made = from_config(copy.deepcopy(mended), **then)
-    assert load_values(made.run, RunConfig, origin="").config == made.config
+    assert checked(made.run, origin="") == made.config
 
 
 def test_a_directory_is_no_file(tmp_path):
@@ -462,6 +469,13 @@ def test_a_number_that_is_none_is_refused_by_its_key(key, value):
 def test_infinity_is_kept_where_a_row_has_it():
     made = from_config({"trainer": {"clip_grad_norm_type": float("inf")}}, dialect="ml", ranks=1)
     assert made.run["train"]["norm_type"] == "inf"
+    zero = {
+        "zero_optimization": {"stage": 2},
+        "train_batch_size": 8,
+        "steps_per_print": math.inf,
+    }  # as accelerate writes it
+    made = from_config(zero, dialect="deepspeed", ranks=2)
+    assert {one.key: one.verdict for one in made.findings}["steps_per_print"] == "dropped"
 
 
 LAUGHS = {"a0": "x" * 10} | {f"a{n}": f"${{a{n - 1}}}" * 10 for n in range(1, 9)}
@@ -501,3 +515,58 @@ def test_an_argument_of_another_type_is_refused(given, said):
     with pytest.raises(ConfigError) as caught:
         from_config(HF, dialect="transformers", **given)
     assert caught.value.given == said
+
+
+# ---- what decides a run, and the source does not say -------------------------------------------------------------------
+
+TITAN: dict[str, Any] = {
+    "job": {},
+    "training": {"steps": 5, "seq_len": 64, "local_batch_size": 2},
+    "optimizer": {"lr": 1e-3},
+    "lr_scheduler": {"warmup_steps": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "ours", "value"),
+    [
+        ("training", "steps", "train.steps", 4),
+        ("training", "local_batch_size", "data.global_batch", 16),
+        ("training", "seq_len", "data.seq_len", 32),
+        ("optimizer", "lr", "optim.lr", 0.5),
+    ],
+)
+def test_what_decides_a_run_and_is_not_said_has_to_be_written(section, key, ours, value, tmp_path):
+    """No default of ours stands in its place: the file that is written is refused by the key until it is there."""
+    values = copy.deepcopy(TITAN)
+    values[section][key] = None
+    made = from_config(values, dialect="torchtitan", ranks=2)
+    at, last = ours.split(".")
+    assert made.run[at][last] == UNWRITTEN
+    assert sum(text.startswith(f"{ours}: ") for text in made.missing) == 1
+    run = tmp_path / "run.yaml"
+    run.write_text(made.yaml())
+    with pytest.raises(ConfigError) as refused:
+        load_config(run)
+    assert refused.value.given == f"{ours} = {UNWRITTEN} ({run}:{origin_of(run, last)})"
+    assert f"--{ours}=" in refused.value.fix
+    assert getattr(getattr(load_config(run, [f"{ours}={value}"]).config, at), last) == value
+
+
+def origin_of(run: Path, key: str) -> int:
+    return next(place for place, line in enumerate(run.read_text().splitlines(), 1) if f"{key}: {UNWRITTEN}" in line)
+
+
+def test_the_nearest_name_is_not_looked_for_without_end(monkeypatch):
+    """A file of 5,000 keys that nobody has took 11 s."""
+    import difflib
+
+    counted, close = [], difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *given: counted.append(1) or close(*given))
+    section = {f"thing{place}": 1 for place in range(1500)}
+    for values in ({f"key_{place}": 1 for place in range(1500)}, {"fsdp_config": section}, {"logging": section}):
+        counted.clear()
+        with pytest.raises(ConfigError) as refused:
+            from_config({**HF, **values}, dialect="transformers", ranks=1)
+        assert refused.value.given.count("=") + refused.value.given.count(",") + 1 >= 1500
+        assert len(counted) <= 600

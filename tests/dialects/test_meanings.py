@@ -60,15 +60,6 @@ def test_a_run_of_no_epoch_is_refused(name, key):
 # ---- data and weights ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [None, False])
-def test_prompts_that_are_trained_on_by_default_are_said_unless_they_are_not(given):
-    dataset = {"_component_": "torchtune.datasets.alpaca_dataset"} | (
-        {} if given is None else {"train_on_input": given}
-    )
-    say = answers(made_of("torchtune", dataset=dataset))["dataset._component_"].say
-    assert ("prompts are trained on there" in say) == (given is None)
-
-
 @pytest.mark.parametrize("turn", [1, -1])
 @pytest.mark.parametrize(
     ("name", "section", "item"),
@@ -275,6 +266,20 @@ def test_the_plugin_of_the_library_itself():
     assert made.layout == "dp_shard=-1" and made.run["train"]["max_grad_norm"] == 0.5
 
 
+def test_a_batch_that_a_script_fills_in_is_no_other_configurations():
+    """accelerate takes it from the data loader; of an optimizer nothing is guessed."""
+    within = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    outer = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+    made = from_config(outer | {"deepspeed_config": {"deepspeed_config_file": within}}, dialect="accelerate")
+    assert made.layout == "dp_shard=-1" and "data" not in made.run
+    said = answers(made)["deepspeed_config.deepspeed_config_file.train_batch_size"]
+    assert said.verdict == "dropped" and "data loader of a script" in said.say
+    within["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
+    with pytest.raises(ConfigError, match="another configuration fills it in") as refused:
+        from_config(outer | {"deepspeed_config": {"deepspeed_config_file": within}}, dialect="accelerate")
+    assert refused.value.given == "deepspeed_config.deepspeed_config_file.optimizer.params.lr=auto"
+
+
 def test_a_limit_of_none_is_its_default():
     """Written out, as records of arguments write it, or not at all."""
     given = TRAINER | {"save_steps": 10}
@@ -325,3 +330,68 @@ def test_a_directory_is_called_one(tmp_path):
 def test_an_optimizer_in_backward_says_what_gradients_are_there():
     say = load("torchtune").rows["optimizer_in_bwd"].says["true"]
     assert "sums over tokens" in say and "SGD" in say
+
+
+# ---- what numbers mean together ------------------------------------------------------------------------------------------
+
+TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
+CONTEXT = {"training.max_context_length": 1024}
+
+
+def strategy(kind: str, **given):
+    return {"strategy": {"class_path": kind, "init_args": given}}
+
+
+MEANT = [
+    ("torchtitan", {TOKENS: 4096, **CONTEXT, "training.num_tokens_per_train_step": 16384}, 2, {"data.micro_batch": 4, "data.global_batch": 16, "data.seq_len": 1024}),
+    ("torchtitan", {TOKENS: 4096, **CONTEXT}, 4, {"data.micro_batch": 4, "data.global_batch": 16}),
+    ("transformers", {"per_device_train_batch_size": 8, "split_batches": True}, 4, {"data.micro_batch": 2, "data.global_batch": 8}),
+    ("nemo", {"distributed.dp_size": 4, "distributed.dp_replicate_size": 2}, 4, {"parallel.layout": "dp_replicate=2,dp_shard=2"}),
+    ("fabric", strategy("FSDPStrategy", device_mesh=[2, 4], sharding_strategy="HYBRID_SHARD"), 8, {"parallel.layout": "dp_replicate=2,dp_shard=4"}),
+    ("fabric", strategy("ModelParallelStrategy", data_parallel_size=4), 8, {"parallel.layout": "dp_shard=-1,tp=2"}),
+    ("optimus", {"common.distributed.sharding_world_size": 4}, 8, {"parallel.layout": "dp_replicate=-1,dp_shard=4"}),
+    ("optimus", {"common.distributed.sharding_world_size": 1}, 8, {"parallel.layout": "dp_replicate=-1"}),
+    ("torchtitan", {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1}, 2, {"parallel.layout": "dp_replicate=2", "parallel.precision": "bf16"}),
+    ("torchtitan", {"activation_checkpoint.mode": "memory_budget", "activation_checkpoint.memory_budget": 0.4, "compile.enable": True}, 2,
+     {"parallel.compile": {"activation_memory_budget": 0.4}, "parallel.remat": None}),
+    ("torchtitan", {"checkpoint.enable": True, "checkpoint.interval": 5, "checkpoint.keep_latest_k": 0}, 2, {"checkpoint.every": 5, "checkpoint.keep": None, "checkpoint.keep_every": 1}),
+    ("transformers", {"eval_strategy": "steps", "logging_steps": 7, "validation_file": "v.jsonl"}, 2, {"train.eval_every": 7}),
+    ("transformers", {"eval_strategy": "steps", "eval_steps": 0.25, "validation_file": "v.jsonl", "save_steps": 0.1}, 2, {"train.eval_every": 25, "checkpoint.every": 10}),
+    ("transformers", {"fsdp": False, "ddp_bucket_cap_mb": 50}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.ddp.bucket_cap_mb": 50.0}),
+    ("transformers", {"fsdp": "shard_grad_op auto_wrap offload"}, 2, {"parallel.sharding": {"offload": True, "reshard_after_forward": False}}),
+    ("nemo", {"distributed.strategy": "ddp", "distributed.mp_policy.param_dtype": "bfloat16"}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.precision": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "ranks", "ours"), MEANT)
+def test_numbers_mean_what_they_mean_together(name, given, ranks, ours):
+    run = made_of(name, given, ranks=ranks).run
+    for key, value in ours.items():
+        place = run
+        for part in key.split("."):
+            place = place.get(part) if isinstance(place, dict) else None
+        assert place == value, key
+
+
+TOGETHER = [
+    ("accelerate", {"num_machines": 3}, 8, "num_machines", "not split evenly over 3 machines"),
+    ("nemo", {"distributed.dp_size": 3}, 4, "distributed.dp_size", "is not 4 ranks"),
+    ("nemo", {"distributed.dp_size": 4, "distributed.dp_replicate_size": 3}, 4, "distributed.dp_size", "not a multiple of 3 copies"),
+    ("fabric", strategy("FSDPStrategy", device_mesh=[2]), 8, "device_mesh", "two numbers"),
+    ("accelerate", {"distributed_type": "MULTI_GPU", "parallelism_config": {"dp_replicate_size": 2}}, 8, "dp_replicate_size", "2 copies are not 8"),
+    ("accelerate", {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "NO_SHARD"}}, 8, "fsdp_reshard_after_forward", "when shards are freed"),
+    ("transformers", {"per_device_train_batch_size": 6, "split_batches": True}, 4, "split_batches", "not split over 4 ranks"),
+    ("torchtitan", {TOKENS: 1000, **CONTEXT}, 2, TOKENS, "not a number of samples of 1024"),
+    ("torchtitan", {TOKENS: 1024, "training.max_context_length": 0}, 2, TOKENS, "how long a sample is"),
+    ("deepspeed", {"optimizer.params.betas": [0.9]}, 8, "optimizer.params.betas", "two numbers"),
+    ("torchtitan", {"optimizer.param_groups": [{"pattern": "bias$", "optimizer_kwargs": {"lr": 1e-3}}]}, 2, "param_groups", "is an expression"),
+    ("optimus", {"optimization.amp.enabled": True, "optimization.amp.dtype": "float32"}, 2, "optimization.amp.dtype", "no autocast in it"),
+    ("nemo", {"optimizer.lr": 0}, 2, "optimizer.lr", "nothing would be trained"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "ranks", "key", "text"), TOGETHER)
+def test_numbers_that_mean_nothing_together_are_refused_by_a_key(name, given, ranks, key, text):
+    with pytest.raises(ConfigError, match=text) as refused:
+        made_of(name, given, ranks=ranks)
+    assert key in refused.value.given

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from shardwise import parallelize
+from shardwise.config.sources import read_file
 from shardwise.errors import ConfigError
 from shardwise.run.imported import from_config
 
@@ -57,7 +59,7 @@ def test_arguments_of_the_trainer_and_a_class_that_inherits_from_them():
     given = {"output_dir": "out", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 50}
     for kind in (TrainingArguments, Arguments):
         made = from_config(
-            kind(**given, lr_scheduler_type="cosine", warmup_steps=5, report_to="none", use_cpu=True), ranks=4
+            kind(**given, lr_scheduler_type="cosine", warmup_steps=20, report_to="none", use_cpu=True), ranks=4
         )
         assert made.dialect == "transformers" and made.run["launch"]["device"] == "cpu"
         assert made.run["data"]["global_batch"] == 32 and made.run["schedule"]["name"] == "cosine"
@@ -214,3 +216,19 @@ def test_nothing_of_another_library_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_tree_of_records_is_read_as_the_file_that_says_the_same():
+    """torchtitan's own is a record of sections; that of 0.2.2, with its defaults, was imported by hand once."""
+    path = Path(__file__).parent / "fixtures" / "torchtitan" / "llama3-8b.toml"
+    sections = {
+        name: dataclasses.make_dataclass(name.title(), [*section])(**section)
+        for name, section in read_file(path).values.items()
+    }
+    job = dataclasses.make_dataclass("JobConfig", [*sections])
+    for kind in (job, dataclasses.make_dataclass("Job", [], bases=(job,))):
+        made, wanted = from_config(kind(**sections), ranks=8), from_config(path, ranks=8)
+        assert (made.dialect, made.run) == ("torchtitan", wanted.run)
+        assert made.findings == wanted.findings and made.missing == wanted.missing
+    sections["training"].steps = 7
+    assert from_config(job(**sections), ranks=8).run["train"]["steps"] == 7

@@ -158,7 +158,7 @@ def run_file(folder: Path, imported, script=None) -> Path:
     """The imported run of the same model and samples, with what a configuration cannot say."""
     run = {**(script or {}), **{key: dict(keys) for key, keys in imported.run.items()}}
     for section, keys in (script or {}).items():
-        run[section] = {**keys, **imported.run.get(section, {})}
+        run[section] = {**imported.run.get(section, {}), **keys}
     data = {key: value for key, value in run["data"].items() if key not in ("path", "seq_len", "pack")}
     run |= {
         "model": {"hf": str(folder / "model")},

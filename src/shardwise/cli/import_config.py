@@ -58,7 +58,7 @@ def add_arguments(parser: Parser) -> None:
 
 def more_help() -> str:
     """Help text: the systems whose configurations are read, and what an answer is."""
-    from shardwise.dialects.collect import systems
+    from shardwise.dialects.table import systems
 
     return (
         f"systems: {', '.join(systems())}\n"
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> None:
-    from shardwise.config.loader import load_values, with_overrides
+    from shardwise.config.loader import with_overrides
     from shardwise.run.config import FOREIGN, RunConfig
-    from shardwise.run.imported import from_config
+    from shardwise.run.imported import checked, from_config
 
     made = from_config(
         *args.files,
@@ -103,7 +103,7 @@ def _import(args: argparse.Namespace) -> None:
     if args.overrides:
         _refuse_overrides(args.overrides)
         values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
-        made = replace(made, run=values, config=load_values(values, RunConfig, origin="the run file").config)
+        made = replace(made, run=values, config=checked(values, origin="the run file"))
         made = _with_answers(made, args.overrides)
     was_there = False
     if args.output not in (None, "-"):

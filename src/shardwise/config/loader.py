@@ -29,6 +29,7 @@ from shardwise.config.torch_options import replacement_for
 from shardwise.errors import ConfigError, ShardwiseError
 
 C = TypeVar("C", bound=msgspec.Struct)
+UNWRITTEN = "TO_BE_WRITTEN"  # what has to be written before a file is one of a run
 _OF_TORCH = "torch has this option, and Shardwise does not: "
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
@@ -81,6 +82,7 @@ def load_config(
     for key, text in _split_overrides(overrides):
         _apply_override(layer, key, text, cls, foreign)
     _refuse_unknown_keys(cls, layer, foreign)
+    _refuse_unwritten(layer)
     origins: dict[str, str] = {}
     config = _build(cls, layer.values, (), layer, origins)
     return Loaded(config=config, origins=origins)
@@ -101,6 +103,7 @@ def load_values(values: Mapping[str, Any], cls: type[C], *, origin: str) -> Load
     layer = Layer(values=_plain(values))
     _mark(layer, layer.values, (), origin)
     _refuse_unknown_keys(cls, layer, None)
+    _refuse_unwritten(layer)
     origins: dict[str, str] = {}
     return Loaded(config=_build(cls, layer.values, (), layer, origins), origins=origins)
 
@@ -284,6 +287,26 @@ def _refuse_unknown_keys(cls: type[msgspec.Struct], layer: Layer, foreign: Forei
             why="there are no such keys",
             fix="\n       ".join(e.fix if "\n" in e.fix else f"{e.given}: {e.fix}" for e in found),
         )
+
+
+def _refuse_unwritten(layer: Layer) -> None:
+    """Raises ConfigError for all keys that a file leaves to whoever runs it."""
+    found = [".".join(keys) for keys in _unwritten(layer.values, ())]
+    if found:
+        first = _origin(layer, tuple(found[0].split(".")))
+        raise ConfigError(
+            f"{', '.join(f'{key} = {UNWRITTEN}' for key in found)} ({first})",
+            why="the run depends on it, and where this was written it was not known",
+            fix=f"write it there, or give it: {' '.join(f'--{key}=...' for key in found)}",
+        )
+
+
+def _unwritten(values: Mapping[str, Any], path: Keys) -> Iterator[Keys]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _unwritten(value, (*path, key))
+        elif value == UNWRITTEN and isinstance(value, str):
+            yield (*path, key)
 
 
 def _unknown_keys(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.loader import load_values
+from shardwise.config.loader import UNWRITTEN, load_values
+from shardwise.config.sources import read_file
 from shardwise.config.suggest import did_you_mean
 from shardwise.dialects.collect import (
     SECTIONS,
-    Reader,
     collect,
     detect,
     interpolated,
@@ -75,7 +75,7 @@ class Imported:
     Attributes:
         dialect: the system.
         run: our configuration, as sections.
-        config: ``run`` as it was loaded and checked: what ``shardwise train`` would read.
+        config: ``run`` as it was loaded and checked: what ``shardwise train`` would read, what has to be written at its default.
         findings: what became of each key, and of the defaults there that are not ours.
         missing: what the source cannot say.
         samples: how many samples a step has, and why; empty: the source does not say.
@@ -100,15 +100,12 @@ class Imported:
 
     def yaml(self) -> str:
         """The run file."""
-        from ruamel.yaml import YAML
-
-        writer = YAML(typ="safe", pure=True)
-        writer.default_flow_style = None
-        writer.sort_base_mapping_type_on_output = False
-        writer.width = 110
         from io import StringIO
 
-        text = StringIO()
+        from ruamel.yaml import YAML
+
+        writer, text = YAML(typ="safe", pure=True), StringIO()
+        writer.default_flow_style, writer.sort_base_mapping_type_on_output, writer.width = None, False, 110
         writer.dump({name: self.run[name] for name in SECTIONS if name in self.run}, text)
         return text.getvalue()
 
@@ -133,14 +130,12 @@ def imported(
         ConfigError: a key would silently change training, or is not known; all of them are named.
     """
     if dialect is not None and dialect not in systems():
-        raise ConfigError(
-            f"dialect={dialect!r}", why="there is no such system", fix=did_you_mean(dialect, systems(), what="systems")
-        )
+        fix = did_you_mean(dialect, systems(), what="systems")
+        raise ConfigError(f"dialect={dialect!r}", why="there is no such system", fix=fix)
     for name, count in (("ranks", ranks), ("ranks_per_node", ranks_per_node)):
         if count is not None and (type(count) is not int or count < 1):
-            raise ConfigError(
-                f"{name}={count!r}", why="a run has one rank or more", fix=f"give {name} a whole number from 1 on"
-            )
+            fix = f"give {name} a whole number from 1 on"
+            raise ConfigError(f"{name}={count!r}", why="a run has one rank or more", fix=fix)
     if ranks and ranks_per_node and ranks % ranks_per_node:
         raise ConfigError(
             f"ranks={ranks} with ranks_per_node={ranks_per_node}",
@@ -151,7 +146,7 @@ def imported(
         raise ConfigError("no configuration", why="there is nothing to import", fix="name a file, or use --env")
     read = list(_read_all(sources, dialect, allow, environ))
     read.sort(
-        key=lambda facts: load(facts.table.name).head.get("kind") != "run"
+        key=lambda one: load(one.table.name).head.get("kind") != "run"
     )  # a whole run first, what is beside it then
     facts, *others = read
     for other in others:
@@ -165,9 +160,8 @@ def imported(
     _refuse_all(facts)
     for name in allow:
         if name not in facts.left_out:
-            raise ConfigError(
-                f"--allow {name}", why="no such key is refused, so it would have no effect", fix="remove it"
-            )
+            why = "no such key is refused, so it would have no effect"
+            raise ConfigError(f"--allow {name}", why=why, fix="remove it")
     facts.end_of_notes()
     run = {section: keys for section, keys in facts.run.items() if keys}
     return Imported(
@@ -183,10 +177,10 @@ def _read_all(
     sources: tuple[Any, ...], dialect: str | None, allow: tuple[str, ...], environ: Mapping[str, str] | None
 ) -> Iterator[Facts]:
     for place, source in enumerate(sources):
-        reader, name = Reader(), dialect if place == 0 else None
+        folder, name = None, dialect if place == 0 else None
         if isinstance(source, str | os.PathLike):
-            reader.folder = Path(source).parent
-            values: Mapping[str, Any] = reader.read(os.fspath(source))
+            folder = Path(source).parent
+            values: Mapping[str, Any] = read_file(Path(source)).values
         elif isinstance(source, Mapping):
             values = {str(key): value for key, value in source.items()}
         else:
@@ -194,13 +188,13 @@ def _read_all(
         if name is not None and name == dialect:
             refuse_other_system(name, values)
         facts = Facts(load(name or detect(interpolated(values))), allow=allow)
-        yield collect(values, facts, reader)
+        yield collect(values, facts, folder)
     if environ is not None:
         notes = Facts(load(systems()[0]), allow=allow)
         name, values = of_environment(environ, notes)
         facts = Facts(load(name), allow=allow)
         facts.notes, facts.refused, facts.left_out = notes.notes, notes.refused, notes.left_out
-        yield collect(values, facts, Reader(Path()))
+        yield collect(values, facts, None)
 
 
 def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
@@ -227,6 +221,7 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
         settle_validation(facts, steps)
         settle_checkpoints(facts, steps)
         settle_figures(facts, steps)
+        _leave_open(facts)
     elif facts.get("model.build") is None and facts.get("model.hf") is None:
         text = "this file does not say what is trained: a run without them trains the built-in demo"
         facts.missing.append(f"model.hf or model.build, and data.path: {text}")
@@ -243,13 +238,40 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
             facts.notes.append(Note(key, None, False, verdict, f"{row.says['']}{there}", is_used=True))
 
 
+def _leave_open(facts: Facts) -> None:
+    """What decides a run, and the source does not say, has to be written: no default of ours stands in its place."""
+    has_own = facts.get("optim.build") is not None  # whose class has a rate of its own
+    for key, other, text in (
+        (
+            "data.seq_len",
+            None,
+            "how long samples are is not said, and there none may be cut: write the longest, in tokens",
+        ),
+        ("data.global_batch", None, "how many samples a step has over all ranks is not said"),
+        (
+            "train.steps",
+            facts.get("train.epochs"),
+            "how long the run is is not said: write it, or train.epochs in its place",
+        ),
+        ("optim.lr", has_own or "optim" not in facts.run or None, "which learning rate is not said"),
+    ):
+        if facts.get(key) is None and other is None:
+            facts.put(key, UNWRITTEN)
+            facts.missing.append(f"{key}: {text}")
+
+
 def _refuse_auto(facts: Facts) -> None:
     """``auto`` that the outer configuration fills in, and there is none."""
     if facts.table.head.get("auto") != "refused":
         return
     for name in [name for name, fact in facts.known.items() if fact.value == "auto" and name != "load_dtype"]:
-        text = "another configuration fills it in: import that one, which names this file, or write the value"
-        facts.say(name, "refused", text)
+        if name in facts.table.words("by_script"):
+            facts.say(
+                name, "dropped", "the data loader of a script fills it in: write data.global_batch, data.micro_batch"
+            )
+        else:
+            text = "another configuration fills it in: import that one, which names this file, or write the value"
+            facts.say(name, "refused", text)
         del facts.known[name]
 
 
@@ -257,7 +279,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     for note in facts.notes:
         if note.is_given or (note.is_used and (note.ours or note.verdict == "changed" or note.key.startswith("("))):
             assert note.verdict in VERDICTS
-            ours = tuple(dict.fromkeys(note.ours))
+            ours = tuple(f"{key}={shown}" for key, shown in note.ours.items())
             yield Finding(note.key, note.value, note.is_given, note.verdict, note.say, ours)
 
 

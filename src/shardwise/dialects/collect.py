@@ -8,10 +8,9 @@ from typing import Any
 
 from shardwise.config.sources import read_file
 from shardwise.dialects.facts import Curve, Fact, Facts, Note
-from shardwise.dialects.table import Row, Table, head_of, load, names
+from shardwise.dialects.table import Row, Table, head_of, load, names, systems
 from shardwise.dialects.values import ABSENT, UNRESOLVED, RefusedError, literal, short, word_of
 from shardwise.errors import ConfigError
-from shardwise.techniques import TECHNIQUES
 
 SECTIONS = ("model", "data", "parallel", "optim", "schedule", "train", "checkpoint", "log", "launch")  # of a run file
 _LEAST_KNOWN = 0.3  # the part of keys that must have a row for a configuration to be of a system
@@ -25,26 +24,16 @@ _GROUPS = {
     ),
     "curve": ("curve", "curve_args", "warmup", "warmup_ratio", "warmup_percent", "warmup_type", "floor", "cycles"),
 }  # fmt: skip
-_MOST_VALUES, _MOST_TEXT, _MOST_LEVELS = 10_000, 1_000_000, 50  # of a configuration
+_LEVELS = "levels of values within each other"
+_MOST = {"values": 10_000, "letters": 1_000_000, _LEVELS: 50}  # of a configuration
+_MOST_NAMES = 21  # variables that name each other; more: one names itself, and is refused as it is
 _FILLED_BY = {"curve_max": "lr"}  # "auto" that is the value of another fact of the outer configuration
 
 
-class Reader:
-    """Reads files; one that a file names is looked for from the working directory, then beside that file."""
-
-    def __init__(self, folder: Path | None = None):
-        self.folder = folder
-
-    def read(self, path: str) -> dict[str, Any]:
-        file = Path(path)
-        if not file.exists() and self.folder is not None and (self.folder / file).exists():
-            file = self.folder / file
-        return read_file(file).values
-
-
-def systems() -> list[str]:
-    """The systems whose files are read; variables of an environment are read by another's."""
-    return [name for name in names() if "dialect" not in head_of(name).head]
+def _read_beside(path: str, folder: Path | None) -> dict[str, Any]:
+    """Reads a file that a file names: looked for from the working directory, then in the folder of that file."""
+    is_beside = folder is not None and not Path(path).exists() and (folder / path).exists()
+    return read_file(folder / path if folder is not None and is_beside else Path(path)).values
 
 
 def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
@@ -56,10 +45,9 @@ def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
     scores = {name: score for name in systems() if (score := _score(name, values)) is not None}
     best = max(scores.values(), default=(False, 0.0, 0))
     found = [name for name, score in scores.items() if score == best and best[1] >= least]
-    for name in names():
-        extended = head_of(name).head.get("extends")
-        if extended in found or name in found:
-            found = _with_or_without(head_of(name), str(extended), values)
+    for head in map(head_of, systems()):
+        if {head.name, extended := head.head.get("extends", head.name)} & {*found} and extended != head.name:
+            found = _with_or_without(head, extended, values)
     if len(found) == 1:
         return found[0]
     if not found and values and values.keys() <= {*SECTIONS}:
@@ -76,21 +64,23 @@ def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
 
 
 def _score(name: str, values: Mapping[str, Any]) -> tuple[bool, float, int] | None:
+    """Whether it has a mark of the system, the part of its keys that have a row, and how many signs there are; None: none, or a key that no
+    configuration of the system has."""
     signs = values.keys() & {*head_of(name).words("signs")}
-    if not signs:
+    if values.keys() & {*head_of(name).words("never")}:
         return None
-    table = load(name)
-    keys = [key for key, _ in table.flatten(values)]
-    known = sum(row is not None and not row.key.endswith("*") for row in map(table.find, keys))
-    has_mark = any(key in table.words("marks") for key in _keys_in(values))
-    return has_mark, round(known / max(1, len(keys)), 3), len(signs)
+    has_mark = any(key in head_of(name).words("marks") for key in _keys_in(values))
+    return (has_mark, round(_part_known(name, values, but="*"), 3), len(signs)) if signs else None
+
+
+def _part_known(name: str, values: Mapping[str, Any], but: str = " ") -> float:
+    rows = [load(name).find(key) for key, _ in load(name).flatten(values)]
+    return sum(row is not None and not row.key.endswith(but) for row in rows) / max(1, len(rows))
 
 
 def refuse_other_system(name: str, values: Mapping[str, Any]) -> None:
     """Raises ConfigError where most keys are of another system than the one that was named."""
-    table = load(name)
-    keys = [key for key, _ in table.flatten(values)]
-    if not keys or sum(table.find(key) is not None for key in keys) >= _LEAST_NAMED * len(keys):
+    if not values or _part_known(name, values) >= _LEAST_NAMED:
         return
     other = name
     with suppress(ConfigError):
@@ -124,56 +114,36 @@ def interpolated(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it is larger than a configuration is, or holds itself.
     """
-    _measure(values)
-    left = _MOST_TEXT
+    left = dict(_MOST)
 
-    def filled(value: Any, depth: int = 0) -> Any:
-        nonlocal left
+    def spend(what: str, number: int) -> None:
+        left[what] -= number
+        if left[what] < 0:
+            raise ConfigError(
+                "a configuration",
+                why=f"it has more than {_MOST[what]} {what}, with its variables put in, and is larger than a configuration is",
+                fix="write out what the run needs, and import that",
+            )
+
+    def filled(value: Any, names: int = 0) -> Any:
+        spend("values", 1)
+        spend(_LEVELS, 1)
         if isinstance(value, Mapping):
-            return {key: filled(inner, depth) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [filled(inner, depth) for inner in value]
-        if not isinstance(value, str) or depth > 20:  # deeper: it names itself, and is refused as it is
-            return value
-        for match in _VARIABLE.finditer(value):
-            named = _at(values, match[1])
-            if named is not ABSENT:
-                put_in = named if match[0] == value else value.replace(match[0], str(named))
-                left -= len(str(put_in))
-                if left < 0:
-                    raise _too_large(
-                        f"a configuration with {match[0]}", "variables put in make it larger than a configuration is"
-                    )
-                return filled(put_in, depth + 1)
+            spend("letters", sum(len(str(key)) for key in value))
+            value = {key: filled(inner, names) for key, inner in value.items()}
+        elif isinstance(value, list | tuple):
+            value = [filled(inner, names) for inner in value]
+        elif isinstance(value, str):
+            spend("letters", len(value))
+            found = ((match[0], _at(values, match[1])) for match in _VARIABLE.finditer(value) if names < _MOST_NAMES)
+            for said, named in found:
+                if named is not ABSENT:
+                    value = filled(named if said == value else value.replace(said, str(named)), names + 1)
+                    break
+        left[_LEVELS] += 1
         return value
 
     return filled(values)
-
-
-def _measure(values: Any) -> None:
-    """Raises ConfigError for a configuration of more values, text or levels than one has."""
-    left, text, waiting = _MOST_VALUES, _MOST_TEXT, [(values, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        if isinstance(value, Mapping):
-            waiting += [(inner, depth + 1) for inner in value.values()]
-            text -= sum(len(str(key)) for key in value)
-        elif isinstance(value, list | tuple):
-            waiting += [(inner, depth + 1) for inner in value]
-        elif isinstance(value, str):
-            text -= len(value)
-        left -= 1
-        for is_over, most in (
-            (depth > _MOST_LEVELS, f"{_MOST_LEVELS} levels of values within each other"),
-            (left < 0, f"{_MOST_VALUES} values"),
-            (text < 0, f"{_MOST_TEXT} letters"),
-        ):
-            if is_over:
-                raise _too_large("a configuration", f"it has more than {most}")
-
-
-def _too_large(given: str, why: str) -> ConfigError:
-    return ConfigError(given, why=why, fix="write out what the run needs, and import that")
 
 
 def _at(values: Any, dotted: str) -> Any:
@@ -184,10 +154,9 @@ def _at(values: Any, dotted: str) -> Any:
     return values
 
 
-def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
+def collect(values: Mapping[str, Any], facts: Facts, folder: Path | None) -> Facts:
     """Reads each key of a configuration by its row, then the defaults there of what is absent."""
-    table = facts.table
-    whole = interpolated(values)
+    table, whole = facts.table, interpolated(values)
     variables = {name.split(".")[0] for name in _VARIABLE.findall(str(values)) if ":" not in name}
     given: dict[str, Any] = {}
     empty: set[str] = set()
@@ -197,21 +166,20 @@ def collect(values: Mapping[str, Any], facts: Facts, reader: Reader) -> Facts:
     places = {key: place for place, key in enumerate(table.rows)}
     entries.sort(key=lambda one: (bool(one[2].within), places[one[2].key]) if one[2] else (False, -1))
     for written, key, row, value in entries:
+        shown = facts.prefix + written
         if row is None or (value == {} and not {"map", "any"} & {*row.takes}):
             if value in (None, {}) and table.has_section(key):
                 empty.add(key)
-                note = Note(facts.prefix + written, value, True, "dropped", "an empty section: defaults there count")
-                facts.notes.append(note)
+                facts.notes.append(Note(shown, value, True, "dropped", "an empty section: defaults there count"))
             elif written.split(".")[0] in variables:
-                facts.notes.append(Note(facts.prefix + written, value, True, "dropped", "a variable of the file"))
+                facts.notes.append(Note(shown, value, True, "dropped", "a variable of the file"))
             else:
-                facts.refuse_error(_prefixed(table.unknown(written), facts))
-            continue
-        if key in given:
-            facts.refuse(facts.prefix + written, f"{key} is given twice: write it once", value=value)
-            continue
-        given[key] = value
-        _read_key(row, key, value, facts, reader)
+                facts.refuse_unknown(shown, written, table)
+        elif key in given:
+            facts.refuse(shown, f"{key} is given twice: write it once", value=value)
+        else:
+            given[key] = value
+            _read_key(row, key, facts.prefix + key, value, facts, folder)
     _read_defaults(given, empty, facts)
     return facts
 
@@ -247,33 +215,20 @@ def _switch_of(key: str, facts: Facts) -> str | None:
     return next((said for said in found if said.partition("=")[0] != key), None)
 
 
-def _is_dropped(row: Row, key: str, shown: str, value: Any, facts: Facts) -> bool:
-    """Whether a key is one that is switched off, which it is said of then."""
-    switch = _switch_of(key, facts)
-    if switch is None or (row.within and row.within not in names()):  # keys of a section are dropped one by one
-        return False
-    facts.notes.append(Note(shown, value, True, "dropped", f"it has no effect there with {switch}"))
-    return True
-
-
-def _prefixed(error: RefusedError, facts: Facts) -> RefusedError:
-    return RefusedError(facts.prefix + error.key, error.text, error.value)
-
-
-def _read_key(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> None:
-    shown = facts.prefix + key
-    if row.key.endswith(".*") and (near := facts.table.misspelt(row, key)):
-        facts.refuse(shown, f"{facts.table.name} has no such key: did you mean {near!r}?", value=value)
+def _read_key(row: Row, key: str, shown: str, value: Any, facts: Facts, folder: Path | None) -> None:
+    if facts.is_misspelt(row, key, shown, value):
         return
-    if _is_dropped(row, key, shown, value, facts):
+    switch = _switch_of(key, facts)
+    if switch is not None and (not row.within or row.within in names()):  # keys of a section are dropped one by one
+        facts.notes.append(Note(shown, value, True, "dropped", f"it has no effect there with {switch}"))
         return
     try:
         if row.within:
-            _read_within(row, key, value, facts, reader)
+            _read_within(row, key, shown, value, facts, folder)
         else:
-            _apply(row, key, shown, row.coerced(value, key), facts, is_given=True)
+            _apply(row, key, shown, row.coerced(value, shown), facts, is_given=True)
     except RefusedError as error:
-        facts.refuse_error(_prefixed(error, facts))
+        facts.refuse_error(error)
 
 
 def _read_defaults(given: Mapping[str, Any], empty: set[str], facts: Facts) -> None:
@@ -292,17 +247,10 @@ def _read_defaults(given: Mapping[str, Any], empty: set[str], facts: Facts) -> N
             _apply(row, key, facts.prefix + key, row.usual, facts, is_given=False)
 
 
-def exists(technique: str) -> bool:
-    """Whether there is a technique of this name, for rows that wait for it."""
-    return any(technique == one.name for one in TECHNIQUES)
-
-
 def _apply(row: Row, key: str, shown: str, value: Any, facts: Facts, *, is_given: bool) -> None:
     """What a row makes of a value."""
     word = word_of(value)
-    verdict, say, actions = row.verdict_of(word), row.say_of(word), row.action_of(word)
-    if verdict.startswith("needs "):
-        verdict, say = ("kept", "") if exists(verdict.removeprefix("needs ")) else ("refused", say)
+    (verdict, say), actions = row.answer_of(word), row.action_of(word)
     if verdict == "refused" and not is_given:
         return
     if verdict == "refused" and value is None and "none" not in row.verdicts:
@@ -339,47 +287,40 @@ def _act(action: str, row: Row, key: str, value: Any, facts: Facts, note: Note) 
         facts.put_once(target, made, note)
 
 
-def _read_within(row: Row, key: str, value: Any, facts: Facts, reader: Reader) -> None:
+def _read_within(row: Row, key: str, shown: str, value: Any, facts: Facts, folder: Path | None) -> None:
     """A configuration within this one: another system's, or keys of a section of this one in a file of their own."""
     if value in (None, "", {}):
-        facts.notes.append(Note(facts.prefix + key, value, True, "dropped", "nothing is said by it"))
+        facts.notes.append(Note(shown, value, True, "dropped", "nothing is said by it"))
         return
-    inner = reader.read(value) if isinstance(value, str) and not row.is_pattern else value
     if row.is_pattern:
-        inner, key = {key.removeprefix(row.key[:-1]): value}, row.key[:-2]
-    if not isinstance(inner, dict):
-        raise RefusedError(key, "it takes a path, or the mapping itself", value)
-    if isinstance(value, str) and not row.is_pattern:
-        facts.notes.append(Note(facts.prefix + key, value, True, "kept", "read as well", is_used=True))
-    if row.is_pattern or row.within not in names():
-        _read_section(row, key, inner, facts)
+        _read_section(row, row.key[:-2], {key.removeprefix(row.key[:-1]): value}, facts, folder)
         return
-    within = Facts(load(row.within), allow=facts.allow, prefix=f"{facts.prefix}{key}.")
-    merge(facts, collect(inner, within, reader), is_within=True)
+    inner = _read_beside(value, folder) if isinstance(value, str) else value
+    if not isinstance(inner, dict):
+        raise RefusedError(shown, "it takes a path, or the mapping itself", value)
+    if isinstance(value, str):
+        facts.notes.append(Note(shown, value, True, "kept", "read as well", is_used=True))
+    if row.within not in names():
+        _read_section(row, key, inner, facts, folder)
+        return
+    within = Facts(load(row.within), allow=facts.allow, prefix=f"{shown}.")
+    merge(facts, collect(inner, within, folder), is_within=True)
 
 
-def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts) -> None:
+def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts, folder: Path | None) -> None:
     """Keys of a section in a file of their own, or a section that is another system's."""
     table = load(row.within) if row.within in names() else facts.table
     section, _, prefix = table.head.get("strip", "").partition("=")
-    path = tuple(key.split("."))
-    for (written, value), (shown, _) in zip(table.flatten(inner, path), facts.table.flatten(inner, path), strict=False):
-        bare = written
-        if table.find(written) in (None, row):
-            is_prefixed = section and written.startswith(f"{section}.{prefix}")
-            bare = f"{section}.{written.removeprefix(f'{section}.{prefix}')}" if is_prefixed else written
-            bare = bare if table.find(bare) not in (None, row) else written.removeprefix(f"{key}.")
-        found = table.find(bare)
+    start = f"{section}.{prefix}" if section else "\0"
+    for (written, value), (shown, _) in zip(table.flatten(inner, key), facts.table.flatten(inner, key), strict=False):
+        bare = f"{section}.{written.removeprefix(start)}" if written.startswith(start) else written
+        tried = (one for one in (written, bare, written.removeprefix(f"{key}.")) if table.find(one) not in (None, row))
+        called = next(tried, written.removeprefix(f"{key}."))
+        found = table.find(called)
         if found is None:
-            unknown = table.unknown(written)
-            facts.refuse(facts.prefix + shown, unknown.text)
-            continue
-        if _is_dropped(found, bare, facts.prefix + shown, value, facts):
-            continue
-        try:
-            _apply(found, bare, facts.prefix + shown, found.coerced(value, shown), facts, is_given=True)
-        except RefusedError as error:
-            facts.refuse_error(_prefixed(error, facts))
+            facts.refuse_unknown(facts.prefix + shown, written, table)
+        else:
+            _read_key(found, called, facts.prefix + shown, value, facts, folder)
 
 
 def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
@@ -409,10 +350,8 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
             if is_within and old.note.verdict == new.note.verdict == "changed":
                 old.note.say = f"as {new.note.key} says"
             facts.add(name, new.value, new.note)
-    for key, value in other.leaves():
-        facts.put_once(
-            key, value, next(note for note in other.notes if any(o.startswith(f"{key}=") for o in note.ours))
-        )
+    for key in dict.fromkeys(key for note in other.notes for key in note.ours):
+        facts.put_once(key, other.get(key), next(note for note in other.notes if key in note.ours))
 
 
 def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:
@@ -426,10 +365,9 @@ def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:
     for fact in _GROUPS[name]:
         old, new = facts.known.get(fact), other.known.get(fact)
         is_filled = new is not None and new.value == "auto"
-        if old is None or is_filled:
-            continue
-        if fact not in other.decides.words("wins") and new is not None and new.note.is_given and old.note.is_given:
-            continue  # both say it: refused where they differ
+        is_said_by_both = new is not None and new.note.is_given and old is not None and old.note.is_given
+        if old is None or is_filled or (is_said_by_both and fact not in other.decides.words("wins")):
+            continue  # what both say is refused where they differ
         if fact in ("beta1", "beta2") and other.known.get("betas", Fact("auto", own.note)).value == "auto":
             continue
         del facts.known[fact]

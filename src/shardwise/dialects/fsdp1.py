@@ -1,7 +1,8 @@
 """FSDP1's options as they are called in Python: a face of the dialect, whose table says what each of them means here."""
 
+import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.suggest import did_you_mean
-from shardwise.dialects.answers import Finding, imported
+from shardwise.dialects.answers import imported
 from shardwise.dialects.table import load
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
@@ -19,11 +20,6 @@ from shardwise.techniques.data.options import Sharding
 _ROWS = load("fsdp1").rows
 STRATEGIES = _ROWS["sharding_strategy"].takes
 _MIN_NUM_PARAMS = 100_000
-_USUAL = {
-    "sharding_strategy": "FULL_SHARD", "cpu_offload": False, "backward_prefetch": "BACKWARD_PRE", "forward_prefetch": False,
-    "auto_wrap_policy": "NO_WRAP", "min_num_params": _MIN_NUM_PARAMS, "transformer_layer_cls": None,
-    "state_dict_type": "FULL_STATE_DICT", "use_orig_params": None, "sync_module_states": True, "limit_all_gathers": True,
-}  # fmt: skip
 
 
 @public_call()
@@ -79,95 +75,71 @@ def from_fsdp1(
         >>> from_fsdp1("HYBRID_SHARD").layout
         'dp_replicate=-1,dp_shard=node'
     """
-    _switch("enable_fsdp", enable_fsdp)
-    given = {
-        "sharding_strategy": _word("sharding_strategy", sharding_strategy),
-        "cpu_offload": cpu_offload,
-        "backward_prefetch": _word("backward_prefetch", backward_prefetch or "NO_PREFETCH"),
-        "forward_prefetch": _switch("forward_prefetch", forward_prefetch),
-        "auto_wrap_policy": _word("auto_wrap_policy", auto_wrap_policy),
-        "min_num_params": _MIN_NUM_PARAMS if min_num_params is None else min_num_params,
-        "transformer_layer_cls": transformer_layer_cls,
-        "state_dict_type": _word("state_dict_type", state_dict_type),
-        "use_orig_params": use_orig_params,
-        "sync_module_states": sync_module_states,
-        "limit_all_gathers": limit_all_gathers,
-    }
-    word = None if mixed_precision in ("", "no") else mixed_precision
-    beside = {"mixed_precision": word, "ranks_per_node": ranks_per_node}
+    given = {**locals()}
+    given["backward_prefetch"] = given["backward_prefetch"] or "NO_PREFETCH"
+    given["min_num_params"] = _MIN_NUM_PARAMS if min_num_params is None else min_num_params
+    given["mixed_precision"] = None if mixed_precision in ("", "no") else mixed_precision
+    for key in (
+        "enable_fsdp",
+        "sharding_strategy",
+        "backward_prefetch",
+        "forward_prefetch",
+        "auto_wrap_policy",
+        "state_dict_type",
+    ):
+        given[key] = _word(key, given[key])
+    usual = {name: one.default for name, one in inspect.signature(from_fsdp1).parameters.items()}
+    changed = {option for option in given if given[option] != usual[option]} - {"enable_fsdp"}
     if enable_fsdp:
-        made, changes = _enabled(given, word, ranks_per_node)
+        made, changes = _enabled(given, changed)
     else:
-        made, changes = Parallel(layout="dp_replicate=-1", sharding=Sharding(engine="ddp")), _unused(given | beside)
+        made = Parallel(layout="dp_replicate=-1", sharding=Sharding(engine="ddp"))
+        why = "enable_fsdp=False is plain data parallelism (DDP), which does not use it"
+        changes = [(option, why) for option in given if option in changed]
     for option, why in changes:
-        warnings.warn(f"{option}={(given | beside)[option]}: {why}", stacklevel=level_of_caller())
+        warnings.warn(f"{option}={given[option]}: {why}", stacklevel=level_of_caller())
     return made
 
 
-def _enabled(
-    given: dict[str, Any], precision: str | None, ranks_per_node: int | None
-) -> tuple[Parallel, list[tuple[str, str]]]:
+def _enabled(given: dict[str, Any], changed: set[str]) -> tuple[Parallel, list[tuple[str, str]]]:
     """What the table makes of the options, and ``(option, why)`` for each that means something else here, or nothing."""
-    classes = given["transformer_layer_cls"]
-    is_named = given["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
-    values = {
-        key: value
-        for key, value in given.items()
-        if value is not None and value != "" and key != "transformer_layer_cls"
-    }
-    answer = imported(
-        values | ({"transformer_layer_cls": "named below"} if classes is not None else {}), dialect="fsdp1"
-    )
+    beside = ("enable_fsdp", "ranks_per_node", "mixed_precision")  # which the table has otherwise, or not
+    values = {key: value for key, value in given.items() if value not in (None, "") and key not in beside}
+    classes, per_node, precision = (given[key] for key in ("transformer_layer_cls", *beside[1:]))
+    if classes is not None:
+        values["transformer_layer_cls"] = "named below"
+    answer = imported(values, dialect="fsdp1")
     parallel = answer.parallel
-    is_plain = given["sharding_strategy"] == "NO_SHARD"
-    needs_more = bool(given["cpu_offload"] or precision)  # than DDP can do
-    sharding = replace(
-        parallel.sharding or Sharding(), engine="fsdp2" if not is_plain else "auto" if needs_more else "ddp"
-    )
-    if is_named and sharding.engine != "ddp":
+    is_plain, needs_more = given["sharding_strategy"] == "NO_SHARD", bool(given["cpu_offload"] or precision)
+    engine = "fsdp2" if not is_plain else "auto" if needs_more else "ddp"  # of which DDP can do none
+    sharding = replace(parallel.sharding or Sharding(), engine=engine)
+    if given["auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP" and engine != "ddp":
         named = classes or "no_split"
         sharding = replace(sharding, units=named if isinstance(named, str | type) else tuple(named))
-    changes = [change for finding in answer.findings for change in _change(finding, given)]
+    changes = []
+    for one in answer.findings:
+        is_said = one.key in changed or one.key == "auto_wrap_policy"
+        is_merged = one.key == "min_num_params" and one.verdict == "changed"  # what it was given for
+        if one.given and one.key in given and one.verdict != "kept" and is_said and not is_merged:
+            changes.append((one.key, one.say))
     if precision:
         changes.append(("mixed_precision", "gradients are reduced, and buffers kept, in float32"))
-    layout = parallel.layout
-    if ranks_per_node is not None and "node" in layout:
-        layout = layout.replace("node", str(ranks_per_node))
-    elif ranks_per_node is not None:
+    if per_node is not None and "node" not in parallel.layout:
         same = f"{given['sharding_strategy']} is the same within and across nodes, so it is not used"
         changes.append(("ranks_per_node", same))
+    layout = parallel.layout if per_node is None else parallel.layout.replace("node", str(per_node))
     return Parallel(layout=layout, precision=precision, sharding=sharding), changes
 
 
-def _change(finding: Finding, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    option = finding.key
-    if not finding.given or option not in given:
-        return
-    is_usual = given[option] == _USUAL[option] and option != "auto_wrap_policy"
-    is_merged = option == "min_num_params" and finding.verdict == "changed"  # what it was given for
-    if finding.verdict != "kept" and not is_usual and not is_merged:
-        yield option, finding.say
-
-
-def _unused(given: dict[str, Any]) -> list[tuple[str, str]]:
-    """With ``enable_fsdp=False``: every option of FSDP1 that was given and is not the default."""
-    order = ("sharding_strategy", "ranks_per_node", "cpu_offload", "mixed_precision", *_USUAL)
-    unused = [option for option in dict.fromkeys(order) if given[option] != _USUAL.get(option)]
-    return [(option, "enable_fsdp=False is plain data parallelism (DDP), which does not use it") for option in unused]
-
-
-def _switch(key: str, given: Any) -> bool:
-    if not isinstance(given, bool):
-        raise ConfigError(f"{key}={given!r}", why="it is a switch", fix=f"use {key}=True or {key}=False")
-    return given
-
-
-def _word(key: str, given: Any) -> str:
-    """The word itself, or the name of the enum member."""
+def _word(key: str, given: Any) -> Any:
+    """A switch, or the word itself, or the name of the enum member."""
+    if key in ("enable_fsdp", "forward_prefetch"):
+        if not isinstance(given, bool):
+            raise ConfigError(f"{key}={given!r}", why="it is a switch", fix=f"use {key}=True or {key}=False")
+        return given
     word = given.name if isinstance(given, Enum) else given
     known = [word for word in _ROWS[key].takes if word != "none"]
     if not isinstance(word, str) or word not in known:
-        raise ConfigError(
-            f"{key}={given!r}", why="FSDP1 has no such value", fix=did_you_mean(str(word), known, what="values")
-        )
+        fix = did_you_mean(str(word), known, what="values")
+        raise ConfigError(f"{key}={given!r}", why="FSDP1 has no such value", fix=fix)
     return word

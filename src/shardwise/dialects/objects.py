@@ -4,53 +4,43 @@ the name of its class, or of one that it inherits from."""
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from shardwise.dialects.facts import Facts, Note
-from shardwise.dialects.table import load, names
+from shardwise.dialects.table import head_of, load, names, systems
 from shardwise.dialects.values import RefusedError
 from shardwise.errors import ConfigError
 
-# Class -> the system, and the section that the record is of.
-CLASSES: dict[str, tuple[str, str]] = {
-    "TrainingArguments": ("transformers", ""),
-    "SFTConfig": ("trl", ""),
-    "FSDPParams": ("oumi", "fsdp"),
-    "FSDP2Manager": ("nemo", "distributed"),
-    "FSDP2Config": ("nemo", "distributed"),
-    "DDPTransformConfig": ("optimus", "model_transforms.ddp"),
-    "FullyShardTransformConfig": ("optimus", "model_transforms.fully_shard"),
-    "FullyShardedDataParallelPlugin": ("accelerate", "fsdp_config"),
-    "ParallelismConfig": ("accelerate", "parallelism_config"),
-    "DeepSpeedPlugin": ("accelerate", "deepspeed_config"),
-    "FSDPStrategy": ("fabric", "strategy"),
-    "ModelParallelStrategy": ("fabric", "strategy"),
-    "DDPStrategy": ("fabric", "strategy"),
-    "ParallelConfig": ("ml", "trainer.parallel"),
-    "JobConfig": ("torchtitan", ""),
-}
 _BY_NAME = ("ShardingStrategy", "BackwardPrefetch", "StateDictType")  # enums whose names are the words
+_NO_SIZES = ("handler", "device_mesh")  # fields of a record of sizes
 _VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "DEEPSPEED_")
+
+
+@cache
+def classes() -> dict[str, tuple[str, str]]:
+    """Class -> the system, and the section that the record is of; the head's ``objects``."""
+    return {kind: (name, section) for name in systems() for kind, section in head_of(name).pairs("objects").items()}
 
 
 def of_object(source: Any) -> tuple[str, dict[str, Any]]:
     """The system and the configuration of an object."""
-    kind = next((one.__name__ for one in type(source).__mro__ if one.__name__ in CLASSES), None)
+    kind = next((one.__name__ for one in type(source).__mro__ if one.__name__ in classes()), None)
     if kind is None:
         raise ConfigError(
             f"an object of {type(source).__name__}",
             why="it is no record of a system that is known",
-            fix=f"give a file, a mapping, or one of {', '.join(CLASSES)}",
+            fix=f"give a file, a mapping, or one of {', '.join(classes())}",
         )
-    system, section = CLASSES[kind]
+    system, section = classes()[kind]
     values = _READERS.get(kind, _fields)(source)
     if section.startswith("model_transforms."):
         values = {"_name": section.rpartition(".")[2], **values}
     elif kind == "FSDPParams":
         values.setdefault("enable_fsdp", True)
     values = {key: value for key, value in values.items() if value is not None}
-    beside = _beside(kind, values) if system == "accelerate" else {}
+    beside = _beside(kind, values) if "distributed_type" in load(system).rows else {}
     for name in reversed(section.split(".")) if section else ():
         values = {name: values}
     return system, {**values, **beside}
@@ -115,28 +105,17 @@ def _settled_plugin(source: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in derived}
 
 
-def _sizes(source: Any) -> dict[str, Any]:
-    return {
-        key: value for key, value in _fields(source).items() if not key.endswith("handler") and key != "device_mesh"
-    }
-
-
 def _strategy(source: Any) -> dict[str, Any]:
     """A strategy that keeps its arguments in attributes."""
     held = {**getattr(source, "_fsdp_kwargs", {}), **getattr(source, "_ddp_kwargs", {})}
     for name in ("sharding_strategy", "cpu_offload", "mixed_precision"):
         held[name] = getattr(source, name, held.get(name))
-    for name in (
-        "device_mesh",
-        "data_parallel_size",
-        "tensor_parallel_size",
-        "process_group_backend",
-        "state_dict_type",
-    ):
+    names = "device_mesh data_parallel_size tensor_parallel_size process_group_backend state_dict_type"
+    for name in names.split():
         held.setdefault(name, getattr(source, f"_{name}", None))
     again = getattr(source, "_activation_checkpointing_kwargs", None) or {}
     held["activation_checkpointing_policy"] = again.get("auto_wrap_policy")
-    kind = next(one.__name__ for one in type(source).__mro__ if one.__name__ in CLASSES)
+    kind = next(one.__name__ for one in type(source).__mro__ if one.__name__ in classes())
     named = {name: _classes(name, value) if name.endswith("_policy") else plain(value) for name, value in held.items()}
     return {"class_path": kind, "init_args": {name: value for name, value in named.items() if value is not None}}
 
@@ -171,7 +150,9 @@ def _of_zero(source: Any) -> dict[str, Any]:
 _READERS = {
     "DeepSpeedPlugin": _of_zero,
     "FullyShardedDataParallelPlugin": _settled_plugin,
-    "ParallelismConfig": _sizes,
+    "ParallelismConfig": lambda source: {
+        key: value for key, value in _fields(source).items() if not key.endswith(_NO_SIZES)
+    },
     "FSDPStrategy": _strategy,
     "ModelParallelStrategy": _strategy,
     "DDPStrategy": _strategy,
@@ -187,7 +168,7 @@ def of_environment(environ: Mapping[str, str], facts: Facts) -> tuple[str, dict[
         for variable in sorted({*table.rows} & {*environ}) + sorted(_unknown(environ, table.rows)):
             row = table.find(variable)
             if row is None:
-                facts.refuse_error(table.unknown(variable))
+                facts.refuse(variable, table.unknown(variable))
                 continue
             switch = next((one for start, one in table.pairs("under").items() if variable.startswith(start)), None)
             if switch is not None and environ.get(switch, "").strip().lower() not in ("true", "1"):
@@ -214,7 +195,7 @@ def _read_variable(row: Any, variable: str, text: str, found: dict[str, Any], fa
         facts.refuse_error(error)
         return
     word = text.lower()
-    verdict, say = row.verdict_of(word), row.say_of(word)
+    verdict, say = row.answer_of(word)
     note = Note(variable, value, True, verdict, say, is_used=True)
     facts.notes.append(note)
     if verdict == "refused":
@@ -223,4 +204,4 @@ def _read_variable(row: Any, variable: str, text: str, found: dict[str, Any], fa
     for action in row.action_of(word):
         key, _, constant = action.partition("=")
         found.setdefault(key, constant)
-        note.ours.append(f"{key}={constant}")
+        note.ours[key] = constant

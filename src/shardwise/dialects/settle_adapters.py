@@ -7,13 +7,8 @@ from shardwise.dialects.facts import Facts
 from shardwise.techniques.lora.options import ALL_LINEAR
 
 _CHOSEN_BY_PEFT = ["q_proj", "v_proj"]  # for Llama, Mistral, Mixtral, Qwen and Gemma
-_AS_THEY_ARE = {
-    "dropout": "adapter_dropout",
-    "rslora": "adapter_rslora",
-    "dora": "adapter_dora",
-    "init": "adapter_init",
-}
-_NAMES = {"exclude": "adapter_exclude", "train": "adapter_train", "experts": "adapter_experts"}
+_AS_THEY_ARE = ("adapter_dropout", "adapter_rslora", "adapter_dora", "adapter_init")  # said where they are not none
+_NAMES = ("adapter_exclude", "adapter_train", "adapter_experts")
 _PATTERN = re.compile(r"[\w*?-]+(\.[\w*?-]+)*")
 
 
@@ -54,15 +49,14 @@ def settle_adapters(facts: Facts) -> None:
     if targets is not None:
         facts.put("parallel.lora.targets", targets, "adapter_targets", "adapter_all", "adapter_also", "adapter_head")
     facts.put("parallel.lora.rank", facts.take("adapter_rank", 8), "adapter", "adapter_rank")
-    if (alpha := facts.take("adapter_alpha")) is not None:
-        facts.put("parallel.lora.alpha", float(alpha), "adapter_alpha")
-    for key, name in _AS_THEY_ARE.items():
-        if value := facts.take(name):
-            facts.put(f"parallel.lora.{key}", value, name)
-    for key, name in _NAMES.items():
+    facts.pass_on("parallel.lora.alpha", "adapter_alpha", float)
+    for name in _AS_THEY_ARE:
+        if facts.take(name):
+            facts.pass_on(f"parallel.lora.{name[8:]}", name)
+    for name in _NAMES:
         if names := _listed(facts.take(name)):
             _refuse_expressions(facts, name, names)
-            facts.put(f"parallel.lora.{key}", names, name)
+            facts.put(f"parallel.lora.{name[8:]}", names, name)
     facts.take("adapter_begins")  # A's first values: its row says what is other here
     if facts.take("adapter_dropout") and facts.take("adapter_dropout_at") == "post":
         facts.say("adapter_dropout", "changed", "inputs of the adapters are dropped, there what they give")
@@ -147,11 +141,8 @@ def _settle_4_bits(facts: Facts, name: str) -> None:
     if facts.take("code_4bit", "nf4") != "nf4":
         facts.say("code_4bit", "refused", "a worse code of the same size, which is not supported: write nf4")
     if name == "builder" or facts.take("rounded_4bit") is True:
-        facts.say(
-            name,
-            "changed",
-            "scales of blocks are rounded to 8 bits by another rule there, so that weights differ a little",
-        )
+        text = "scales of blocks are rounded to 8 bits by another rule there, so that weights differ a little"
+        facts.say(name, "changed", text)
     elif "nested_4bit" in facts.known and facts.take("nested_4bit") is not True:
         text = "scales of blocks are stored in 8 bits too: values of weights differ by up to 0.75 %"
         facts.say("nested_4bit", "changed", text)

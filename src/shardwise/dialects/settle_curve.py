@@ -1,8 +1,9 @@
 """From facts to the arguments of a curve: one function for each family of ``curves.py``, by its name.
 
-``(facts, kind, steps, lr) -> arguments``, with ``ratio`` for a rise that is a part of a run of unknown length; None: the curve is refused.
+``(facts, kind, steps, lr) -> arguments``, with ``ratio`` for a rise that is a part of a run of unknown length.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -23,23 +24,17 @@ _NO_CURVE = "there is no such curve: write schedule.name=cosine, linear, constan
 Arguments = dict[str, Any]
 
 
-def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
+def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     more = _mapping_of(facts, "curve_args")
-    if more is None:
-        return None
-    if kind not in _HF_KINDS:
-        facts.say("curve", "refused", _NO_CURVE)
-        return None
+    facts.stop_if(kind not in _HF_KINDS, "curve", _NO_CURVE)
     if facts.has("cycles"):
         more["num_cycles"] = facts.take("cycles")
     rise = facts.take("warmup")
     ratio = None if rise else facts.take("warmup_ratio")
-    if rise is not None and (rise < 0 or (rise > 1 and rise != int(rise))):
-        facts.say("warmup", "refused", "it is a whole number of steps, or a part of the run below 1: write 0 or more")
-        return None
-    if ratio is not None and not 0 <= ratio <= 1:
-        facts.say("warmup_ratio", "refused", "it is a part of the run: write 0 to 1")
-        return None
+    is_no_rise = rise is not None and (rise < 0 or (rise > 1 and rise != int(rise)))
+    facts.stop_if(is_no_rise, "warmup", "it is a whole number of steps, or a part of the run below 1: write 0 or more")
+    is_no_part = ratio is not None and not 0 <= ratio <= 1
+    facts.stop_if(is_no_part, "warmup_ratio", "it is a part of the run: write 0 to 1")
     if isinstance(rise, float) and 0 < rise < 1:
         rise, ratio = 0, rise
     ratio = None if rise or kind == "constant" else ratio
@@ -47,25 +42,20 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | Non
         rise, ratio = math.ceil(ratio * steps), None
     args: Arguments = {"kind": kind, "warmup": int(rise or 0) if kind != "constant" else 0}
     for key, value in more.items():
-        if key in _HF_RATES:
-            args[_HF_RATES[key]] = value / lr
-        elif key in _HF_NAMES:
-            args[_HF_NAMES[key]] = value
-        else:
-            facts.say("curve_args", "refused", f"{key} is not known of {kind}: remove it")
-            return None
+        is_known = key in _HF_RATES or key in _HF_NAMES
+        facts.stop_if(not is_known, "curve_args", f"{key} is not known of {kind}: remove it")
+        args[_HF_RATES.get(key) or _HF_NAMES[key]] = value / lr if key in _HF_RATES else value
     if kind == "polynomial":
         args.setdefault("lr_end_ratio", 1e-7 / lr)
     return args | ({"ratio": ratio} if ratio else {})
 
 
-def _mapping_of(facts: Facts, name: str) -> dict[str, Any] | None:
-    said = facts.take(name) or {}
-    try:
-        return dict(json.loads(said, parse_constant=_no_number) if isinstance(said, str) else said)
-    except (TypeError, ValueError):
-        facts.say(name, "refused", "it takes a mapping: write {name: number}")
-        return None
+def _mapping_of(facts: Facts, name: str) -> dict[str, Any]:
+    said, made = facts.take(name) or {}, None
+    with contextlib.suppress(TypeError, ValueError):
+        made = dict(json.loads(said, parse_constant=_no_number) if isinstance(said, str) else said)
+    facts.stop_if(made is None, name, "it takes a mapping: write {name: number}")
+    return made or {}
 
 
 def _no_number(word: str) -> float:
@@ -77,11 +67,7 @@ def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Argumen
     if steps and rise > max(steps, facts.number("curve_steps") or 0):
         facts.say("warmup", "changed", f"the rate rises over all {steps} steps, as there: the run has no more")
         rise = steps
-    args = {
-        "warmup": rise,
-        "decay_type": facts.take("decay_type", "linear"),
-        "floor": facts.take("floor", 0.0),
-    }
+    args = {"warmup": rise, "decay_type": facts.take("decay_type", "linear"), "floor": facts.take("floor", 0.0)}
     return args | ({"decay_ratio": facts.take("decay_ratio")} if facts.has("decay_ratio") else {})
 
 
@@ -101,16 +87,14 @@ def nemo(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     return args
 
 
-def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
+def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     highest = facts.take("curve_max")
     if kind == "WarmupDecayLR" and highest is None:
         highest = 0.001
     if isinstance(highest, int | float) and kind != "WarmupCosineLR":
         facts.put("optim.lr", float(highest), "curve_max" if facts.has("curve_max") else "curve")
         lr = highest
-    if not lr:
-        facts.say("curve_max", "refused", "nothing would be trained: write the rate that the run has")
-        return None
+    facts.stop_if(not lr, "curve_max", "nothing would be trained: write the rate that the run has")
     lowest = facts.take("curve_min", 0.0)
     low = facts.take("curve_min_ratio", 0.0) if kind == "WarmupCosineLR" else (0.0 if lowest == "auto" else lowest) / lr
     rise = facts.take("warmup")
@@ -123,10 +107,9 @@ def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Argument
     }
 
 
-def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
-    if facts.take("init_div", 100) == 0:
-        facts.say("init_div", "refused", "the rate begins at its highest divided by it: write 1 or more")
-        return None
+def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
+    text = "the rate begins at its highest divided by it: write 1 or more"
+    facts.stop_if(facts.take("init_div", 100) == 0, "init_div", text)
     if kind == "constant":
         return {"kind": kind}
     if kind == "cosine_annealing":
@@ -134,15 +117,10 @@ def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments 
     rise = facts.take("warmup")
     is_by_part = rise is None or not facts.is_given("warmup")
     if kind == "linear_warmup":
-        part = facts.take("warmup_percent", 0.05)
-        return {
-            "kind": kind,
-            "warmup": _part(facts, part, steps) if is_by_part else rise,
-            "init": facts.take("init_lr", 0.0) / lr,
-        }
-    if kind != "wsd":
-        facts.say("curve", "refused", _NO_CURVE)
-        return None
+        if is_by_part:
+            rise = _part(facts, facts.take("warmup_percent", 0.05), steps)
+        return {"kind": kind, "warmup": rise, "init": facts.take("init_lr", 0.0) / lr}
+    facts.stop_if(kind != "wsd", "curve", _NO_CURVE)
     if facts.has("warmup_ratio") and is_by_part:
         rise = _part(facts, facts.take("warmup_ratio"), steps)
     return {
@@ -156,14 +134,9 @@ def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments 
     }
 
 
-def ml(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments | None:
-    if kind not in ("linear", "linear_no_decay", "constant"):
-        facts.say(
-            "curve",
-            "refused",
-            "it repeats, or is not known: write schedule.name=cosine, linear, constant or wsd in the run file",
-        )
-        return None
+def ml(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
+    text = f"it repeats, or is not known: {_NO_CURVE.partition(': ')[2]}"
+    facts.stop_if(kind not in ("linear", "linear_no_decay", "constant"), "curve", text)
     rise = facts.take("warmup")
     if kind == "linear" and not facts.is_given("warmup"):
         rise = _part(facts, facts.take("warmup_percent", 0.01), steps)
@@ -178,6 +151,6 @@ def _part(facts: Facts, part: float, steps: int | None) -> int | None:
     return None if steps is None else int(part * steps)
 
 
-ARGUMENTS: dict[str, Callable[[Facts, str, int | None, float], Arguments | None]] = {
+ARGUMENTS: dict[str, Callable[[Facts, str, int | None, float], Arguments]] = {
     one.__name__: one for one in (hf, torchtitan, nemo, deepspeed, optimus, ml)
 }

@@ -10,25 +10,11 @@ from shardwise.dialects.settle_precision import class_names
 _LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
 _LOGGERS = ("wandb", "tensorboard", "csv")
 _OF_REMAT = (
-    "remat",
-    "remat_bool",
-    "remat_some",
-    "remat_option",
-    "remat_every",
-    "remat_classes",
-    "remat_only",
-    "remat_ops",
-    "remat_offload",
-)
+    "remat", "remat_bool", "remat_some", "remat_option", "remat_every", "remat_classes", "remat_only", "remat_ops", "remat_offload",
+)  # fmt: skip
 _OF_COMPILE = (
-    "compile",
-    "compile_backend",
-    "compile_with",
-    "compile_mode",
-    "compile_dynamic",
-    "compile_fullgraph",
-    "compile_budget",
-)
+    "compile", "compile_backend", "compile_with", "compile_mode", "compile_dynamic", "compile_fullgraph", "compile_budget",
+)  # fmt: skip
 
 
 def settle_remat(facts: Facts) -> None:
@@ -49,10 +35,8 @@ def settle_remat(facts: Facts) -> None:
         mode = None
         facts.say("remat_only", "dropped", "no class is named, so nothing runs again there")
     if mode and (results := facts.take("remat_ops")):
-        mode, record["save"] = (
-            "selective",
-            [name.removeprefix("torch.ops.").removesuffix(".default") for name in results],
-        )
+        mode = "selective"
+        record["save"] = [name.removeprefix("torch.ops.").removesuffix(".default") for name in results]
     if every and every > 1:
         record["every"] = every
     if mode == "budget":
@@ -61,11 +45,10 @@ def settle_remat(facts: Facts) -> None:
         mode = None
     if facts.take("remat_offload") is True:
         if mode != "full":
-            text = "inputs of blocks that run again are offloaded, so blocks run again"
-            facts.say("remat_offload", "changed", text)
+            facts.say("remat_offload", "changed", "inputs of blocks that run again are offloaded, so blocks run again")
         mode, record["offload"] = "full", True
     if mode:
-        facts.put("parallel.remat", {"mode": mode, **record} if record else mode, *_known(facts, _OF_REMAT))
+        facts.put("parallel.remat", {"mode": mode, **record} if record else mode, *_OF_REMAT)
 
 
 def settle_compile(facts: Facts) -> None:
@@ -74,24 +57,18 @@ def settle_compile(facts: Facts) -> None:
     is_by_name = named != "no" and ("compile" not in facts.known or facts.is_given("compile_backend"))
     is_on = any(switch.values()) if isinstance(switch, dict) else bool(switch)
     is_on = is_on or (is_by_name and not facts.is_given("compile"))
-    options = {
-        "mode": facts.take("compile_mode"),
-        "dynamic": facts.take("compile_dynamic"),
-        "fullgraph": facts.take("compile_fullgraph"),
-        "activation_memory_budget": facts.take("compile_budget"),
-    }
+    names = ("mode", "dynamic", "fullgraph", "activation_memory_budget")
+    said = dict(zip(names, map(facts.take, _OF_COMPILE[3:]), strict=True))
+    if (budget := facts.get("parallel.compile.activation_memory_budget")) is not None:  # of activations to keep
+        said["activation_memory_budget"] = budget
     if not is_on or facts.take("compile_disable") is True:
         return
-    usual = (("mode", "default"), ("fullgraph", False), ("activation_memory_budget", 1.0))
-    options = {key: value for key, value in options.items() if value is not None and (key, value) not in usual}
+    usual = {"mode": "default", "fullgraph": False, "activation_memory_budget": 1.0}
+    options = {key: value for key, value in said.items() if value is not None and value != usual.get(key)}
     backend = named if named not in ("no", "true") else str(facts.take("compile_with") or "inductor").lower()
     if backend != "inductor":
         options["backend"] = backend
-    facts.put("parallel.compile", options or "blocks", *_known(facts, _OF_COMPILE))
-
-
-def _known(facts: Facts, names: tuple[str, ...]) -> list[str]:
-    return [name for name in names if name in facts.known]
+    facts.put("parallel.compile", options or "blocks", *_OF_COMPILE)
 
 
 # ---- of a whole run --------------------------------------------------------------------------------------------------
@@ -111,16 +88,13 @@ def settle_data(facts: Facts) -> None:
     if facts.get("model.build") is None:
         facts.put("model.hf", model or "MODEL_DIRECTORY", "model")
         if facts.get("parallel.remat") is not None:
-            facts.put("model.args.use_cache", False, *_known(facts, _OF_REMAT))  # as there, where blocks run again
+            facts.put("model.args.use_cache", False, *_OF_REMAT)  # as there, where blocks run again
     if not model:
         facts.missing.append("model.hf: a directory that save_pretrained has written")
     if facts.get("data.path") is None:
         facts.put("data.path", data or "DATA.jsonl", "data")
     if not data:
         facts.missing.append("data.path: a text, tokens (.npy, .bin), records (.jsonl) or a saved dataset")
-    if facts.get("data.seq_len") is None and not facts.take("pack_to", 0):
-        text = "how long samples are is not said, and there none may be cut: here they are cut at 128 tokens unless it is written"
-        facts.missing.append(f"data.seq_len: {text}; write the longest")
     is_usual = facts.take("prompts_usual", False)
     if facts.take("prompts", is_usual) is True:  # refused where it is asked for against the default there
         text = 'prompts are trained on there, here only answers: write the whole as one text, {"text": ...} a line'
@@ -140,13 +114,12 @@ def settle_data(facts: Facts) -> None:
         facts.say("workers", "changed", "four processes a rank")
     elif isinstance(workers, int):
         facts.put("data.num_workers", workers, "workers")
-    if (ahead := facts.take("prefetch_factor")) and facts.get("data.num_workers"):
-        facts.put("data.prefetch", ahead, "prefetch_factor")
+    if facts.get("data.num_workers"):
+        facts.pass_on("data.prefetch", "prefetch_factor")
     loss = str(facts.take("loss", ""))
     if loss and not any(name in loss.lower() for name in _LOSSES):
         facts.say("loss", "refused", "another loss: write train.loss=pkg.mod:fn and train.count in the run file")
-    if (seed := facts.number("seed")) is not None:
-        facts.put("train.seed", seed, "seed")
+    facts.pass_on("train.seed", "seed")
 
 
 def _may_be_packed(facts: Facts) -> bool:
@@ -179,11 +152,8 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
     if isinstance(every, float) and every < 1:
         every = round(every * steps) if steps else None
     if not (facts.get("data.val_path") or facts.get("data.val_fraction")):
-        for name in ("eval_steps", "val_enable"):
-            if facts.is_given(name):
-                text = "nothing to validate on is named: data.val_path, or data.val_fraction"
-                facts.say(name, "changed", text)
-                break
+        if given := [name for name in ("eval_steps", "val_enable") if facts.is_given(name)]:
+            facts.say(given[0], "changed", "nothing to validate on is named: data.val_path, or data.val_fraction")
         facts.drop("train.eval_every")
     elif when in ("no", "epoch") or facts.take("val_enable") is False:
         facts.put("train.eval_every", 0, "eval_strategy")
@@ -207,19 +177,14 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
         facts.drop("checkpoint.keep")
         facts.drop("checkpoint.background")
         return
-    most, is_behind = facts.take("keep"), facts.take("ckpt_background")
-    if most:
-        facts.put("checkpoint.keep", most, "keep")
-    elif most == 0:
+    if facts.take("keep"):
+        facts.pass_on("checkpoint.keep", "keep")
+    elif facts.has("keep"):
         facts.put("checkpoint.keep_every", 1, "keep")
     elif "keep" in facts.known:
-        facts.say(
-            "keep",
-            "changed",
-            "all stay there, here the last of them (checkpoint.keep), or all by checkpoint.keep_every=1",
-        )
-    if is_behind is not None:
-        facts.put("checkpoint.background", is_behind, "ckpt_background")
+        text = "all stay there, here the last of them (checkpoint.keep), or all by checkpoint.keep_every=1"
+        facts.say("keep", "changed", text)
+    facts.pass_on("checkpoint.background", "ckpt_background")
 
 
 def settle_figures(facts: Facts, steps: int | None) -> None:
@@ -237,14 +202,13 @@ def settle_figures(facts: Facts, steps: int | None) -> None:
         facts.put("log.to", known if len(known) > 1 else known[0], "report_to", "wandb_on")
     else:
         facts.drop("log.to")
-    for name in ("run_name", "run_name_wandb"):
+    names = (("log.name", "run_name"), ("log.name", "run_name_wandb"), ("log.project", "log_project"))
+    for key, name in names:
         if (text := facts.take(name)) and "wandb" in known:
-            facts.put("log.name", text, name)
-    if (project := facts.take("log_project")) and "wandb" in known:
-        facts.put("log.project", project, "log_project")
+            facts.put(key, text, name)
     every = _often(facts, "log_every")
     if isinstance(every, int | float) and every:
         by_part = max(1, round(every * steps)) if steps else 10
         facts.put("log.every", int(every) if every >= 1 else by_part, "log_every")
-    if minutes := facts.take("timeout_min"):
-        facts.put("train.timeout_s", 60.0 * minutes, "timeout_min")
+    if facts.take("timeout_min"):
+        facts.pass_on("train.timeout_s", "timeout_min", lambda minutes: 60.0 * minutes)

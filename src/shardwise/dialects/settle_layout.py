@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from shardwise.dialects.facts import Facts
+from shardwise.dialects.facts import Facts, settles
 from shardwise.dialects.values import RefusedError
 
 _IS_FREED = {  # words of a strategy -> whether parameters are freed after forward
     "full": True, "full_shard": True, "hybrid": True, "hybrid_shard": True,
     "grad_op": False, "shard_grad_op": False, "hybrid_grad_op": False, "hybrid_shard_zero2": False,
 }  # fmt: skip
+_KINDS = {"shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "hybrid_shard_zero2": "hybrid_grad_op"}  # others: full
 _OF_ZERO = {0: "ddp", 1: "grad_op", 2: "grad_op", 3: "full"}
 _OF_LAYOUT = (
     "engine", "strategy", "strategy_v1", "zero", "replicate", "shard", "tp", "cp", "dp", "mesh2", "mics", "fsdp_words", "hybrid",
@@ -44,9 +45,8 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
     said = None if said == -1 else said
     if facts.take("one_rank"):
         if said not in (None, 1):
-            facts.known.pop("ranks").note.drop(
-                f"{facts.key('one_rank')} starts one process there, however many are written"
-            )
+            text = f"{facts.key('one_rank')} starts one process there, however many are written"
+            facts.known.pop("ranks").note.drop(text)
         said = 1
     here = _devices(own)
     known = here * nodes if here else said
@@ -54,9 +54,8 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
     total = total or known
     if total and total % nodes:
-        raise RefusedError(
-            facts.key("nodes"), f"{total} ranks are not split evenly over {nodes} machines: write --ranks N", nodes
-        )
+        text = f"{total} ranks are not split evenly over {nodes} machines: write --ranks N"
+        raise RefusedError(facts.key("nodes"), text, nodes)
     per_node = per_node or here or (total // nodes if total else None)
     if per_node and nodes == 1 and (said or here):
         facts.put("launch.nproc", total, "ranks", "per_node", "one_rank")
@@ -89,14 +88,12 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
     if ranks.total is not None:
         if ranks.total % (tp * cp):
             key = facts.key("tp", "tp_auto", "cp") if tp > 1 or not facts.is_given("cp") else facts.key("cp")
-            raise RefusedError(
-                key, f"tp={tp} x cp={cp} does not divide {ranks.total} ranks: write another, or --ranks N"
-            )
+            text = f"tp={tp} x cp={cp} does not divide {ranks.total} ranks: write another, or --ranks N"
+            raise RefusedError(key, text)
         ranks.rows = ranks.total // (tp * cp)
     if dp and dp > 0 and ranks.rows and dp != ranks.rows:
-        facts.say(
-            "dp", "refused", f"{dp} x tp={tp} x cp={cp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N"
-        )
+        text = f"{dp} x tp={tp} x cp={cp} is not {ranks.total} ranks: write {ranks.rows}, or --ranks N"
+        facts.say("dp", "refused", text)
     if dp and dp > 0 and replicate and dp % replicate:
         facts.say("dp", "refused", f"{dp} is not a multiple of {replicate} copies: write one that is")
     axes = _data_axes(facts, kind, replicate, shard, dp, ranks)
@@ -140,10 +137,8 @@ def _data_axes(
     is_cut = (facts.number("cp") or 1) > 1  # shards are over the ranks of cp too
     if kind == "ddp" and not (shard and shard > 1):
         if copies > 1 and ranks.rows and copies != ranks.rows:
-            raise RefusedError(
-                facts.key("replicate", "mesh2"),
-                f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N",
-            )
+            text = f"{copies} copies are not {ranks.rows} data-parallel ranks: write --ranks N"
+            raise RefusedError(facts.key("replicate", "mesh2"), text)
         return [("dp_replicate", -1)]
     if kind.startswith("hybrid") and copies == 1 and not (shard and shard > 1):
         return [("dp_replicate", -1), ("dp_shard", _mics(facts) or "node")]
@@ -169,8 +164,9 @@ def _check_product(facts: Facts, axes: Iterable[tuple[str, int | str]], ranks: R
     if ranks.total % known if is_open else known != ranks.total:
         text = ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
         of = "a multiple of " if is_open else ""
-        for name in [name for name in _OF_PRODUCT if facts.is_given(name)] or [facts.key(*_OF_PRODUCT)]:
-            facts.refuse(facts.key(name), f"{text} is {of}{known} ranks, not {ranks.total}: write others, or --ranks N")
+        text = f"{text} is {of}{known} ranks, not {ranks.total}: write others, or --ranks N"
+        for key in [facts.key(name) for name in _OF_PRODUCT if facts.is_given(name)] or [facts.key(*_OF_PRODUCT)]:
+            facts.refuse(key, text)
 
 
 def _kind(facts: Facts) -> str:
@@ -181,9 +177,7 @@ def _kind(facts: Facts) -> str:
         if "offload" in words:
             facts.put("parallel.sharding.offload", True, "fsdp_words")
         named = next((word for word in words if word in _IS_FREED), "full_shard")
-        return {"shard_grad_op": "grad_op", "hybrid_shard": "hybrid", "hybrid_shard_zero2": "hybrid_grad_op"}.get(
-            named, "full"
-        )
+        return _KINDS.get(named, "full")
     if engine == "ddp":
         return "ddp"
     if engine == "fsdp" and facts.has("hybrid", "hybrid_over"):
@@ -244,32 +238,28 @@ def _is_freed(facts: Facts, kind: str) -> bool | int:
 # ---- batch -----------------------------------------------------------------------------------------------------------
 
 
+@settles
 def settle_batch(facts: Facts, ranks: Ranks) -> None:
     """Samples of a step, and of one forward on one rank: derived, never guessed."""
     micro, steps, whole = facts.take("micro"), facts.take("accumulate"), facts.take("global")
     if facts.has("accumulate_sum"):
         steps = facts.take("accumulate_sum")
     if facts.has("micro_tokens"):
-        counted = _batch_in_tokens(facts)
-        if counted is None:
-            return
-        micro, whole = counted
+        micro, whole = _batch_in_tokens(facts)
     micro, steps, whole = (None if value in ("auto", -1) else value for value in (micro, steps, whole))
     if micro is None and whole is None and not (facts.is_given("accumulate") or facts.is_given("accumulate_sum")):
         return
-    rows = ranks.rows
-    if rows is None:
+    rows = ranks.rows or 0
+    if not rows:
         if micro and whole:
             _put_batch(facts, micro, whole)
             return
         name = facts.first("micro", "accumulate", "accumulate_sum", "micro_tokens", "global")
         text = "a step has that of each data-parallel rank, and how many there are is not known: write --ranks N"
-        facts.say(name, "refused", text)
-        return
+        facts.stop_if(True, name, text)
     if micro and facts.take("split_batches") is True:
-        if micro % rows:
-            facts.say("split_batches", "refused", f"a batch of {micro} is not split over {rows} ranks: write another")
-            return
+        text = f"a batch of {micro} is not split over {rows} ranks: write another"
+        facts.stop_if(micro % rows, "split_batches", text)
         micro //= rows
     if micro is None and whole is None:
         text = f"data.global_batch = samples of one forward x {steps} x {rows} data-parallel ranks; data.micro_batch says the first"
@@ -277,10 +267,10 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
         return
     micro = whole // (rows * (steps or 1)) if micro is None else micro
     whole = micro * (steps or 1) * rows if whole is None else whole
-    if _check_batch(facts, rows, ranks.tp, micro, steps, whole):
-        _put_batch(facts, micro, whole)
-        steps = whole // (micro * rows)
-        facts.arithmetic = f"{micro} x {steps} micro-batches x {rows} data-parallel ranks = {whole} samples of a step"
+    _check_batch(facts, rows, ranks.tp, micro, steps, whole)
+    _put_batch(facts, micro, whole)
+    steps = whole // (micro * rows)
+    facts.arithmetic = f"{micro} x {steps} micro-batches x {rows} data-parallel ranks = {whole} samples of a step"
 
 
 def _put_batch(facts: Facts, micro: int, whole: int) -> None:
@@ -288,32 +278,28 @@ def _put_batch(facts: Facts, micro: int, whole: int) -> None:
     facts.put("data.micro_batch", micro, "micro", "micro_tokens")
 
 
-def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None, whole: int) -> bool:
+def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None, whole: int) -> None:
     name = facts.first("global", "accumulate", "accumulate_sum", "micro")
     cut = f" (tp={tp})" if tp > 1 else ""
-    if not micro or whole % (micro * rows):
-        text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
-        facts.say(name, "refused", text)
-        return False
+    text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
+    facts.stop_if(not micro or whole % (micro * rows), name, text)
     is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
-    if is_said and steps and micro * rows * steps != whole:
-        text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
-        facts.say(name, "refused", text)
-        return False
-    return True
+    text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
+    facts.stop_if(is_said and steps and micro * rows * steps != whole, name, text)
 
 
-def _batch_in_tokens(facts: Facts) -> tuple[int, int] | None:
+def _batch_in_tokens(facts: Facts) -> tuple[int, int]:
     """The batch in samples of whole contexts, where the source counts tokens."""
-    length, micro, whole = facts.number("context"), facts.number("micro_tokens"), facts.take("global_tokens", -1)
-    if not micro or not length or micro < 1 or length < 1:
-        facts.say("micro_tokens", "refused", "how long a sample is, is not known: write max_context_length")
-        return None
+    length, micro = (max(0, facts.number(name) or 0) for name in ("context", "micro_tokens"))
+    whole = facts.take("global_tokens", -1)
+    facts.stop_if(
+        not (micro and length), "micro_tokens", "how long a sample is, is not known: write max_context_length"
+    )
     for name, tokens in (("micro_tokens", micro), ("global_tokens", whole)):
-        if tokens > 0 and tokens % length:
-            text = f"it is not a number of samples of {length} tokens: data.micro_tokens makes micro-batches of whole samples"
-            facts.say(name, "refused", text)
-            return None
+        text = (
+            f"it is not a number of samples of {length} tokens: data.micro_tokens makes micro-batches of whole samples"
+        )
+        facts.stop_if(tokens > 0 and tokens % length, name, text)
     facts.put("data.seq_len", length, "context")
     return micro // length, whole // length if whole > 0 else -1
 

@@ -9,6 +9,14 @@ _SHORT = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
     "bf16": "bf16", "fp16": "fp16", "fp32": "fp32",
 }  # fmt: skip
+_OF_PRECISION = (
+    "mp", "mp_bf16", "mp_fp16", "mp_bf16_else", "autocast", "autocast_dtype", "store", "load_dtype", "param", "reduce", "out", "cast",
+    "cast1", "compute", "store_low",
+)  # fmt: skip
+_OF_SCALER = {  # option -> fact, and the value that is ours too
+    "init_scale": ("scale_init", 65536.0), "growth_factor": ("scale_growth", 2.0), "backoff_factor": ("scale_backoff", 0.5),
+    "growth_interval": ("scale_window", 2000),
+}  # fmt: skip
 
 
 def settle_precision(facts: Facts, is_sharded: bool) -> None:
@@ -29,16 +37,12 @@ def settle_precision(facts: Facts, is_sharded: bool) -> None:
     inputs = "units" if facts.take("cast") or facts.take("cast1") else None
     if inputs is None and (facts.take("cast") is False or facts.take("cast_root") is False) and param:
         inputs = "none"
-    record = _precision(facts, word, stored, param or word, reduce, out, inputs)
-    names = (
-        "mp", "mp_bf16", "mp_fp16", "mp_bf16_else", "autocast", "autocast_dtype", "store", "load_dtype", "param", "reduce", "out",
-        "cast", "cast1", "compute", "store_low",
-    )  # fmt: skip
+    record = _precision(facts, word, stored, inputs, param or word, reduce, out)
     engine = facts.known["engine"].value if "engine" in facts.known else "zero"
     if word and facts.has("zero") and engine == "zero" and facts.table.head.get("zero") != "autocast":
         _say_of_zero(facts, word, reduce)
     if record:
-        facts.put("parallel.precision", record, *([name for name in names if facts.is_given(name)] or names))
+        facts.put("parallel.precision", record, *facts.named(*_OF_PRECISION))
     if stored not in (None, "fp32"):
         text = "parameters and optimizer state are {}, without an fp32 copy{}"
         more = "; autocast adds nothing to it" if word == stored else ""
@@ -88,15 +92,9 @@ def _mixed(facts: Facts) -> str | None:
     return word
 
 
-def _precision(
-    facts: Facts,
-    word: str | None,
-    stored: str | None,
-    param: str | None,
-    reduce: str | None,
-    out: str | None,
-    inputs: str | None,
-) -> Any:
+def _precision(facts: Facts, word: str | None, stored: str | None, inputs: str | None, *dtypes: str | None) -> Any:
+    """The record: dtypes of compute, of sums, of outputs, beside that of storage."""
+    param, reduce, out = dtypes
     is_low = stored not in (None, "fp32")
     record: Any = {}
     if is_low and param in (None, stored) and not reduce and not out:
@@ -118,16 +116,14 @@ def _precision(
 
 
 def _settle_scaler(facts: Facts, compute: str | None) -> None:
-    usual = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    names = {"init_scale": "scale_init", "growth_factor": "scale_growth", "backoff_factor": "scale_backoff", "growth_interval": "scale_window"}  # fmt: skip
-    scaler = {key: facts.take(name) for key, name in names.items() if facts.has(name)}
-    if facts.has("scale_power"):
-        scaler["init_scale"], names["init_scale"] = 2.0 ** facts.take("scale_power"), "scale_power"
     if compute == "fp16":
         facts.take("hysteresis")  # its row says what is other here
-    for key, value in scaler.items():
-        if compute == "fp16" and value != usual[key]:
-            facts.put(f"train.scaler.{key}", value, names[key])
+    for key, (name, usual) in _OF_SCALER.items():
+        value = facts.take(name, usual)
+        if key == "init_scale" and facts.has("scale_power"):
+            name, value = "scale_power", 2.0 ** facts.take("scale_power")
+        if compute == "fp16" and value != usual:
+            facts.put(f"train.scaler.{key}", value, name)
 
 
 # ---- sharding --------------------------------------------------------------------------------------------------------
@@ -151,20 +147,18 @@ def settle_sharding(facts: Facts, is_sharded: bool) -> None:
     ahead = {"forward": facts.take("prefetch_fwd"), "backward": facts.take("prefetch_back")}
     if facts.take("prefetch_on") is True:
         ahead = {"forward": facts.take("prefetch_fwd_depth", 1), "backward": facts.take("prefetch_back_depth", 2)}
-    for key, usual in (("forward", 0), ("backward", 1)):
+    for key, name, usual in (("forward", "prefetch_fwd", 0), ("backward", "prefetch_back", 1)):
         if ahead[key] not in (None, usual):
-            names = (f"prefetch_{'fwd' if key == 'forward' else 'back'}", "prefetch_on")
-            facts.put(f"parallel.sharding.prefetch.{key}", ahead[key], *names, f"{names[0]}_depth")
+            facts.put(f"parallel.sharding.prefetch.{key}", ahead[key], name, "prefetch_on", f"{name}_depth")
 
 
 def _settle_offload(facts: Facts) -> bool:
     """Whether shards are in host memory."""
     names = ("offload", "offload_target", "offload_obj")
     by_words = facts.get("parallel.sharding.offload")
-    if not (facts.take("offload") is True or facts.has(*names[1:]) or by_words):
+    is_on, *_ = map(facts.take, names)
+    if not (is_on is True or facts.has(*names[1:]) or by_words):
         return False
-    for name in names:
-        facts.take(name)
     facts.put("parallel.sharding.offload", True, *(name for name in names if facts.has(name)))
     if facts.take("pin") is False:
         facts.put("parallel.sharding.pin_memory", False, "pin")

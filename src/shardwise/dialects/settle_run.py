@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from shardwise.dialects import curves
-from shardwise.dialects.facts import Curve, Fact, Facts
+from shardwise.dialects.facts import Curve, Fact, Facts, settles
 from shardwise.dialects.settle_curve import ARGUMENTS
 from shardwise.dialects.values import short
 
@@ -21,30 +21,29 @@ _MOST_OFF = 0.1  # of the highest rate: what a step of ours may differ by
 _ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two curves
 
 
+@settles
 def settle_length(facts: Facts) -> int | None:
     """The length of the run; its steps, if they are known."""
     steps, epochs = facts.number("steps"), facts.take("epochs")
     for name in ("steps", "steps_cap", "curve_steps", "steps_per_epoch"):
         value = facts.number(name) if name != "curve_steps" or facts.is_given(name) else None
-        if value is not None and value < 1 and (name, value) != ("steps", -1):
-            facts.say(name, "refused", "it is one or more: write 1 or more")
-            return None
+        is_wrong = value is not None and value < 1 and (name, value) != ("steps", -1)
+        facts.stop_if(is_wrong, name, "it is one or more: write 1 or more")
     is_counted = (steps is not None and steps > 0) or facts.has("steps_cap")
-    if isinstance(epochs, int | float) and epochs <= 0 and not is_counted:
-        facts.say("epochs", "refused", "nothing would be trained: write a number above zero, or steps")
-        return None
+    is_none = isinstance(epochs, int | float) and epochs <= 0 and not is_counted
+    facts.stop_if(is_none, "epochs", "nothing would be trained: write a number above zero, or steps")
+    is_shorter = "shorter" in facts.table.words("length") and facts.is_given("epochs")  # of steps and epochs, there
     if steps is not None and steps > 0:
         facts.put("train.steps", steps, "steps")
-        if "shorter" in facts.table.words("length") and facts.is_given("epochs") and (epochs or 0) > 0:
-            facts.say("epochs", "changed", _SHORTER.format(steps, epochs))
     elif cap := facts.take("steps_cap"):
-        steps = cap
+        steps, is_shorter = cap, True
         facts.put("train.steps", steps, "steps_cap")
-        if epochs and epochs > 0:
-            facts.say("epochs", "changed", _SHORTER.format(cap, epochs))
-    elif epochs:
-        steps = None
-        facts.put("train.epochs", epochs, "epochs")
+    else:
+        steps, is_shorter = None, False
+        if epochs:
+            facts.put("train.epochs", epochs, "epochs")
+    if is_shorter and epochs and epochs > 0:
+        facts.say("epochs", "changed", _SHORTER.format(steps, epochs))
     if (most := facts.take("steps_per_epoch")) and isinstance(epochs, int):
         facts.drop("train.epochs")
         steps = most * epochs
@@ -60,31 +59,26 @@ def settle_length(facts: Facts) -> int | None:
         if most and not is_number and isinstance(most, float):
             facts.say("clip", "kept", "no gradient is clipped by it; the norm is logged all the same")
         facts.put("train.max_grad_norm", float(most) if is_number else None, "clip")
-    return steps if isinstance(steps, int) and steps > 0 else None
+    return steps if steps and steps > 0 else None
 
 
 # ---- optimizer -------------------------------------------------------------------------------------------------------
 
 
+@settles
 def settle_optimizer(facts: Facts) -> None:
     """``optim``: torch's own classes; where an option has no key of ours, ``optim.build`` with the class itself."""
     said = facts.take("optimizer")
     if said is None:
-        if facts.is_given("lr"):
-            facts.say("lr", "refused", "which optimizer it is of is not said: name it")
+        facts.stop_if(facts.is_given("lr"), "lr", "which optimizer it is of is not said: name it")
         return
     name, build = _class_of(facts, str(said))
-    if name is None and build is None:
-        facts.say(
-            "optimizer", "refused", "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
-        )
-        return
+    text = "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
+    facts.stop_if(name is None and build is None, "optimizer", text)
     is_own = build is not None  # a class that has no name here, with defaults of its own
     if facts.has("groups"):
         _settle_groups(facts)
     betas = _betas(facts)
-    if betas is None:
-        return
     args = dict(facts.take("optimizer_arg", {}))
     momentum, fused = facts.take("momentum"), facts.take("fused")
     decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
@@ -95,13 +89,13 @@ def settle_optimizer(facts: Facts) -> None:
         decay = None if is_own else _DECAYS_OF_TORCH.get(str(said).lower().rpartition(".")[2], 0.0)
     if is_own:
         args |= _given_of_class(facts, betas)
-    plain, more = _adam_arguments(facts, betas, args)
+    eps, more = facts.take("eps", 1e-8), {"amsgrad": True} if facts.take("amsgrad") else {}
+    if eps != 1e-8 or (name == "adam" and decay):
+        more = {"eps": eps, **more}
     if name == "adam" and not decay:
         name = "adamw"  # without decay they are the same
-    if name == "adam":
-        build, args = "torch.optim:Adam", {**plain, **more, **args}
-    elif name == "adamw" and (more or args):
-        build, args = "torch.optim:AdamW", {"betas": betas, **more, **args}
+    if name in ("adam", "adamw") and (more or args or name == "adam"):
+        build, args = f"torch.optim:{'Adam' if name == 'adam' else 'AdamW'}", {"betas": betas, **more, **args}
     elif name == "sgd" and args:
         build, args = "torch.optim:SGD", {"momentum": momentum or 0.0, **args}
     if build:
@@ -129,7 +123,7 @@ def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
     for one in facts.notes:
         place, _, last = one.key.rpartition(".")
         if place == section and last in args and not one.ours:
-            one.ours.append(f"optim.args={short(args)}")
+            one.ours["optim.args"] = short(args)
 
 
 def _given_of_class(facts: Facts, betas: list[float]) -> dict[str, Any]:
@@ -155,7 +149,7 @@ def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:
     return name, None
 
 
-def _betas(facts: Facts) -> list[float] | None:
+def _betas(facts: Facts) -> list[float]:
     said = facts.take("betas")
     if said is None:
         return [float(facts.take("beta1", 0.9)), float(facts.take("beta2", 0.999))]
@@ -163,23 +157,14 @@ def _betas(facts: Facts) -> list[float] | None:
         betas = [float(beta) for beta in (said.split(",") if isinstance(said, str) else said)]
     except (TypeError, ValueError):
         betas = []
-    if len(betas) == 2:
-        return betas
-    facts.say("betas", "refused", "it takes two numbers: write [0.9, 0.999]")
-    return None
-
-
-def _adam_arguments(facts: Facts, betas: list[float], args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of Adam that are always written, and those that have no key of ours."""
-    eps, amsgrad = facts.take("eps", 1e-8), facts.take("amsgrad")
-    more = {"amsgrad": True} if amsgrad else {}
-    return {"betas": betas, "eps": eps}, {**({"eps": eps} if eps != 1e-8 else {}), **more}
+    facts.stop_if(len(betas) != 2, "betas", "it takes two numbers: write [0.9, 0.999]")
+    return betas
 
 
 def _put_own(facts: Facts, name: str, betas: list[float], momentum: float | None, fused: bool | None) -> None:
     if name != "adamw":
         facts.put("optim.name", name, "optimizer")
-    if name == "adamw":
+    else:
         facts.put("optim.betas", betas, "betas", "beta1", "beta2")
     if name == "sgd":
         facts.put("optim.momentum", float(momentum or 0.0), "momentum" if facts.has("momentum") else "optimizer")
@@ -205,32 +190,31 @@ def _settle_groups(facts: Facts) -> None:
 # ---- learning rate curve ---------------------------------------------------------------------------------------------
 
 
+@settles
 def settle_schedule(facts: Facts, steps: int | None) -> None:
     """``schedule``: ours where it follows theirs within two steps, else theirs by ``schedule.build``."""
-    if facts.has("lr") and not facts.take("lr"):
-        facts.say("lr", "refused", "nothing would be trained: write the rate that the run has")
-        return
+    is_none = facts.has("lr") and not facts.take("lr")
+    facts.stop_if(is_none, "lr", "nothing would be trained: write the rate that the run has")
     curve = facts.take("curve") or _implied(facts)
     if curve is None:
         return
     args = ARGUMENTS[curve.family](facts, curve.kind, steps, facts.take("lr") or 1.0)
-    if args is None:
-        return
     name = "warmup" if "warmup" in facts.known else "curve"
-    if args.get("warmup", 0) is None:
+    rise = args.get("warmup", 0)
+    if rise is None:
         text = "how long the rate rises is not known: write it in steps, or as a part of a run whose steps are written"
-        facts.say(name, "refused", text)
-        return
-    if args.get("warmup", 0) < 0:
-        facts.say(name, "refused", "a rate rises over no step, or more: write 0 or more")
-        return
-    if steps and args.get("warmup", 0) > steps:
-        text = f"the rate rises over {args['warmup']} steps, and the run has {steps}: write fewer"
-        first = facts.first(name, "warmup_ratio", "steps")
-        facts.refuse(facts.key(first), text, facts.note(first))
+    elif rise < 0:
+        text = "a rate rises over no step, or more: write 0 or more"
+    elif steps and rise > steps:
+        text = f"the rate rises over {rise} steps, and the run has {steps}: write fewer"
+        name = facts.first(name, "warmup_ratio", "steps")
+    else:
+        text = ""
+    if text:
+        facts.refuse(facts.key(name), text, facts.note(name))
         return
     if facts.has("target_lr"):
-        facts.put("optim.lr", float(facts.take("target_lr")), "target_lr")
+        facts.pass_on("optim.lr", "target_lr", float)
     _put_curve(facts, curve.family, args, steps)
 
 
@@ -254,7 +238,7 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
     length = own_length if own_length is not None else steps
     if length is not None and length < 1:
         return  # refused as a length already
-    names = [name for name in _OF_CURVE if facts.is_given(name)] or _OF_CURVE
+    names = facts.named(*_OF_CURVE)
     ours = ahead = most = None
     if not facts.is_exact and not (steps and length != steps) and (length or not ratio):
         ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH)
@@ -268,10 +252,7 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
         if not (ours["name"] == "constant" and key == "min_lr_ratio"):
             facts.put(f"schedule.{key}", value, *names)
     if ahead:
-        off = (
-            f"at most {_rounded_up(most or 0.0)} of the highest rate off"
-            if length
-            else "the longer the run, the nearer"
-        )
+        most_off = f"at most {_rounded_up(most or 0.0)} of the highest rate off"
+        off = most_off if length else "the longer the run, the nearer"
         text = f"the same curve, at most {ahead} step{'s' * (ahead > 1)} ahead, {off}; --exact keeps theirs"
         facts.say(next((name for name in ("curve", "decay_type", "warmup") if facts.has(name)), "lr"), "changed", text)

@@ -10,6 +10,7 @@ and ``say`` have an entry for the row, and entries for single values: ``kept ; n
 """
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwise.dialects.values import ABSENT, RefusedError, coerced, literal, word_of
+from shardwise.dialects.values import ABSENT, coerced, literal, word_of
+from shardwise.techniques import TECHNIQUES
 
 TABLES = Path(__file__).parent / "tables"
 VERDICTS = ("kept", "changed", "dropped", "refused")  # and "needs NAME": refused until there is such a technique
@@ -27,25 +29,15 @@ _HEAD_LINE = re.compile(r"(\w+): ?(.*)")
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one key.
+    """What is known of one key."""
 
-    Attributes:
-        key: dotted; a ``*`` in the middle is one part, at the end the rest; ``(loss)`` is a meaning that no key has.
-        takes: the words and kinds of values that it takes.
-        default: its value there where it is not given; ABSENT: none.
-        meaning: what it means there.
-        actions: value -> what it becomes; ``""``: of other values.
-        verdicts: value -> kept, changed, dropped, refused or ``needs NAME``.
-        says: value -> the sentence.
-    """
-
-    key: str
-    takes: tuple[str, ...]
-    default: Any
-    meaning: str
-    actions: Mapping[str, tuple[str, ...]]
-    verdicts: Mapping[str, str]
-    says: Mapping[str, str]
+    key: str  # dotted; a ``*`` in the middle is one part, at the end the rest; ``(loss)`` is a meaning that no key has
+    takes: tuple[str, ...]  # the words and kinds of values
+    default: Any  # its value there where it is not given; ABSENT: none
+    meaning: str  # there
+    actions: Mapping[str, tuple[str, ...]]  # value -> what it becomes; "": of other values
+    verdicts: Mapping[str, str]  # value -> kept, changed, dropped, refused or ``needs NAME``
+    says: Mapping[str, str]  # value -> the sentence
 
     @cached_property
     def is_pattern(self) -> bool:
@@ -79,11 +71,12 @@ class Row:
     def action_of(self, word: str) -> tuple[str, ...]:
         return self._entry(self.actions, word)
 
-    def verdict_of(self, word: str) -> str:
-        return self._entry(self.verdicts, word)
-
-    def say_of(self, word: str) -> str:
-        return self._entry(self.says, word)
+    def answer_of(self, word: str) -> tuple[str, str]:
+        """The verdict and the sentence; of what waits for a technique, those that hold with or without it."""
+        verdict, say = self._entry(self.verdicts, word), self._entry(self.says, word)
+        if verdict.startswith("needs "):
+            return ("kept", "") if exists(verdict.removeprefix("needs ")) else ("refused", say)
+        return verdict, say
 
     def _entry(self, entries: Mapping[str, Any], word: str) -> Any:
         """The entry of a value: its own, that of a class's bare name, that of any but the default, that of the row."""
@@ -96,11 +89,7 @@ class Row:
         return entries[""] if own is None else own
 
     def coerced(self, value: Any, key: str) -> Any:
-        """The value as its own type: words of YAML 1.1 and of an environment are switches and numbers too.
-
-        Raises:
-            RefusedError: the row does not take it.
-        """
+        """The value as its own type; see :func:`shardwise.dialects.values.coerced`."""
         return coerced(value, self.takes, key, may_be_infinite="@clip" in self.action_of(""))
 
 
@@ -122,22 +111,20 @@ class Table:
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], Row]]:
-        found = []
-        for row in sorted((row for row in self.rows.values() if row.is_pattern), key=lambda row: -len(row.key)):
-            bare = row.key.removesuffix(".*")
-            text = re.escape(bare).replace(r"\*", "[^.]+") + (r"\..+" if bare != row.key else "")
-            found.append((re.compile(text), row))
-        return found
+        rows = sorted((row for row in self.rows.values() if row.is_pattern), key=lambda row: -len(row.key))
+        texts = (re.sub(r"\\\.\\\*$", r"\\..+", re.escape(row.key)).replace(r"\*", "[^.]+") for row in rows)
+        return [(re.compile(text), row) for text, row in zip(texts, rows, strict=True)]
 
     @cached_property
     def plain_keys(self) -> list[str]:
-        return [key for key, row in self.rows.items() if not row.is_pattern and not row.is_of_all]
+        return [key for key, row in self.rows.items() if not row.is_pattern and not key.startswith(("(", "@"))]
 
     @cached_property
     def defaults(self) -> list[tuple[str, Row]]:
         """The rows of keys that have a default, each with its section."""
-        rows = [self.rows[key] for key in self.plain_keys if self.rows[key].default is not ABSENT]
-        return [(row.key.rpartition(".")[0], row) for row in rows]
+        return [
+            (key.rpartition(".")[0], self.rows[key]) for key in self.plain_keys if self.rows[key].default is not ABSENT
+        ]
 
     def find(self, key: str) -> Row | None:
         """The row of a key: its own, else the longest pattern that it fits."""
@@ -146,18 +133,16 @@ class Table:
     def has_section(self, key: str) -> bool:
         return any(known.startswith(f"{key}.") for known in self.rows)
 
-    def unknown(self, key: str) -> RefusedError:
-        """The refusal of a key without a row, with the nearest that there is."""
+    def unknown(self, key: str, *, is_compared: bool = True) -> str:
+        """What is said of a key without a row, with the nearest that there is."""
         if key.split(".")[0] in _COMPOSED:
-            return RefusedError(
-                key, "other files are put together by it: print the resolved configuration first, and import that"
-            )
-        near = difflib.get_close_matches(key, self.plain_keys, 1, 0.6)
-        if not near:
+            return "other files are put together by it: print the resolved configuration first, and import that"
+        near = difflib.get_close_matches(key, self.plain_keys, 1, 0.6) if is_compared else []
+        if is_compared and not near:
             last = {known.rpartition(".")[2]: known for known in reversed(self.plain_keys)}
             near = [last[word] for word in difflib.get_close_matches(key.rpartition(".")[2], [*last], 1, 0.75)]
         what = f"did you mean {near[0]!r}?" if near else "remove it"
-        return RefusedError(key, f"{self.name} ({self.version}) has no such key: {what}")
+        return f"{self.name} ({self.version}) has no such key: {what}"
 
     @property
     def version(self) -> str:
@@ -171,35 +156,37 @@ class Table:
         near = difflib.get_close_matches(key.removeprefix(section), own, 1, 0.85)
         return f"{section}{near[0]}" if near and _places(near[0]) == _places(key.removeprefix(section)) else None
 
-    def flatten(self, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    def flatten(self, values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
         """Nested values as dotted keys. Items of a list of mappings are named by the key that the head's ``lists`` says, else by
         their place; a section whose keys may be written without their prefix (``prefix``) gets it."""
-        prefix = self.pairs("prefix").get(".".join(path), "")
-        by = self.pairs("lists")
+        prefix, by = self.pairs("prefix").get(path, ""), self.pairs("lists")
         for name, value in values.items():
-            here = (*path, name)
-            if prefix and ".".join((*path, f"{prefix}{name}")) in self.rows:
-                here = (*path, f"{prefix}{name}")
-            key = ".".join(here)
+            key = f"{path}.{name}" if path else str(name)
+            if prefix and (longer := f"{path}.{prefix}{name}".removeprefix(".")) in self.rows:
+                key = longer
             if isinstance(value, list) and value and all(isinstance(v, dict) for v in value) and key not in self.rows:
                 for place, item in enumerate(value):
-                    yield from self.flatten(item, (*here, str(item.get(by.get(key, ""), place))))
+                    yield from self.flatten(item, f"{key}.{item.get(by.get(key, ''), place)}")
             elif isinstance(value, dict) and value and not self._is_leaf(key):
-                yield from self.flatten(value, here)
+                yield from self.flatten(value, key)
             else:
                 yield key, value
 
     def _is_leaf(self, key: str) -> bool:
         """Whether the row takes a mapping as it is."""
         row = self.rows.get(key)
-        if row is None:
-            return False
-        return bool(row.within) or (bool({"map", "table", "any"} & {*row.takes}) and not self.has_section(key))
+        takes_any = row is not None and bool({"map", "table", "any"} & {*row.takes})
+        return row is not None and (bool(row.within) or (takes_any and not self.has_section(key)))
 
 
 def _places(key: str) -> list[str]:
     """The places in lists that a key names."""
     return [part for part in key.split(".") if part.isdigit()]
+
+
+def exists(technique: str) -> bool:
+    """Whether there is a technique of this name, for rows that wait for it."""
+    return any(technique == one.name for one in TECHNIQUES)
 
 
 def names() -> tuple[str, ...]:
@@ -210,16 +197,14 @@ def names() -> tuple[str, ...]:
 @cache
 def head_of(name: str) -> Table:
     """A table without its rows: what says whether a configuration is of the system."""
-    return Table(name, dict(_head(name)), {})
-
-
-def _head(name: str) -> Iterator[tuple[str, str]]:
     with (TABLES / f"{name}.md").open(encoding="utf-8") as page:
-        for line in page:
-            if line.startswith("| "):
-                return
-            if match := _HEAD_LINE.match(line):
-                yield match[1], match[2].strip()
+        lines = itertools.takewhile(lambda line: not line.startswith("| "), page)
+        return Table(name, {match[1]: match[2].strip() for match in map(_HEAD_LINE.match, lines) if match}, {})
+
+
+def systems() -> list[str]:
+    """The systems whose files are read; variables of an environment are read by another's."""
+    return [name for name in names() if "dialect" not in head_of(name).head]
 
 
 @cache
@@ -254,21 +239,15 @@ def _split(cell: str, separator: str) -> list[str]:
 def _by_word(cell: str, separator: str) -> dict[str, str]:
     """``kept ; no: dropped`` -> ``{"": "kept", "no": "dropped"}``."""
     found = {"": ""}
-    for place, part in enumerate(part.strip() for part in cell.split(separator)):
-        word, colon, rest = part.partition(":")
+    for place, part in enumerate(cell.split(separator)):
+        word, colon, rest = part.strip().partition(":")
         has_word = colon and (place or separator == ";") and (" " not in word.strip() or separator == "‖")
-        if has_word:
-            found[word.strip().lower()] = rest.strip()
-        else:
-            found[""] = part
+        found |= {word.strip().lower(): rest.strip()} if has_word else {"": part.strip()}
     return found
 
 
 def _actions(cell: str) -> dict[str, tuple[str, ...]]:
-    if cell in ("-", ""):
-        return {"": ()}
     if cell.startswith("= "):
-        return {"": ("=" + cell[2:].strip(),)}
-    if re.match(r"[^\s@:=]*: ", cell):
-        return {word: () if text == "-" else tuple(_split(text, "&")) for word, text in _by_word(cell, ";").items()}
-    return {"": tuple(_split(cell, "&"))}
+        return {"": (f"={cell[2:].strip()}",)}
+    by_word = _by_word(cell, ";") if re.match(r"[^\s@:=]*: ", cell) else {"": cell}
+    return {word: () if text == "-" else tuple(_split(text, "&")) for word, text in by_word.items()}

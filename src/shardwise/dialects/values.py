@@ -20,14 +20,7 @@ _CALLED = {
 
 
 class RefusedError(Exception):
-    """A key or value that would silently change training, or that is not known.
-
-    Args:
-        key: the key of the source.
-        text: why, and behind a colon what to write.
-        value: what was given; ABSENT: it does not matter.
-        is_default: it is the default there, and not what the source says.
-    """
+    """A key or value that would silently change training, or that is not known: why, and behind a colon what to write."""
 
     def __init__(self, key: str, text: str, value: Any = ABSENT, *, is_default: bool = False):
         super().__init__(f"{key}: {text}")

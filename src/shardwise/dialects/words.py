@@ -7,13 +7,13 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from shardwise.config.torch_options import Place
-from shardwise.dialects.collect import detect, exists
+from shardwise.dialects.collect import detect
 from shardwise.dialects.table import Row, Table, head_of, load
 from shardwise.dialects.values import RefusedError, word_of
 from shardwise.errors import ConfigError
@@ -23,70 +23,9 @@ _MOST_SHOWN = 12
 _LEAST_KNOWN = 0.8  # the part of keys that must be a system's for a file to be taken for one of its own
 _USUAL = ("-1", "none", "auto", "no", "false", "")  # values that stand for what a run does by itself
 _IN_STEPS = ("warmup", "log_every", "eval_steps", "save_steps")  # below one they are a part of the run
+_PART = re.compile(r"0?\.\d+")
 _PREFIXES = ("fsdp_", "parallelism_config_", "dynamo_")
-_STRATEGIES = {
-    "full": "parallel.layout=dp_shard=-1",
-    "ddp": "parallel.layout=dp_replicate=-1",
-    "grad_op": "parallel.sharding.reshard_after_forward=false",
-    "hybrid": "parallel.layout=dp_replicate=-1,dp_shard=node",
-    "hybrid_grad_op": "parallel.layout=dp_replicate=-1,dp_shard=node",
-}
-_RESHARD = {
-    **dict.fromkeys(("true", "full_shard", "hybrid_shard"), "parallel.sharding.reshard_after_forward=true"),
-    **dict.fromkeys(("false", "shard_grad_op", "hybrid_shard_zero2"), "parallel.sharding.reshard_after_forward=false"),
-    "no_shard": _STRATEGIES["ddp"],
-}
-_CURVES = {
-    **dict.fromkeys(("linear", "warmupdecaylr"), "schedule.name=linear"),
-    **dict.fromkeys(("cosine", "cosine_with_min_lr", "cosine_annealing", "warmupcosinelr"), "schedule.name=cosine"),
-    **dict.fromkeys(("constant", "constant_with_warmup", "warmuplr"), "schedule.name=constant"),
-    **dict.fromkeys(("wsd", "warmup_stable_decay"), "schedule.name=wsd"),
-}
 _WHOLE = "what it means depends on other keys: import the whole configuration: shardwise import-config FILE"
-# Fact -> the override to write, {} being the value; a mapping: by its value.
-_OF_FACT: Mapping[str, str | Mapping[str, str]] = {
-    "lr": "optim.lr={}", "decay": "optim.weight_decay={}", "decay_matrices": "optim.weight_decay={}", "momentum": "optim.momentum={}",
-    "beta1": "optim.betas=[{},0.95]", "beta2": "optim.betas=[0.9,{}]", "betas": "optim.betas={}", "fused": "optim.fused={}",
-    "optimizer": "optim.name={}", "curve": _CURVES, "warmup": "schedule.warmup_steps={}",
-    "warmup_ratio": "schedule.warmup_ratio={}", "floor": "schedule.min_lr_ratio={}", "decay_ratio": "schedule.decay_ratio={}",
-     "micro": "data.micro_batch={}", "global": "data.global_batch={}", "accumulate": "data.global_batch=N",
-    "steps": "train.steps={}", "steps_cap": "train.steps={}", "epochs": "train.epochs={}", "clip": "train.max_grad_norm={}",
-    "seed": "train.seed={}", "model": "model.hf={}", "data": "data.path={}", "workers": "data.num_workers={}",
-    "prefetch_factor": "data.prefetch={}", "pack_to": "data.seq_len={}", "ranks": "launch.nproc={}", "per_node": "launch.nproc={}",
-    "tp": "parallel.layout=dp_shard=-1,tp={}", "cp": "parallel.layout=dp_shard=-1,cp={}", "shard": "parallel.layout=dp_shard={}",
-    "replicate": "parallel.layout=dp_replicate={},dp_shard=-1", "strategy": _STRATEGIES, "strategy_v1": _STRATEGIES,
-    "engine": {"fsdp": _STRATEGIES["full"], "ddp": _STRATEGIES["ddp"], "2d": "parallel.layout=dp_shard=-1,tp=2"},
-    "zero": {"3": _STRATEGIES["full"], "2": _STRATEGIES["grad_op"], "1": _STRATEGIES["grad_op"], "0": _STRATEGIES["ddp"]},
-    "fsdp_words": {
-        "full_shard": _STRATEGIES["full"], "shard_grad_op": _STRATEGIES["grad_op"], "hybrid_shard": _STRATEGIES["hybrid"],
-        "no_shard": _STRATEGIES["ddp"], "true": _STRATEGIES["full"], "": _STRATEGIES["full"], "false": _STRATEGIES["ddp"],
-    },
-    "reshard": "parallel.sharding.reshard_after_forward={}", "reshard_v2": _RESHARD,
-    "offload": {"true": "parallel.sharding.offload=true"}, "wrap_classes": "parallel.sharding.units={}",
-    "wrap_min": "parallel.sharding.min_unit_params={}", "mp": "parallel.precision={}", "compute": "parallel.precision={}",
-    "mp_bf16": {"true": "parallel.precision=bf16"}, "mp_bf16_else": {"true": "parallel.precision=bf16"},
-    "mp_fp16": {"true": "parallel.precision=fp16"}, "store": "parallel.precision={storage: {}}",
-    "load_dtype": {"bfloat16": "parallel.precision={storage: bf16}", "float16": "parallel.precision={storage: fp16}"},
-    "remat": {"full": "parallel.remat=full", "selective": "parallel.remat=selective", "budget": "parallel.compile.activation_memory_budget=0.5"}, "remat_some": "parallel.remat=selective", "remat_bool": {"true": "parallel.remat=full"},
-    "remat_offload": {"true": "parallel.remat={mode: full, offload: true}"}, "compile": {"true": "parallel.compile=blocks"},
-    "eval_steps": "train.eval_every={}", "eval_strategy": {"no": "train.eval_every=0", "steps": "train.eval_every=N", "epoch": "train.eval_every=N"},
-    "save_steps": "checkpoint.every={}", "save_strategy": {"steps": "checkpoint.every=N", "epoch": "checkpoint.every=N"},
-    "ckpt_every": "checkpoint.every={}", "ckpt_enable": {"true": "checkpoint.every=N"}, "keep": {"*": "checkpoint.keep={}", **dict.fromkeys(("0", "-1", "none"), "checkpoint.keep_every=1")},
-    "log_every": "log.every={}", "report_to": "log.to={}", "run_name": "log.name={}", "run_name_wandb": "log.name={}",
-}  # fmt: skip
-_OF_ADAPTERS: Mapping[str, str | Mapping[str, str]] = {
-    **{f"adapter_{key}": f"parallel.lora.{key}={{}}" for key in ("rank", "alpha", "dropout", "init", "targets", "exclude", "train")},
-    **{f"adapter_{key}": {"true": f"parallel.lora.{key}=true"} for key in ("rslora", "dora")},
-    "in_4_bits": {"true": "parallel.quantize=nf4"}, "adapter_all": {"true": "parallel.lora.targets=all-linear"},
-}  # fmt: skip
-_SAYS = {  # what to know of an override, beside the sentence of the row
-    "accumulate": "a step has N samples over all ranks: data.micro_batch x {} x data-parallel ranks, so accumulation follows from them",
-    "keep": "with checkpoint.every=N",
-    "eval_strategy": "at the end there is one anyway; data.val_fraction=0 keeps nothing for it",
-    "epochs": "fractions too; in place of train.steps",
-    "micro": "samples of one forward on one rank; data.global_batch is those of a step over all ranks, their accumulation included",
-    "model": "a directory that save_pretrained has written; nothing is downloaded",
-}
 
 
 @dataclass(frozen=True)
@@ -98,17 +37,12 @@ class Hint:
     tools: tuple[str, ...]
 
 
-def _tables() -> Iterator[Table]:
-    yield load("words")
-    yield from map(load, head_of("words").words("order"))
-
-
 @cache
 def _index() -> tuple[dict[str, list[tuple[Table, Row]]], dict[str, list[tuple[Table, Row]]]]:
     """Key -> its rows, and last part of a key -> rows of such keys, in the order in which meanings count."""
     whole: dict[str, list[tuple[Table, Row]]] = {}
     last: dict[str, list[tuple[Table, Row]]] = {}
-    for table in _tables():
+    for table in map(load, ("words", *head_of("words").words("order"))):
         for key in table.plain_keys:
             row = table.rows[key]
             row = table.rows.get(row.alias, row)
@@ -160,21 +94,18 @@ def _fix(row: Row, text: str, place: Place) -> str:
     except RefusedError as error:
         return error.text
     word = word_of(value) if text else ""
-    verdict, say = row.verdict_of(word), row.say_of(word).replace("{}", text or "N")
-    if verdict.startswith("needs "):
-        verdict, say = ("kept", "") if exists(verdict.removeprefix("needs ")) else ("refused", say)
+    verdict, say = row.answer_of(word)
+    say = say.replace("{}", text or "N")
     if verdict == "refused":
         return say
     overrides, says = [], []
     actions = row.action_of(word)
     for action in actions:
         target, is_constant, constant = action.partition("=")
-        fact = target[1:] if target.startswith("@") else ""
-        ours = (
-            _override(fact, constant if is_constant else text) if fact else _direct(target, is_constant, constant, text)
-        )
+        value = constant.replace("{}", text or "N") if is_constant else text
+        ours, more = _override(target[1:], value) if target[0] == "@" else (f"{target.strip('+')}={value or 'N'}", "")
         overrides += [ours] if ours else []
-        says += [_SAYS[fact].replace("{}", text or "N")] if ours and fact in _SAYS and not say else []
+        says += [more.replace("{}", text or "N")] if more and not say else []
     if not overrides and any(action.startswith("@") for action in actions) and word not in _USUAL:
         return "; ".join(filter(None, [_WHOLE, say]))
     if not overrides:
@@ -182,20 +113,17 @@ def _fix(row: Row, text: str, place: Place) -> str:
     return "; ".join([*(_shown(ours, place) for ours in overrides), *filter(None, [say]), *says])
 
 
-def _direct(key: str, is_constant: str, constant: str, text: str) -> str:
-    value = constant.replace("{}", text or "N") if is_constant else text or "N"
-    return f"{key.removesuffix('+')}={value}"
-
-
-def _override(fact: str, value: str) -> str:
-    """The override that a fact stands for; empty: none."""
-    known = _OF_FACT.get(fact) or _OF_ADAPTERS.get(fact, "")
-    if isinstance(known, str):
-        if fact in _IN_STEPS and re.fullmatch(r"0?\.\d+", value):
-            return f"schedule.warmup_ratio={value}" if fact == "warmup" else ""
-        return known.replace("{}", value) if value.lower() not in _USUAL else ""
-    words = [value.lower(), *value.lower().split()[:1], "*"]
-    return next((known[word] for word in words if word in known), "").replace("{}", value)
+def _override(fact: str, value: str) -> tuple[str, str]:
+    """The override that a fact stands for, and what to know of it; empty: none. A row of ``tables/words.md`` says it."""
+    row = load("words").rows.get(f"@{fact}")
+    if row is None or (fact in _IN_STEPS[1:] and _PART.fullmatch(value)):
+        return "", ""
+    if fact in _IN_STEPS and _PART.fullmatch(value):
+        return f"schedule.warmup_ratio={value}", ""
+    ours = row.action_of(value) or row.action_of(value.split(" ")[0])
+    if not ours or (row.actions.keys() == {""} and value.lower() in _USUAL):
+        return "", ""
+    return ours[0].replace("{}", value), row.says[""]
 
 
 def _shown(override: str, place: Place) -> str:

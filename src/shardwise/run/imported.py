@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.config.keywords import public_call
-from shardwise.config.loader import load_values
+from shardwise.config.loader import UNWRITTEN, load_values
 from shardwise.dialects.answers import Imported, imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.run.config import RunConfig
@@ -57,11 +57,21 @@ def from_config(
         environ=environ,
     )
     try:
-        return replace(made, config=load_values(made.run, RunConfig, origin=made.dialect).config)
+        return replace(made, config=checked(made.run, origin=made.dialect))
     except ShardwiseError as error:
         named = [one.key for one in made.findings if one.given and any(_is_about(ours, error) for ours in one.ours)]
         about = ", ".join(dict.fromkeys(named)) or made.dialect
         raise ConfigError(f"{about}: {error.given}", why=error.why, fix=error.fix) from None
+
+
+def checked(run: Mapping[str, Any], *, origin: str) -> RunConfig:
+    """A run file as ``train`` would read it once what it leaves open is written: that has its default."""
+    return load_values(_written(run), RunConfig, origin=origin).config
+
+
+def _written(values: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: _written(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    return {key: value for key, value in plain.items() if value != UNWRITTEN}
 
 
 def _is_about(said: str, error: ShardwiseError) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import called, load_target
+from shardwise.dialects.curves import ours
 from shardwise.errors import ConfigError
 from shardwise.model.names import canonical_tensors
 from shardwise.parallel import runtime_of, world_of
@@ -144,25 +145,7 @@ def _factor(schedule: Schedule, num_steps: int) -> Callable[[int], float]:
     if schedule.build is not None:
         return _own_factor(schedule.build, schedule.args, num_steps)
     warmup = schedule.settled_warmup(num_steps)
-    begin = num_steps - round(schedule.decay_ratio * num_steps) if schedule.name == "wsd" else warmup
-
-    def factor(done: int) -> float:
-        if done < warmup:
-            return (done + 1) / (warmup + 1)
-        if schedule.name == "constant" or done < begin:
-            return 1.0
-        # Of wsd, the first step of the decay is below 1 already: the step before it had the full rate.
-        through = (
-            (done - begin + 1) / max(1, num_steps - begin)
-            if schedule.name == "wsd"
-            else (done - begin) / max(1, num_steps - 1 - begin)
-        )
-        left = 1 - min(1.0, through)
-        if schedule.name == "cosine":
-            left = 0.5 * (1 - math.cos(math.pi * left))
-        return schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * left
-
-    return factor
+    return lambda done: ours(done, num_steps, schedule.name, warmup, schedule.min_lr_ratio, schedule.decay_ratio)
 
 
 def _own_factor(build: str, args: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
