@@ -33,7 +33,7 @@ def of_peft(case, folder):
         targets = list(lora.targets) if lora.targets != "all-linear" else lora.targets
         config = peft.LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora, use_dora=lora.dora,
-            modules_to_save=["norm", "input_layernorm", "post_attention_layernorm", "lm_head"] if case == "trained" else None,
+            rank_pattern=lora.ranks, alpha_pattern=lora.alphas, modules_to_save=["norm", "input_layernorm", "post_attention_layernorm", "lm_head"] if case == "trained" else None,
             fan_in_fan_out=case.startswith("gpt2"), task_type="CAUSAL_LM",
         )  # fmt: skip
         return peft.get_peft_model(base(case), config, autocast_adapter_dtype=False).eval()
@@ -91,7 +91,7 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
 
 
 @over_layouts
-@pytest.mark.parametrize("case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table"])
+@pytest.mark.parametrize("case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table", "ranks"])
 def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
     theirs = of_peft(case, None)
     for name, param in theirs.named_parameters():
@@ -270,7 +270,6 @@ def test_what_a_merge_or_pefts_files_cannot_hold_is_refused_by_name(ranks, tmp_p
         ({"peft_type": "IA3"}, "peft_type=IA3"),
         ({"bias": "all"}, "bias='all'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha 2, 8 of different layers"),
         ({"lora_bias": True}, "lora_bias=True"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"of_tomorrow": {"x": 1}}, "of_tomorrow"),
@@ -285,7 +284,6 @@ def test_an_adapter_of_peft_with_what_is_not_supported_is_refused_by_its_key(tmp
 @pytest.mark.parametrize(
     ("shapes", "says"),
     [
-        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "v.lora_A.weight": (3, 4), "v.lora_B.weight": (4, 3)}, "rank 2, 3 of different layers"),
         ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "k.lora_E": (2, 9)}, "k.lora_E"),
         ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "q.lora_magnitude_vector": (4,)}, "use_dora=False"),
         ({"norm.weight": (4,)}, "no lora_A and lora_B"),

@@ -9,3 +9,9 @@ def matches(name: str, cls: str, pattern: str) -> bool:
     parts, patterns = name.split("."), pattern.split(".")
     by_name = len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
     return by_name or fnmatch.fnmatchcase(cls, pattern)
+
+
+def ends_so(name: str, pattern: str) -> bool:
+    """Whether the last parts of a name match those of a pattern: ``layers.0.q_proj`` is meant by ``q_proj`` and by ``0.*``."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) >= len(patterns) and all(map(fnmatch.fnmatchcase, parts[-len(patterns) :], patterns))

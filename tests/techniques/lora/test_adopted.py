@@ -144,7 +144,7 @@ def test_adapters_beside_adapters_and_changes_after_parallelize_are_refused(rank
 
 
 CASES = {
-    "dora": ("llama", {"use_dora": True, "modules_to_save": ["lm_head", "input_layernorm"]}),
+    "dora": ("llama", {"use_dora": True, "modules_to_save": ["lm_head", "input_layernorm"], "rank_pattern": {"0.self_attn.q_proj": 3}, "alpha_pattern": {"v_proj": 9}}),
     "gpt2": ("gpt2", {"use_rslora": True}),
 }
 

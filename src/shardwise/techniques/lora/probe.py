@@ -15,7 +15,7 @@ from shardwise.model.names import canonical_modules
 from shardwise.model.peft_names import inner_of_peft
 from shardwise.model.trial import Trial
 from shardwise.recipe import Draft
-from shardwise.techniques.lora.options import LoRA
+from shardwise.techniques.lora.options import LoRA, by_name
 from shardwise.techniques.lora.peft_files import INITS
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
@@ -60,25 +60,30 @@ def _adopted(module: nn.Module) -> dict[str, Any]:
     if not layers and not others:
         return {}
     options = [option_of(layer) for layer in layers.values()]
-    unsaved = ""
-    if differing := [key for key in (options[0] if options else {}) if len({option[key] for option in options}) > 1]:
+    option, unsaved = {**options[0]} if options else {}, ""
+    for key in ("rank", "alpha") if options else ():
+        own = {name: each[key] for name, each in zip(layers, options, strict=True)}
+        option[f"{key}s"] = by_name(own, option[key])
+    differing = [key for key in ("dropout", "rslora", "dora", "name") if len({each[key] for each in options}) > 1]
+    if differing:
         unsaved = f"layers have another {' and '.join(differing)} each"
-    for option, layer in zip(options, layers.values(), strict=True):
-        if abs(LoRA(**option).scale - layer.adapter.scale) > 1e-9 * layer.adapter.scale:
-            unsaved = f"their scale is {layer.adapter.scale:g}, which lora_alpha={option['alpha']:g} does not give"
+    for each, layer in zip(options, layers.values(), strict=True):
+        if abs(LoRA(**each).scale - layer.adapter.scale) > 1e-9 * layer.adapter.scale:
+            unsaved = f"their scale is {layer.adapter.scale:g}, which lora_alpha={each['alpha']:g} does not give"
     for _, child in canonical_modules(module):
         configs: Any = getattr(child, "peft_config", {}) if inner_of_peft(child) else {}
         for config in configs.values():
             if (init := getattr(config, "init_lora_weights", True)) not in INITS:
                 unsaved = f"init_lora_weights={init!r} has changed the base, which is not in PEFT's files"
-    scales = [layer.adapter.scale for layer in layers.values()]
+    scales = {name: layer.adapter.scale for name, layer in layers.items()}
     return {
         "adopted": {
-            "option": options[0] if options else {},
+            "option": option,
             "adopted": True,
             "unsaved": unsaved,
             "as_they_are": others,
-            "scale": sum(scales) / max(len(scales), 1),
+            "scale": sum(scales.values()) / max(len(scales), 1),
+            "scales": scales if len({*scales.values()}) > 1 else {},
         }
     }
 
