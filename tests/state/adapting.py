@@ -34,7 +34,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"experts": STACKS}),
     "qwen3-moe": ("qwen3-moe", {"experts": STACKS, "rslora": True, "targets": ("q_proj",), "train": ("*norm",)}),
     "alone": ("mixtral", {"experts": ("down_proj", "gate.weight"), "targets": ()}),
-    "mixtral-ranks": ("mixtral", {"experts": STACKS, "ranks": {"gate_up_proj": 6}, "alphas": {"1.mlp.experts.down_proj": 3}}),
+    "mixtral-ranks": (
+        "mixtral",
+        {"experts": STACKS, "ranks": {"gate_up_proj": 6}, "alphas": {"1.mlp.experts.down_proj": 3}},
+    ),
 }
 OTHERS = DOUBLED | EXPERTS
 

@@ -91,7 +91,9 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
 
 
 @over_layouts
-@pytest.mark.parametrize("case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table", "ranks"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table", "ranks"]
+)
 def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
     theirs = of_peft(case, None)
     for name, param in theirs.named_parameters():

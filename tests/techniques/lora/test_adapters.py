@@ -80,6 +80,8 @@ def test_names_classes_and_answers_of_the_base_stay():
         ({"exclude": ("5",)}, sw.PlanError, "it means no layer"),
         ({"exclude": ("1", "3")}, sw.PlanError, "it excludes all targets"),
         ({"train": ("nrm",)}, sw.PlanError, "it means no layer"),
+        ({"ranks": {"0": 4}}, sw.PlanError, r"LoRA\(ranks=\('0',\)\)"),
+        ({"alphas": {"1": 4.0, "nrm": 4.0}}, sw.PlanError, r"LoRA\(alphas=\('nrm',\)\)"),
         ({"targets": "0", "dora": True}, sw.UnsupportedError, "DoRA is not defined for embeddings"),
     ],
 )
@@ -93,6 +95,9 @@ def test_names_that_mean_no_layer(options, error, words):
     [
         ({"rank": 0}, "rank=0"),
         ({"alpha": 0.0}, "with 0 nothing is trained"),
+        ({"alphas": {"q": 0.0}}, "with 0 nothing is trained"),
+        ({"ranks": {"q": 0}}, "ranks"),
+        ({"rank_pattern": {"q": 4}}, "it is called ranks here"),
         ({"targets": ()}, "means no layer"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"name": "a.b"}, "one part of a tensor's name"),

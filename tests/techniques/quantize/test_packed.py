@@ -63,6 +63,38 @@ def test_values_of_the_whole_and_of_parts_are_those_of_the_definition(shape):
         assert torch.equal(mine, want[at][:, first:])
 
 
+def nibbles(codes, shape):
+    """The codes of a weight, one in each byte: rows are filled here, and the flat weight is by bitsandbytes."""
+    return torch.stack([codes >> 4, codes & 15], -1).reshape(-1, codes.shape[-1] * 2)[..., : shape[1]].reshape(-1)
+
+
+def test_codes_are_those_of_bitsandbytes_and_each_reads_the_bytes_of_the_other():
+    theirs = pytest.importorskip("bitsandbytes.functional")
+    shapes = [shape for shape in SHAPES if shape[0] * shape[1] > 1]
+    assert len(shapes) >= 40
+    for shape in shapes:
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])) * 0.05
+        codes, scales, outer, mean = nf4.pack(weight)
+        whole = nf4.Packing.of(shape)
+        for nested in (True, False):
+            packed_, state = theirs.quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
+            flat = nibbles(packed_.view(1, -1), (1, weight.numel()))
+            assert torch.equal(nibbles(codes, shape), flat), (shape, nested)
+            if not nested or shape[1] % 2:
+                continue
+            rest = state.absmax.view(scales.shape), state.state2.absmax, state.offset
+            values = nf4.unpack(packed_.view(codes.shape), *rest, whole, torch.float32)
+            largest = theirs.dequantize_blockwise(state.absmax, state.state2) + state.offset
+            of_numbers = largest.repeat_interleave(64)[: weight.numel()]
+            assert torch.equal(values.view(-1), state.code[flat.long()] * of_numbers), shape
+            if shape[1] % 64 and shape[1] % 16 == 0:
+                continue  # on a CPU with AVX-512 bitsandbytes 0.50 takes blocks of a row by itself there, and not those it has made
+            assert torch.equal(values, theirs.dequantize_4bit(packed_, state)), shape
+            state.absmax, state.state2.absmax, state.offset = scales.view(-1), outer, mean
+            of_ours = theirs.dequantize_4bit(codes.view(packed_.shape), state)
+            assert torch.equal(of_ours, nf4.unpack(codes, scales, outer, mean, whole, torch.float32)), shape
+
+
 def test_zeros_stay_zeros_and_one_block_is_exact_at_its_ends():
     weight = torch.zeros(3, 64)
     assert not nf4.unpack(*nf4.pack(weight), nf4.Packing.of((3, 64)), torch.float32).any()

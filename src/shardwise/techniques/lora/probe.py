@@ -1,7 +1,7 @@
 """Whether other code than a layer's own forward reads the weight that an adapter is beside: it would pass over the adapter."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model.adapted import AdaptedLinear, adapted_layers
 from shardwise.model.adapted_parameters import AdaptedParameters, adapted_weight, factors_of
-from shardwise.model.adopted import not_adopted, option_of, weight_name
+from shardwise.model.adopted import OF_PARAMETER, not_adopted, option_of, weight_name
 from shardwise.model.names import canonical_modules
 from shardwise.model.peft_names import inner_of_peft
 from shardwise.model.trial import Trial
@@ -32,6 +32,7 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
         UnsupportedError: a weight that is read past its layer, by name.
     """
     adopted = _adopted(module) if lora is None else {}
+    _refuse_parameters(adopted, draft)
     if not adapted_layers(module):
         return adopted
     find = functools.partial(_found, module, example, draft)
@@ -52,6 +53,20 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
             name=name,
         )
     return {**adopted, "unchecked": unchecked} if unchecked else adopted
+
+
+def _refuse_parameters(adopted: Mapping[str, Any], draft: Draft) -> None:
+    """Refuses adapters of parameters by PEFT where these are cut: each forward writes ``W + s B A`` in place of the parameter."""
+    others = adopted.get("adopted", {}).get("as_they_are", {})
+    name = next((name for name, why in others.items() if why == OF_PARAMETER), None)
+    if name is None or draft.layout.degree("fsdp") == 1:
+        return
+    raise UnsupportedError(
+        f"adapters of parameters by PEFT (target_parameters) under {draft.layout}",
+        why="PEFT puts what it makes of W and its adapter in the parameter's place in each forward, where FSDP2 keeps a rank's shard of it",
+        fix="give the model without adapters, and lora=sw.LoRA(experts=(...)), whose numbers and files are PEFT's, under every layout",
+        name=name,
+    )
 
 
 def _adopted(module: nn.Module) -> dict[str, Any]:
