@@ -256,9 +256,9 @@ def test_a_frozen_base_is_stored_as_it_is_computed(ranks):
 def test_no_sum_is_added(ranks):
     """Of three blocks: as many sums as the layers without adapters need where norms are trained, or one less: nothing before the first
     adapter needs a gradient."""
-    plain, _ = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", None)[0]
-    found, cut = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", sw.LoRA(rank=2))[0]
-    assert plain - 1 <= found <= plain and cut > 20
+    plain, _, alone = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", None)[0]
+    found, cut, held = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", sw.LoRA(rank=2))[0]
+    assert plain - 1 <= found <= plain and cut > 20 and held <= alone + 0.03
 
 
 def test_masks_of_a_part_of_the_inputs_differ_between_ranks_and_those_of_whole_inputs_do_not(ranks):

@@ -16,9 +16,11 @@ from shardwise.model.adapted import Adapter, adapted_linear
 from shardwise.model.layers import BUFFER, LAYER_FUNCTIONS, Further, Layer
 from shardwise.model.packed import packed_layers
 from shardwise.techniques.lora.prepare import prepare as with_adapters
+from shardwise.techniques.lora.prepare import values_of_proof
 from shardwise.techniques.quantize.prepare import prepare
 from shardwise.techniques.tp.search.layer_functions import parts_differ
 
+LOW = sw.LoRA(rank=1)
 SHAPES = [(7, width) for width in (*range(1, 36), 63, 64, 65, 100, 128, 200)] + [(129, 172), (64, 896), (300, 128)]
 
 
@@ -168,6 +170,30 @@ def test_mixed_precision_trains_and_bytes_stay_bytes(ranks, layout):
     assert {dtype for key, dtype in dtypes.items() if "weight_nf4" in key} == {"torch.uint8"}
     assert {dtype for key, dtype in dtypes.items() if "lora_" in key} == {"torch.float32"}
     assert "nf4: " in text and "stays plain" in text
+
+
+def test_units_gather_bytes(ranks):
+    """Of a block in bf16 a bit more than a quarter is gathered: half a byte of each number, for two."""
+    plain, adapted, packed_ = ranks.run(
+        packed.gathered_bytes, 2, [{}, {"lora": LOW}, {"lora": LOW, "quantize": "nf4"}]
+    )[0]
+    assert plain >= 2 * 4 * 512 * 512 and plain < adapted < 1.01 * plain
+    assert packed_ <= 0.27 * plain
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # of torch, about its own
+@pytest.mark.parametrize("bits", [False, True], ids=["plain", "nf4"])
+def test_a_compiled_block_has_no_graph_break(bits):
+    block = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64))
+    with_adapters(block, None, None, lora=sw.LoRA(rank=2))
+    values_of_proof(block)
+    block = with_nf4(block) if bits else block
+    x, found = torch.randn(3, 64), []
+    for each in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        y = each(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), [p for p in block.parameters() if p.requires_grad])])
+    torch._dynamo.reset()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True)) and len(found[0]) == 5
 
 
 def test_the_backward_keeps_bytes(monkeypatch):
