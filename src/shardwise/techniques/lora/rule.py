@@ -1,6 +1,5 @@
 """Adds to the recipe which layers have an adapter, and what is trained."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +101,7 @@ def lines(recipe: Recipe) -> list[str]:
     if not entry.layers:
         return []
     lora = entry.lora
-    sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
+    sizes = {name: param.numbers for name, param in recipe.params.items()}
     trained = sum(sizes[name] for name, param in recipe.params.items() if param.trainable)
     kind = "DoRA" if lora.dora else "rsLoRA" if lora.rslora else "LoRA"
     beside, stacks = sum(1 for name in trained_beside(recipe)), parameters_of(recipe)
