@@ -191,21 +191,6 @@ class LoRA(Options, frozen=True, kw_only=True):
         return self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank)
 
 
-def by_name(values: Mapping[str, T], otherwise: T) -> dict[str, T]:
-    """Values of layers in the fewest words: by the last parts of their names where all layers of such a name have the same, else all of
-    them by their whole names.
-
-    >>> by_name({"0.q": 4, "0.k": 8, "1.q": 4, "1.k": 8}, 8), by_name({"0.q": 4, "1.q": 8}, 8)
-    ({'q': 4}, {'0.q': 4, '1.q': 8})
-    """
-    of_last: dict[str, set[T]] = {}
-    for name, value in values.items():
-        of_last.setdefault(name.rpartition(".")[2], set()).add(value)
-    if any(len(each) > 1 for each in of_last.values()):
-        return {**values}
-    return {last: value for last, (value,) in of_last.items() if value != otherwise}
-
-
 def _meant(values: Mapping[str, T], name: str, otherwise: T) -> T:
     """The value of the longest pattern that means a name: it is the closest one, and a whole name comes before all."""
     hits = [pattern for pattern in values if ends_so(name, pattern)]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.recipe.patterns import by_name
 from shardwise.techniques.lora import peft_parameters
-from shardwise.techniques.lora.options import by_name
 from shardwise.techniques.technique import AdapterFiles
 
 if TYPE_CHECKING:
@@ -250,12 +250,10 @@ def option_in(folder: Path) -> dict[str, Any]:
     ):  # which every file of PEFT has, and ours have not
         _refuse(folder, "adapters of nn.MultiheadAttention, by PEFT", peft_parameters.TWICE)
     units = _units(folder, config, layers, stacks)
-    rank, alpha = (
-        config.get(key, 8) if config.get(key, 8) in of else next(iter(of))
-        for key, of in (
-            ("r", [rank for rank, _ in units.values()]),
-            ("lora_alpha", [alpha for _, alpha in units.values()]),
-        )
+    ranks, alphas = {name: rank for name, (rank, _) in units.items()}, {name: of for name, (_, of) in units.items()}
+    rank = config.get("r", 8) if config.get("r", 8) in ranks.values() else next(iter(ranks.values()))
+    alpha = (
+        config.get("lora_alpha", 8) if config.get("lora_alpha", 8) in alphas.values() else next(iter(alphas.values()))
     )
     has_vectors = {"lora_magnitude_vector" in shapes for shapes in found.values()}
     if has_vectors != {bool(config.get("use_dora"))}:
@@ -267,8 +265,8 @@ def option_in(folder: Path) -> dict[str, Any]:
     return {
         "rank": rank,
         "alpha": float(alpha),
-        "ranks": by_name({name: of_unit for name, (of_unit, _) in units.items()}, rank),
-        "alphas": by_name({name: of_unit for name, (_, of_unit) in units.items()}, alpha),
+        "ranks": by_name(ranks, rank),
+        "alphas": by_name(alphas, alpha),
         "targets": tuple(name for name in layers if name not in attention),
         "experts": tuple(config["target_parameters"]) if stacks else (),
         "dropout": float(config.get("lora_dropout") or 0.0),

@@ -15,7 +15,8 @@ from shardwise.model.names import canonical_modules
 from shardwise.model.peft_names import inner_of_peft
 from shardwise.model.trial import Trial
 from shardwise.recipe import Draft
-from shardwise.techniques.lora.options import LoRA, by_name
+from shardwise.recipe.patterns import by_name
+from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_files import INITS
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
