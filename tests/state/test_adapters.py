@@ -313,6 +313,29 @@ def test_an_option_is_made_from_a_directory_of_peft(tmp_path):
     )
 
 
+def test_ranks_and_alphas_of_patterns_are_read_as_peft_does(tmp_path):
+    shapes = {
+        f"{name}.lora_{part}.weight": (rank, 4)[:: 1 if part == "A" else -1]
+        for name, rank in (("a.q", 2), ("b.q", 3), ("a.v", 2))
+        for part in "AB"
+    }
+    write(tmp_path, {"rank_pattern": {"b.q": 3}, "alpha_pattern": {"^a.*q": 4, "v|q": 5}}, shapes)
+    lora = sw.LoRA.of(tmp_path)
+    assert lora.ranks == {"a.q": 2, "b.q": 3, "a.v": 2} and lora.alphas == {"a.q": 4, "b.q": 5, "a.v": 5}
+    write(tmp_path, {"alpha_pattern": {"v": 5}}, shapes)
+    assert sw.LoRA.of(tmp_path).alphas == {"v": 5}
+    for wrong in ({"(": 4}, {"q": "four"}, {"q": 0}, ["q"]):
+        write(tmp_path, {"alpha_pattern": wrong}, shapes)
+        with pytest.raises(sw.CheckpointError, match="alpha"):
+            sw.LoRA.of(tmp_path)
+
+
+def test_of_names_that_mean_a_layer_the_longest_counts():
+    lora = sw.LoRA(ranks={"q": 2, "a.q": 3, "*.a.q": 5})
+    assert [lora.rank_of(name) for name in ("q", "b.q", "a.q", "c.a.q", "v")] == [2, 2, 3, 5, 8]
+    assert [lora.alpha_of(name) for name in ("q", "a.q", "v")] == [4, 6, 16]
+
+
 class Ends(torch.nn.Module):
     """Has modules whose name ends as PEFT's ``lora_dropout`` does: ``out`` in each block, and its own with ``outer``."""
 

@@ -385,7 +385,8 @@ def test_merges_and_late_readers_that_would_be_wrong_are_refused(ranks):
 
 
 def test_a_checkpoint_is_not_loaded_into_adapters_of_another_scale(ranks, tmp_path):
-    options = [{"alpha": 4}, {"alpha": 4, "dropout": 0.1}, {"alpha": 9}]
+    options = [{"alpha": 4}, {"alpha": 4, "dropout": 0.1}, {"alpha": 9}, {"alphas": {"up": 2, "down": 6}}]
     found = ranks.run(adapters.resumed, 2, str(tmp_path), options)[0]
     assert found[:4] == [""] * 4  # resumed, and its weights loaded
-    assert len(found) == 6 and all("scale of adapters 2" in text and "made with 4.5" in text for text in found[4:])
+    assert len(found) == 8 and all("scale of adapters 2" in text and "made with 4.5" in text for text in found[4:6])
+    assert all("scale of adapters 2" in text and "made with 1 (up)" in text for text in found[6:])  # of the same mean

@@ -1,6 +1,7 @@
 """Frozen weights in 4 bits: their values, the same bytes under every layout, training as in one process."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -57,8 +58,8 @@ def test_values_of_the_whole_and_of_parts_are_those_of_the_definition(shape):
     assert codes.shape == whole.codes_shape and scales.shape == whole.scales_shape
     assert torch.equal(nf4.unpack(codes, scales, outer, mean, whole, torch.float32), want)
     assert torch.equal(nf4.unpack(codes, scales, outer, mean, whole, torch.bfloat16), want.bfloat16())
-    for first in {0, 2 * (shape[1] // 4)}:
-        rows = ((1, 2), (shape[0] - 3, 3))  # the last ones are in another group of scales, of large shapes
+    few = ((1, 2), (shape[0] - 3, 3))  # the last ones are in another group of scales, of large shapes
+    for first, rows in itertools.product({0, 2 * (shape[1] // 4)}, (few, ((1, shape[0] - 1),))):
         part = nf4.Packing(shape, rows, first, shape[1] - first)
         at = [row for start, number in rows for row in range(start, start + number)]
         mine = nf4.unpack(codes[at][:, first // 2 :], scales, outer, mean, part, torch.float32)
