@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import re
 
+import models
 import pytest
 import torch
 from techniques.lora.test_parity import RANKS
@@ -171,6 +173,10 @@ def test_mixed_precision_trains_and_bytes_stay_bytes(ranks, layout):
     assert {dtype for key, dtype in dtypes.items() if "weight_nf4" in key} == {"torch.uint8"}
     assert {dtype for key, dtype in dtypes.items() if "lora_" in key} == {"torch.float32"}
     assert "nf4: " in text and "stays plain" in text
+    plain = sum(p.numel() for p in models.get("llama").build().parameters())
+    words = re.search(r"([\d,]+) of ([\d,]+) numbers", text).groups()
+    trained, of_all = (int(word.replace(",", "")) for word in words)
+    assert of_all == plain + trained  # those of packed weights, and not their bytes
 
 
 def test_units_gather_bytes(ranks):
