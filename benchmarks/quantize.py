@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -211,6 +212,7 @@ def table(
 
 def memory_text(number: int, size: int) -> str:
     """Fine-tunes a directory on two ranks, and says what they took."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # else glibc keeps what is freed: the gathered bytes of all units
     with tempfile.TemporaryDirectory() as folder:
         num_bytes = write_stack(folder, number, size)
         found = launch_local(f"{Path(__file__).resolve()}:measure_memory", nproc=2, args=(folder, number, size))
