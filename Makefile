@@ -44,12 +44,12 @@ help:  ## list these commands
 demo: $(ENV)  ## train a small model on 2 local processes, about a minute, and prove its gradients
 	@$(PYTHON) -m shardwise train $(ARGS)
 
-finetune: $(ENV)  ## fine-tune a tiny model directory by LoRA adapters on 2 local processes, about a minute, and open it in PEFT
+finetune: $(ENV)  ## fine-tune a tiny model directory in 4 bits by LoRA adapters on 2 local processes, two minutes, and open it in PEFT
 	@$(PYTHON) examples/small_chat.py runs/chat
 	@$(PYTHON) -m shardwise train examples/chat.yaml --train.prove=false
 	@$(PYTHON) -m shardwise train examples/lora.yaml $(ARGS)
-	@if $(PYTHON) -c "import peft" 2>/dev/null; then $(PYTHON) examples/in_peft.py runs/chat-lora; \
-	else echo "peft is not installed: python examples/in_peft.py runs/chat-lora opens the adapters in it"; fi
+	@if $(PYTHON) -c "import peft, bitsandbytes" 2>/dev/null; then $(PYTHON) examples/in_peft.py runs/chat-lora; \
+	else echo "peft or bitsandbytes is not installed: python examples/in_peft.py runs/chat-lora opens the adapters in them"; fi
 
 test: $(ENV)  ## the whole suite, on a clean checkout too (minutes)
 	@echo "tests: a dot each; the first that uses ranks waits some seconds for PyTorch"

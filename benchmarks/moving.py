@@ -41,7 +41,7 @@ def _prepared(uneven: bool) -> Iterator[Any]:
     Gives the module ``tiny``."""
     before, others = (
         torch.get_default_dtype(),
-        {name: sys.modules.pop(name, None) for name in ("tiny", "tiny_llama", "tiny_adapter")},
+        {name: sys.modules.pop(name, None) for name in ("tiny", "tiny_llama", "tiny_adapter", "tiny_qlora")},
     )
     sys.path.insert(0, str(FOLDER))
     torch.set_default_dtype(torch.float64)

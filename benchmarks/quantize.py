@@ -1,13 +1,19 @@
-"""Measures weights in 4 bits beside bitsandbytes, on one process: packing, unpacking, and loading a directory into packed layers.
+"""Measures weights in 4 bits beside bitsandbytes (and torchao, where it is installed), on one process: packing, unpacking, and loading a
+directory into packed layers; and what fine-tuning takes of memory on two ranks.
 
     python benchmarks/quantize.py                            # prints a table; a minute on one core, needs bitsandbytes
     python benchmarks/quantize.py --write docs/quantize.md   # and puts it into the page
+    python benchmarks/quantize.py --memory 160               # and fine-tunes 160 layers of [4096, 4096], 5 GiB in bf16, on two ranks
 
 Before anything is timed the codes of all numbers are those of bitsandbytes, and the values that both make of one set of bytes are equal.
 Times are in turns, on one thread; read the ratios.
 """
 
 import argparse
+import contextlib
+import functools
+import json
+import os
 import statistics
 import sys
 import tempfile
@@ -17,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.launch import launch_local
 from shardwise.model import nf4
 
-__all__ = ["measure_codes", "measure_load", "table"]
+__all__ = ["measure_codes", "measure_difference", "measure_load", "measure_memory", "measure_others", "table"]
 
 
 def measure_codes(size: int, rounds: int) -> dict[str, tuple[float, float]]:
@@ -73,32 +80,147 @@ class _Stack(nn.Module):
         return x
 
 
-def measure_load(number: int, size: int) -> float:
-    """Seconds of ``load_weights`` of a bfloat16 file into packed layers."""
+def write_stack(folder: str, number: int, size: int) -> int:
+    """Writes a directory of linear layers in bfloat16, each into a file of its own. Returns its bytes."""
+    names, place = {}, Path(folder)
+    values = (torch.randn(size, size, generator=torch.Generator().manual_seed(0)) / size**0.5).bfloat16()
+    for i in range(number):
+        names[f"layers.{i}.weight"] = f"model-{i:05}.safetensors"
+        save_file({f"layers.{i}.weight": values.roll(i)}, place / names[f"layers.{i}.weight"])
+    index = {"metadata": {"total_size": 2 * number * size * size}, "weight_map": names}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return sum(path.stat().st_size for path in place.glob("*.safetensors"))
+
+
+def _stack(world: sw.World, number: int, size: int) -> nn.Module:
+    return sw.parallelize(
+        functools.partial(_Stack, number, size),
+        world,
+        init="load",
+        lora=sw.LoRA(rank=1),
+        quantize="nf4",
+        precision="bf16",
+        example={"x": torch.zeros(1, size)},
+    )
+
+
+def measure_load(folder: str, number: int, size: int) -> tuple[float, int]:
+    """Seconds of ``load_weights`` of such a directory into packed layers, and how many bytes this takes at most beside them."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, sw.init("dp_shard=1", device="cpu") as world:
-        path = Path(folder) / "model.safetensors"
-        save_file({f"layers.{i}.weight": (torch.randn(size, size) * 0.02).bfloat16() for i in range(number)}, str(path))
-        model = sw.parallelize(
-            lambda: _Stack(number, size), world, init="load", lora=sw.LoRA(rank=1), quantize="nf4", precision="bf16"
-        )
+    with sw.init("dp_shard=1", device="cpu") as world:
+        with tempfile.TemporaryDirectory() as small:  # what is allocated once
+            write_stack(small, 1, 128)
+            sw.load_weights(_stack(world, 1, 128), small)
+        model = _stack(world, number, size)
+        before = _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         begin = time.perf_counter()
-        sw.load_weights(model, path)
-        return time.perf_counter() - begin
+        sw.load_weights(model, folder)
+        seconds = time.perf_counter() - begin
+        held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        return seconds, _memory("VmHWM") - before - held
 
 
-def table(codes: dict[str, tuple[float, float]], load: float, number: int, size: int) -> str:
+def measure_others(folder: str, number: int) -> dict[str, float]:
+    """Seconds in which others read the same directory, a tensor at a time, and pack it: by name."""
+    import bitsandbytes.functional as theirs
+
+    torch.set_num_threads(1)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        "bitsandbytes": lambda w: theirs.quantize_4bit(w, blocksize=64, compress_statistics=True, quant_type="nf4")
+    }
+    with contextlib.suppress(ImportError):
+        from torchao.quantization import NF4Tensor  # pyrefly: ignore
+
+        calls["torchao"] = lambda w: NF4Tensor.from_tensor(w, 64, 256)
+    found = {}
+    for name, call in calls.items():
+        begin = time.perf_counter()
+        kept = [
+            call(load_file(path)[f"layers.{i}.weight"])
+            for i, path in enumerate(sorted(Path(folder).glob("*.safetensors")))
+        ]
+        found[name] = time.perf_counter() - begin
+        assert len(kept) == number
+    return found
+
+
+def measure_memory(folder: str, number: int, size: int, steps: int = 2) -> tuple[int, list[float]]:
+    """The largest resident memory of this rank, its Python and torch with it, and the losses: loads a directory and trains adapters."""
+    torch.set_num_threads(1)
+    with sw.init("dp_shard=-1", device="cpu") as world:
+        model = _stack(world, number, size)
+        sw.load_weights(model, folder)
+        optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        step = sw.TrainStep(model, optim, loss=lambda y, batch: y.square().sum(), count=lambda batch: 4 * size)
+        batch = {"x": torch.randn(4, size, generator=torch.Generator().manual_seed(world.rank))}
+        losses = [step([batch]).loss for _ in range(steps)]
+        return _memory("VmHWM"), losses
+
+
+def _memory(what: str) -> int:
+    """Of this process, in bytes: ``VmRSS``, or ``VmHWM``, its peak."""
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(text.partition(f"{what}:")[2].split()[0])
+
+
+def measure_difference(size: int = 1024) -> tuple[float, float]:
+    """Share of the values that are others without double quantisation (bitsandbytes' default, and TRL's), and the largest relative
+    difference."""
+    import bitsandbytes.functional as theirs
+
+    weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.02
+    nested, plain = (
+        theirs.dequantize_4bit(*theirs.quantize_4bit(weight, blocksize=64, compress_statistics=each, quant_type="nf4"))
+        for each in (True, False)
+    )
+    apart = (nested - plain).abs()
+    return float((apart > 0).float().mean()), float((apart / plain.abs().clamp(min=1e-30)).max())
+
+
+def table(
+    codes: dict[str, tuple[float, float]],
+    seconds: float,
+    others: dict[str, float],
+    extra: float,
+    number: int,
+    size: int,
+) -> str:
     """What was measured, as a table."""
     lines = ["| on one core | Shardwise | bitsandbytes | ratio |", "|---|--:|--:|--:|"]
     lines += [
         f"| {what}, million numbers a second | {ours:.0f} | {theirs:.0f} | {ours / theirs:.1f} |"
         for what, (ours, theirs) in codes.items()
     ]
-    loaded = number * size * size / 1e6 / load
+    of_others = {name: number * size * size / 1e6 / each for name, each in others.items()}
+    ours = number * size * size / 1e6 / seconds
     lines.append(
-        f"| `load_weights` of {number} x [{size:,}, {size:,}] in bf16, million numbers a second | {loaded:.0f} | | |"
+        f"| reading {number} x [{size:,}, {size:,}] in bf16 and packing it, million numbers a second | {ours:.0f} | "
+        f"{of_others['bitsandbytes']:.0f} | {ours / of_others['bitsandbytes']:.1f} |"
+    )
+    if "torchao" in of_others:
+        lines.append(f"| the same beside torchao: {of_others['torchao']:.0f} | | | {ours / of_others['torchao']:.1f} |")
+    lines.append(
+        f"| memory for reading and packing one [{2 * size:,}, {2 * size:,}], beside what is packed: a part of its bytes in bf16 | {extra:.2f} | | |"
+    )
+    share, largest = measure_difference()
+    lines.append(
+        f"| values that `bnb_4bit_use_double_quant=False` makes otherwise | {share:.0%}, by up to {largest:.2%} | | |"
     )
     return "\n".join(lines)
+
+
+def memory_text(number: int, size: int) -> str:
+    """Fine-tunes a directory on two ranks, and says what they took."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # else glibc keeps what is freed: the gathered bytes of all units
+    with tempfile.TemporaryDirectory() as folder:
+        num_bytes = write_stack(folder, number, size)
+        found = launch_local(f"{Path(__file__).resolve()}:measure_memory", nproc=2, args=(folder, number, size))
+    peak, losses = max(peak for peak, _ in found), found[0][1]
+    return (
+        f"a directory of {num_bytes / 2**20:,.0f} MiB in bf16, fine-tuned in 4 bits on 2 ranks: at most {peak / 2**20:,.0f} MiB of resident "
+        f"memory each, Python and torch with it, {num_bytes / peak:.1f} times less; losses {', '.join(f'{loss:.4g}' for loss in losses)}"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,10 +228,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=4096, help="rows and inputs of a weight (4096)")
     parser.add_argument("--rounds", type=int, default=7, help="timed calls of each contender (7)")
+    parser.add_argument("--memory", type=int, default=0, metavar="N", help="also fine-tune N layers on two ranks (0)")
     parser.add_argument("--write", type=Path, help="a page whose <!-- quantize --> part is replaced by the table")
     args = parser.parse_args(argv)
-    text = table(measure_codes(args.size, args.rounds), measure_load(6, args.size), 6, args.size)
+    here, number = str(Path(__file__).resolve()), 6
+    codes = launch_local(f"{here}:measure_codes", nproc=1, args=(args.size, args.rounds))[0]
+    with tempfile.TemporaryDirectory() as folder:
+        write_stack(folder, number, args.size)
+        seconds, _ = launch_local(f"{here}:measure_load", nproc=1, args=(folder, number, args.size))[0]
+        others = launch_local(f"{here}:measure_others", nproc=1, args=(folder, number))[0]
+    with tempfile.TemporaryDirectory() as folder:
+        num_bytes = write_stack(folder, 1, 2 * args.size)
+        _, extra = launch_local(f"{here}:measure_load", nproc=1, args=(folder, 1, 2 * args.size))[0]
+    text = table(codes, seconds, others, extra / num_bytes, number, args.size)
     print(text)
+    if args.memory:
+        text += f"\n\n{memory_text(args.memory, args.size)}"
+        print(text.splitlines()[-1])
     if args.write:
         before, _, rest = args.write.read_text(encoding="utf-8").partition("<!-- quantize -->\n")
         after = rest.partition("<!-- /quantize -->")[2]

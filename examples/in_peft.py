@@ -3,10 +3,9 @@
 python examples/small_chat.py runs/chat           # a tiny model directory and conversations
 shardwise train examples/chat.yaml                # what stands here for a pretrained model
 shardwise train examples/lora.yaml
-python examples/in_peft.py runs/chat-lora         # needs peft; nothing here knows of Shardwise
+python examples/in_peft.py runs/chat-lora         # needs peft and bitsandbytes; nothing here knows of Shardwise
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main(run: str, question: str = "What does a red cow do?") -> float:
     """Returns the largest difference of a logit."""
-    adapter, merged = Path(run, "adapter"), Path(run, "weights")
-    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    adapter, base, merged = (Path(run, name) for name in ("adapter", "base", "weights"))
     tokenizer = AutoTokenizer.from_pretrained(merged)
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
 
-    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    # On some CPUs bitsandbytes computes with 4 bits in bfloat16: the values of the weights are taken, as on the ranks.
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).dequantize().eval()
     before = answer(plain, tokenizer, prompt)
     with_adapter = PeftModel.from_pretrained(plain, adapter).eval()
     alone = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()

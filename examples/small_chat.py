@@ -64,7 +64,7 @@ def main(dest: str, num: int) -> None:
     found = conversations(num)
     tokenizer = make_tokenizer([message["content"] for each in found for message in each["messages"]])
     torch.manual_seed(0)
-    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(
         vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id, **sizes
     )

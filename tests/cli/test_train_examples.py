@@ -173,15 +173,16 @@ def test_adapters_are_trained_resumed_and_started_from_and_peft_opens_them(ranks
         return on_ranks(ranks, "train", str(EXAMPLES / "lora.yaml"), *given, folder=ROOT)
 
     told = train("run", "--train.steps=4", "--checkpoint.every=4")
-    assert re.search(r"\d parameters, 58,368 of them trained in 1 unit", told)
+    assert re.search(r"\d parameters, 69,632 of them trained in 1 unit", told)
     page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
     shown = page.partition("<!-- shape of: a run of examples/lora.yaml -->\n```text\n")[2].partition("\n```")[0]
-    assert len(shown.splitlines()) == 6
+    assert len(shown.splitlines()) == 7
     for line in shown.splitlines():
         assert shape(line) in shape(told.replace(str(tmp_path / "run"), "runs/chat-lora")), line
     assert "from step 4 of" in train("run", "--train.steps=8", "--checkpoint.every=4")
     losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if row["kind"] == "val"]
     assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+    pytest.importorskip("bitsandbytes")
     assert ranks.run(in_peft, 1, str(tmp_path / "run"))[0] < 1e-4
 
     again = [
@@ -202,6 +203,8 @@ def test_adapters_are_trained_resumed_and_started_from_and_peft_opens_them(ranks
         (["--parallel.lora.rank=4", "--model.freeze=[lm_head.*]"], "parallel.lora.exclude"),
         (["--parallel.lora.rank=4", "--model.train_only=[lm_head.*]"], "parallel.lora.train"),
         (["--checkpoint.adapter=there"], "there are no adapters"),
+        (["--checkpoint.base=there"], "there are no adapters"),
+        (["--checkpoint.base=there", "--parallel.lora.rank=4"], "without parallel.quantize"),
         (["--model.adapter=there"], "without model.weights or model.hf"),
         (["--model.adapter=there", "--model.hf=here"], "adapter_config.json cannot be read"),
         (["--parallel.lora.r=4"], "parallel.lora.rank"),

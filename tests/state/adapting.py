@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("tied", {"train": ("embed_tokens",)}),
     "table": ("llama", {"targets": ("embed_tokens", "q_proj")}),
     "own": ("own", {"targets": ("q_proj",)}),
+    "ranks": ("llama", {"ranks": {"q_proj": 5, "0.mlp.up_proj": 1}, "alphas": {"1.mlp.up_proj": 2.5, "v_proj": 9}}),
     "gpt2": ("gpt2", {}),
     "gpt2-dora": ("gpt2", {"dora": True}),
 }
@@ -33,6 +34,10 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"experts": STACKS}),
     "qwen3-moe": ("qwen3-moe", {"experts": STACKS, "rslora": True, "targets": ("q_proj",), "train": ("*norm",)}),
     "alone": ("mixtral", {"experts": ("down_proj", "gate.weight"), "targets": ()}),
+    "mixtral-ranks": (
+        "mixtral",
+        {"experts": STACKS, "ranks": {"gate_up_proj": 6}, "alphas": {"1.mlp.experts.down_proj": 3}},
+    ),
 }
 OTHERS = DOUBLED | EXPERTS
 
@@ -147,12 +152,16 @@ def saved(case: str, layout: str, folder: str, base_folder: str | None = None) -
         return []
 
 
-def loaded(case: str, layout: str, base_folder: str, adapter: str) -> tuple[dict[str, Tensor], Tensor]:
-    """All values and the logits of a model made for the adapters of a directory."""
+def loaded(
+    case: str, layout: str, base_folder: str, adapter: str, again: str | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """All values and the logits of a model made for the adapters of a directory, which are written to ``again``."""
     with sw.init(layout, device="cpu") as world:
         model = sharded(case, world, seed=2, lora=sw.LoRA.of(adapter), init="load")
         sw.load_weights(model, base_folder)
         sw.load_adapter(model, adapter)
+        if again is not None:
+            sw.save_adapter(model, again)
         return sw.full_state_dict(model), logits(model.eval())
 
 

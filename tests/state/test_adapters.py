@@ -33,7 +33,7 @@ def of_peft(case, folder):
         targets = list(lora.targets) if lora.targets != "all-linear" else lora.targets
         config = peft.LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.rslora, use_dora=lora.dora,
-            modules_to_save=["norm", "input_layernorm", "post_attention_layernorm", "lm_head"] if case == "trained" else None,
+            rank_pattern=lora.ranks, alpha_pattern=lora.alphas, modules_to_save=["norm", "input_layernorm", "post_attention_layernorm", "lm_head"] if case == "trained" else None,
             fan_in_fan_out=case.startswith("gpt2"), task_type="CAUSAL_LM",
         )  # fmt: skip
         return peft.get_peft_model(base(case), config, autocast_adapter_dtype=False).eval()
@@ -91,7 +91,9 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
 
 
 @over_layouts
-@pytest.mark.parametrize("case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table", "ranks"]
+)
 def test_what_peft_has_saved_is_loaded_under_every_layout(ranks, tmp_path, bases, case, layouts):
     theirs = of_peft(case, None)
     for name, param in theirs.named_parameters():
@@ -270,7 +272,6 @@ def test_what_a_merge_or_pefts_files_cannot_hold_is_refused_by_name(ranks, tmp_p
         ({"peft_type": "IA3"}, "peft_type=IA3"),
         ({"bias": "all"}, "bias='all'"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha 2, 8 of different layers"),
         ({"lora_bias": True}, "lora_bias=True"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"of_tomorrow": {"x": 1}}, "of_tomorrow"),
@@ -285,7 +286,6 @@ def test_an_adapter_of_peft_with_what_is_not_supported_is_refused_by_its_key(tmp
 @pytest.mark.parametrize(
     ("shapes", "says"),
     [
-        ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "v.lora_A.weight": (3, 4), "v.lora_B.weight": (4, 3)}, "rank 2, 3 of different layers"),
         ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "k.lora_E": (2, 9)}, "k.lora_E"),
         ({"q.lora_A.weight": (2, 4), "q.lora_B.weight": (4, 2), "q.lora_magnitude_vector": (4,)}, "use_dora=False"),
         ({"norm.weight": (4,)}, "no lora_A and lora_B"),
@@ -311,6 +311,29 @@ def test_an_option_is_made_from_a_directory_of_peft(tmp_path):
     assert sw.LoRA.of(tmp_path) == sw.LoRA(
         rank=3, alpha=8.0, targets=("a.q",), dropout=0.1, rslora=True, train=("norm",)
     )
+
+
+def test_ranks_and_alphas_of_patterns_are_read_as_peft_does(tmp_path):
+    shapes = {
+        f"{name}.lora_{part}.weight": (rank, 4)[:: 1 if part == "A" else -1]
+        for name, rank in (("a.q", 2), ("b.q", 3), ("a.v", 2))
+        for part in "AB"
+    }
+    write(tmp_path, {"rank_pattern": {"b.q": 3}, "alpha_pattern": {"^a.*q": 4, "v|q": 5}}, shapes)
+    lora = sw.LoRA.of(tmp_path)
+    assert lora.ranks == {"a.q": 2, "b.q": 3, "a.v": 2} and lora.alphas == {"a.q": 4, "b.q": 5, "a.v": 5}
+    write(tmp_path, {"alpha_pattern": {"v": 5}}, shapes)
+    assert sw.LoRA.of(tmp_path).alphas == {"v": 5}
+    for wrong in ({"(": 4}, {"q": "four"}, {"q": 0}, ["q"]):
+        write(tmp_path, {"alpha_pattern": wrong}, shapes)
+        with pytest.raises(sw.CheckpointError, match="alpha"):
+            sw.LoRA.of(tmp_path)
+
+
+def test_of_names_that_mean_a_layer_the_longest_counts():
+    lora = sw.LoRA(ranks={"q": 2, "a.q": 3, "*.a.q": 5})
+    assert [lora.rank_of(name) for name in ("q", "b.q", "a.q", "c.a.q", "v")] == [2, 2, 3, 5, 8]
+    assert [lora.alpha_of(name) for name in ("q", "a.q", "v")] == [4, 6, 16]
 
 
 class Ends(torch.nn.Module):

@@ -35,7 +35,7 @@ def of_peft(case, folder=None, **options):
         return peft.get_peft_model(base(case), config, autocast_adapter_dtype=False).eval()
 
 
-@pytest.mark.parametrize("case", ["mixtral", pytest.param("qwen3-moe", marks=pytest.mark.soak), "alone"])
+@pytest.mark.parametrize("case", ["mixtral-ranks", pytest.param("qwen3-moe", marks=pytest.mark.soak), "alone"])
 def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, case):
     base(case).save_pretrained(tmp_path / "from")
     assert not ranks.run(saved, 2, case, "dp_shard=2", str(tmp_path), str(tmp_path / "from"))[0]
@@ -124,11 +124,21 @@ def test_adapters_of_other_parameters_are_refused_with_both_named(ranks, tmp_pat
     assert "they have none of model.layers.0.mlp.experts.gate_up_proj" in text and "sw.LoRA.of" in text
 
 
-def test_what_peft_makes_of_all_linear_is_refused_by_its_ranks(tmp_path):
-    """Its adapter of gate_up_proj has twice the rank, for the two layers that the parameter was."""
-    of_peft("mixtral", target_modules="all-linear", target_parameters=None).save_pretrained(tmp_path)
-    with pytest.raises(sw.UnsupportedError, match="rank 3, 6 of different layers"):
-        sw.LoRA.of(tmp_path)
+def test_what_peft_makes_of_all_linear_is_loaded_and_written_again(ranks, tmp_path):
+    """Its adapter of gate_up_proj has twice the rank and alpha, for the two layers that the parameter was."""
+    theirs = of_peft("mixtral", target_modules="all-linear", target_parameters=None)
+    for param in theirs.parameters():
+        if param.requires_grad:
+            torch.nn.init.normal_(param, 0.0, 0.2)
+    base("mixtral").save_pretrained(tmp_path / "base")
+    theirs.save_pretrained(tmp_path / "peft")
+    lora = sw.LoRA.of(tmp_path / "peft")
+    assert (lora.rank, lora.ranks, lora.alphas) == (3, {"gate_up_proj": 6}, {"gate_up_proj": 16})
+    given = str(tmp_path / "base"), str(tmp_path / "peft"), str(tmp_path / "again")
+    _, found = ranks.run(loaded, 2, "mixtral", "dp_shard=2", *given)[0]
+    assert (found - logits(theirs)).abs().max() <= 1e-12
+    again = of_peft("mixtral", tmp_path / "again")
+    assert (logits(again) - found).abs().max() <= 1e-12
 
 
 def test_the_model_says_which_parameters_of_stored_weights_have_the_adapters(ranks, tmp_path):

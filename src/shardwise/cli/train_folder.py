@@ -135,6 +135,8 @@ class RunFolder:
             notes[place_of_older(self.weights)] = " (weights of the run before)"
         if self.config.parallel.lora is not None and self.config.checkpoint.adapter is not None:
             notes[self.path / self.config.checkpoint.adapter] = " (adapters, in PEFT's files)"
+        if self.config.checkpoint.base is not None:
+            notes[self.path / self.config.checkpoint.base] = " (the base in 4 bits, in bitsandbytes' files)"
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
 
     def _weights_note(self) -> str:

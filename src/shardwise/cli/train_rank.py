@@ -94,7 +94,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
 
     Left out, since nodes may differ in them: keys of a node (:data:`~shardwise.run.resume_check.OF_A_NODE`: only rank 0 writes
     logs, the number of a node's ranks was checked against the world, and of ``launch.device`` the device that "auto" chose is
-    compared), and the paths of ``checkpoint.export`` and ``checkpoint.adapter`` (a node's scratch folder or a date in a name is its own), but not whether
+    compared), and the paths of ``checkpoint.export``, ``checkpoint.adapter`` and ``checkpoint.base`` (a node's scratch folder or a date in a name is its own), but not whether
     they are written, in which all ranks take part; ``parallel.layout``, which the world has compared once resolved. A file is
     compared by its contents, not by its path: each node may read a copy on its own disk, and copies under one path may be of
     different ages.
@@ -103,7 +103,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
 
     facts = {key: value for key, value in flat(config).items() if not key.startswith(OF_A_NODE)}
     del facts["parallel.layout"]
-    for key in ("export", "adapter"):
+    for key in ("export", "adapter", "base"):
         facts[f"checkpoint.{key}"] = None if getattr(config.checkpoint, key) is None else "a folder"
     shown: dict[str, str] = {}
     for key, contents in files_of(config).items():

@@ -6,7 +6,7 @@ with the expert as the fast index.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,13 @@ class OfParameter:
 
 class AdaptedParameters(Adapted):
     """Over the class of a module of which some parameters have an adapter: ``lora_A.NAME.PARAMETER.weight``. The weight of a child that is
-    read and not called, as the ``out_proj`` of nn.MultiheadAttention, is named as the child."""
+    read and not called, as the ``out_proj`` of nn.MultiheadAttention, is named as the child.
+
+    Attributes:
+        scales: of the products, by parameter.
+    """
+
+    scales: Mapping[str, float]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, which finds the adapted weights under the names of its parameters."""
@@ -67,7 +73,7 @@ class AdaptedParameters(Adapted):
             if attr in owner.__dict__:
                 continue  # this forward is within another one of the module
             weight: Tensor = owner._parameters[attr]
-            how = OfParameter.read(self, weight.shape, self.adapter.scale)  # type: ignore[arg-type]
+            how = OfParameter.read(self, weight.shape, self.scales[name])  # type: ignore[arg-type]
             made.append((owner, attr, adapted_weight(weight, low, high, how)))
         for owner, attr, weight in made:
             object.__setattr__(owner, attr, weight)
@@ -118,17 +124,19 @@ def merge_parameter_(
             part[place] += ((firsts[expert] @ seconds[expert]) * how.scale)[index[1:]]
 
 
-def attach_parameters(module: Any, names: Iterable[str], rank: int, scale: float, adapter: str) -> None:
-    """Gives parameters of a module an adapter, whose factors have no values yet. They are in the module's order: PEFT's names follow it."""
-    low, high, names = nn.ModuleDict(), nn.ModuleDict(), {*names}
+def attach_parameters(module: Any, how: Mapping[str, tuple[int, float]], adapter: str) -> None:
+    """Gives parameters of a module an adapter of ``(rank, scale)``, whose factors have no values yet. They are in the module's order: PEFT's
+    names follow it."""
+    low, high = nn.ModuleDict(), nn.ModuleDict()
     for name in (*module._parameters, *module._modules):
-        if name in names:
+        if name in how:
             owner, attr = place_of(module, name)
-            weight = owner._parameters[attr]
+            weight, (rank, scale) = owner._parameters[attr], how[name]
             of_low, of_high = OfParameter.read(module, weight.shape, scale).shapes(weight.shape, rank)
             low[name], high[name] = AdapterTensor(*of_low, like=weight), AdapterTensor(*of_high, like=weight)
     module.lora_A, module.lora_B = nn.ModuleDict({adapter: low}), nn.ModuleDict({adapter: high})
-    module.adapter, module.adapter_name = Adapter(scale), adapter
+    module.adapter, module.adapter_name = Adapter(), adapter
+    module.scales = {name: scale for name, (_, scale) in how.items()}
     module.__class__ = _class_over(type(module))
 
 

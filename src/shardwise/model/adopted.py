@@ -30,6 +30,9 @@ from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.packed import PackedLinear, is_of_bitsandbytes, packed_tensors
 from shardwise.world.rng import forked_rng
 
+OF_PARAMETER = "its adapter is of a parameter (target_parameters), which sw.LoRA(experts=...) trains under every layout"
+"""Why an adapter of ``target_parameters`` is not adopted."""
+
 _GATE = 1e-12
 _OUT, _IN, _RANK = 5, 3, 2  # sizes of the tensors on which a layer's own code is run
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -169,7 +172,7 @@ def why_not(layer: Any, shared: Collection[int] = ()) -> str:
     is_table = name in layer.lora_embedding_A
     is_own = type(base).forward is not nn.Embedding.forward if is_table else has_own_forward(base)
     if is_own and hasattr(layer, "parameter_name"):
-        return "its adapter is of a parameter (target_parameters), which sw.LoRA(experts=...) trains under every layout"
+        return OF_PARAMETER
     if is_own and not _is_packed(base):
         return f"{type(base).__name__} has a forward of its own"
     if is_table and (base.max_norm is not None or base.scale_grad_by_freq or base.sparse):

@@ -7,7 +7,7 @@ need their own block alone; the second stage needs the magnitudes of all blocks 
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,25 +227,43 @@ def _unpack(
     packing = Packing((shape[0], shape[1]), tuple(zip(rows[::2], rows[1::2], strict=True)), first, num_inputs)
     _, pairs, values = _on(codes.device)
     out = torch.empty((codes.shape[0], num_inputs), dtype=dtype, device=codes.device)
-    outer, mean, scales = outer.float(), mean.float(), scales.view(-1)
-
-    def scale_of(blocks: Tensor) -> Tensor:
-        blocks = blocks.to(codes.device)
-        group = outer[blocks.div(GROUP, rounding_mode="floor")]
-        return values[scales[blocks].int()].mul_(group).add_(mean)
-
-    for here, row, number in packing.pieces():
-        both = torch.index_select(pairs, 0, codes[here : here + number].reshape(-1).int())
-        part = both.view(torch.float32).view(number, -1)[:, :num_inputs]
-        if packing.is_aligned:
-            per_row, first_block = shape[1] // BLOCK, first // BLOCK
-            here_blocks = torch.arange(first_block, first_block + num_inputs // BLOCK, device="cpu")
-            at = torch.arange(row, row + number, device="cpu")[:, None] * per_row + here_blocks
-            part = part.view(number, -1, BLOCK).mul_(scale_of(at)[..., None]).view(number, num_inputs)
-        else:
-            part = part * scale_of(packing.blocks_of(row, number))
-        out[here : here + number] = part
+    most, here = max(1, _CHUNK // max(num_inputs, 1)), 0
+    index = torch.empty((min(most, len(codes)), codes.shape[1]), dtype=torch.int32, device=codes.device)
+    both = torch.empty(index.shape, dtype=torch.int64, device=codes.device)
+    for start, number in packing.rows if out.numel() else ():
+        of_run = _scales_of(scales.view(-1), outer.float(), mean.float(), values, packing, start, number)
+        for at in range(0, number, most):
+            num = min(most, number - at)
+            torch.index_select(pairs, 0, index[:num].copy_(codes[here : here + num]).view(-1), out=both[:num].view(-1))
+            part, factor = both[:num].view(torch.float32)[:, :num_inputs], of_run(at, num)
+            part = part.view(num, -1, BLOCK) if packing.is_aligned else part
+            out[here : here + num] = part.mul_(factor).view(num, num_inputs)
+            here += num
     return out
+
+
+def _scales_of(
+    scales: Tensor, outer: Tensor, mean: Tensor, values: Tensor, packing: Packing, start: int, number: int
+) -> Callable[[int, int], Tensor]:
+    """``(row of the run, number of rows) -> scales`` of some rows of a run, as their numbers are multiplied by them."""
+    (_, width), first, num_inputs = packing.shape, packing.first, packing.num_inputs
+    begin, end = start * width // BLOCK, -(-(start + number) * width // BLOCK)
+    groups = outer[begin // GROUP : -(-end // GROUP), None].expand(-1, GROUP).reshape(-1)[begin % GROUP :]
+    of_blocks = torch.index_select(values, 0, scales[begin:end].int()).mul_(groups[: end - begin]).add_(mean)
+
+    def within_rows(at: int, num: int) -> Tensor:
+        columns = slice(first // BLOCK, -(-(first + num_inputs) // BLOCK))
+        found = of_blocks.view(number, -1)[at : at + num, columns, None]
+        if packing.is_aligned:
+            return found
+        return found.expand(-1, -1, BLOCK).reshape(num, -1)[:, first % BLOCK :][:, :num_inputs]
+
+    def across_rows(at: int, num: int) -> Tensor:
+        flat = (start + at) * width
+        found = of_blocks[flat // BLOCK - begin : -(-(flat + num * width) // BLOCK) - begin, None].expand(-1, BLOCK)
+        return found.reshape(-1)[flat % BLOCK :][: num * width].view(num, width)[:, first : first + num_inputs]
+
+    return within_rows if width % BLOCK == 0 else across_rows
 
 
 @_unpack.register_fake

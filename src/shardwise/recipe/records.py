@@ -7,6 +7,7 @@ Shapes are in elements, sizes in elements along one tensor dim, dtypes are torch
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -120,6 +121,13 @@ class Param(Record, frozen=True):
     compute: str
     reduce: str
     codec: Codec | None = None
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers of the model it stands for: of a weight that is stored in several parts, the scales for none."""
+        if self.codec is None:
+            return math.prod(self.shape)
+        return 0 if self.codec.part == "scales" else math.prod(self.codec.shape)
 
 
 SUMMED_OVER = "loss"  # ranks that differ on it have other data, and have added other values to a buffer

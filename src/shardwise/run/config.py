@@ -48,6 +48,13 @@ class Checkpoint(Options, frozen=True, kw_only=True):
             "with parallel.lora: folder for the adapters alone, in PEFT's files, inside log.dir unless absolute; null: none"
         ),
     ] = "adapter"
+    base: Annotated[
+        str | None,
+        doc(
+            "with parallel.quantize: folder for the frozen weights in 4 bits that the adapters are beside, in bitsandbytes' files, inside log.dir "
+            "unless absolute; null: none"
+        ),
+    ] = None
     every: Annotated[Positive | None, doc("steps between checkpoints, from which an ended run resumes; null: none")] = (
         None
     )
@@ -228,17 +235,24 @@ class RunConfig(Options, frozen=True, kw_only=True):
             settled = msgspec.structs.replace(self.parallel, lora=LoRA.of(self.model.adapter))
             msgspec.structs.force_setattr(self, "parallel", settled)
         if self.parallel.lora is None:
-            if self.checkpoint.adapter not in (None, default_of(Checkpoint, "adapter")):
-                raise ConfigError(
-                    f"checkpoint.adapter={self.checkpoint.adapter!r} without parallel.lora",
-                    why="there are no adapters, so it would have no effect",
-                    fix="train some: parallel.lora.rank=16; or remove it",
-                )
+            for key in ("adapter", "base"):
+                if (value := getattr(self.checkpoint, key)) not in (None, default_of(Checkpoint, key)):
+                    raise ConfigError(
+                        f"checkpoint.{key}={value!r} without parallel.lora",
+                        why="there are no adapters, so it would have no effect",
+                        fix="train some: parallel.lora.rank=16; or remove it",
+                    )
             return
         start = self.model.start
         if self.parallel.quantize is None and start is not None and is_in_4_bits(start):
             settled = msgspec.structs.replace(self.parallel, quantize="nf4")  # its bytes stay as they are
             msgspec.structs.force_setattr(self, "parallel", settled)
+        if self.checkpoint.base is not None and self.parallel.quantize in (None, "none"):
+            raise ConfigError(
+                f"checkpoint.base={self.checkpoint.base!r} without parallel.quantize",
+                why="the adapters are beside the weights of the directory that the run starts from, which is there",
+                fix="remove it; or store the frozen weights in 4 bits: parallel.quantize=nf4",
+            )
         for key in ("freeze", "train_only"):
             if names := getattr(self.model, key):
                 raise ConfigError(

@@ -16,7 +16,7 @@ from shardwise.data.loader import Loader
 from shardwise.data.stream import is_stream
 from shardwise.errors import ConfigError
 from shardwise.model.calling import call
-from shardwise.parallel import runtime_of
+from shardwise.parallel import recipe_of, runtime_of
 from shardwise.run.build import (
     Callback,
     build_model,
@@ -158,7 +158,7 @@ class _Run:
             prefetch=data.prefetch,
         )
         self.last: dict[str, Any] = {
-            "num_params": sum(p.numel() for p in self.model.parameters()),
+            "num_params": sum(param.numbers for param in recipe_of(self.model).params.values()),
             "steps": self.steps,
             "val_loss": None,
         }

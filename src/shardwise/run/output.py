@@ -32,7 +32,7 @@ from shardwise.run.metrics import MetricsWriter, cut_metrics
 from shardwise.run.older_weights import keep_older_weights
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
-from shardwise.state import check_adapter, check_dtypes, save_adapter, save_weights, weights_bytes
+from shardwise.state import check_adapter, check_dtypes, check_packed, save_adapter, save_weights, weights_bytes
 from shardwise.state.left_base import frozen_names
 from shardwise.techniques import fold
 from shardwise.techniques.lora.rule import lines as adapter_lines
@@ -86,6 +86,7 @@ class RunOutput:
         for key, path, check in (
             ("export", kept.export, check_dtypes),
             ("adapter", kept.adapter if has_adapters else None, check_adapter),
+            ("base", kept.base, check_packed),
         ):
             try:
                 if path is not None:
@@ -94,8 +95,8 @@ class RunOutput:
                 if has_adapters and self.config.parallel.lora is None:
                     error.fix = f"in this run: --checkpoint.{key}=null; or {error.fix}"
                 elif has_adapters:
-                    other = "the adapters alone are" if key == "export" else "the merged weights alone are"
-                    error.fix = f"in this run: --checkpoint.{key}=null, and {other} written"
+                    other = "adapters" if key == "export" else "merged weights"
+                    error.fix = f"in this run: --checkpoint.{key}=null, and the {other} are written alone"
                 raise
 
     @property
@@ -191,8 +192,8 @@ class RunOutput:
         self.emit(
             "model",
             name=name,
-            num_params=sum(p.numel() for p in self.model.parameters()),
-            num_trained=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            num_params=sum(param.numbers for param in recipe.params.values()),
+            num_trained=sum(param.numbers for param in recipe.params.values() if param.trainable),
             units=len(recipe.units),
             why=why,
         )
@@ -259,16 +260,19 @@ class RunOutput:
             raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
 
     def _export_adapter(self) -> CheckpointError | None:
-        """Writes the adapters of a model that has some; all ranks must call it. A failure is returned: the merged weights follow."""
-        name = self.config.checkpoint.adapter
-        if not self._has_adapters or name is None:
-            return None
-        self.emit("phase", text="writing the adapters")
+        """Writes the adapters of a model that has some, and the base in 4 bits; all ranks must call it. A failure is returned: the merged weights follow."""
+        name, base = (self.config.checkpoint.adapter if self._has_adapters else None), self.config.checkpoint.base
         try:
-            save_adapter(self.model, self.folder / name)
+            if name is not None:
+                self.emit("phase", text="writing the adapters")
+                save_adapter(self.model, self.folder / name)
+                self.tell("adapter", path=str(self.folder / name))
+            if base is not None:
+                self.emit("phase", text="writing the base")
+                save_weights(self.model, self.folder / base, merge=False, packed=True)
+                self.tell("base", path=str(self.folder / base))
         except CheckpointError as error:
             return error
-        self.tell("adapter", path=str(self.folder / name))
         return None
 
     def _rescue(self, error: CheckpointError, steps: int) -> CheckpointError:

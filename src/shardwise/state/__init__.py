@@ -7,13 +7,14 @@ from shardwise.state.kinds import StateDictType, load_state_dict, state_dict
 from shardwise.state.load import load_weights
 from shardwise.state.optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from shardwise.state.report import LoadReport
-from shardwise.state.save import check_dtypes, save_weights, weights_bytes
+from shardwise.state.save import check_dtypes, check_packed, save_weights, weights_bytes
 
 __all__ = [
     "LoadReport",
     "StateDictType",
     "check_adapter",
     "check_dtypes",
+    "check_packed",
     "full_optimizer_state_dict",
     "full_state_dict",
     "gathered",

@@ -26,11 +26,22 @@ def refuse_other_meaning(recipe: Recipe, meaning: Mapping[str, Any], place: Path
     mine = fold.meaning(recipe)
     for key, value in meaning.items():
         if key in mine and mine[key] != value:
+            there, here = _apart(value, mine[key])
             raise CheckpointError(
-                f"the checkpoint {place}: {key} {value:g}",
-                why=f"the model was made with {mine[key]:g}: the same numbers would give other answers",
+                f"the checkpoint {place}: {key} {there}",
+                why=f"the model was made with {here}: the same numbers would give other answers",
                 fix="make the model with the options that the checkpoint was saved with: parallelize(..., lora=sw.LoRA(...))",
             )
+
+
+def _apart(there: Any, here: Any) -> tuple[str, str]:
+    """Two values in words; of those that each layer has its own of, the first that differ."""
+    each, other = (value if isinstance(value, Mapping) else {} for value in (there, here))
+    name = next((name for name in {**each, **other} if each.get(name, there) != other.get(name, here)), None)
+    if name is None:
+        return f"{there:g}", f"{here:g}"
+    said = (of.get(name, "none") if of else value for of, value in ((each, there), (other, here)))
+    return tuple(f"{value:g} ({name})" if isinstance(value, float) else str(value) for value in said)  # type: ignore[return-value]
 
 
 def meaning_in(source: Source, files: VerifiedFiles) -> Mapping[str, Any]:

@@ -38,6 +38,7 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
     found = adapter_folder(folder)
     tensors, stored = dict(source.tensors), tensors_in(folder / "adapter_model.safetensors")
     there = _names_in(source, [*(_weight_of(layer, found.layers) for layer in found.layers), *found.beside])
+    lora = LoRA(**found.option)
     for layer, parts in found.layers.items():
         if layer in found.tables:
             raise UnsupportedError(
@@ -68,7 +69,7 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
                 fix="use the base with the adapters beside it, as PEFT does",
                 name=name,
             )
-        how = Adapter(LoRA(**found.option).scale, out_dim=int(is_turned))
+        how = Adapter(lora.scale_of(layer.replace(OF_ATTENTION, "")), out_dim=int(is_turned))
         vector = parts.get("lora_magnitude_vector")
         tensors[name] = _Merged(base.shape, base.dtype, base, low, high, stored[vector] if vector else None, how)
     if found.stacks:

@@ -49,7 +49,7 @@ def merged_parameters(
             fix="merge them in a model: sw.parallelize(..., lora=sw.LoRA.of(folder)), sw.load_adapter, sw.save_weights",
         )
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    names, scale, modules = meant(found.parameters, shapes), LoRA(**found.option).scale, dict(model.named_modules())
+    names, lora, modules = meant(found.parameters, shapes), LoRA(**found.option), dict(model.named_modules())
     adapters: dict[str, tuple[TensorSource, TensorSource, OfParameter]] = {}
     for host, keys in found.stacks.items():
         own = [f"{host}.{each}" for each in getattr(modules.get(host), "_parameters", ()) if f"{host}.{each}" in names]
@@ -61,7 +61,7 @@ def merged_parameters(
                 name=host,
             )
         for name, parts in zip(own, keys, strict=True):
-            how = OfParameter.read(modules[host], shapes[name], scale)
+            how = OfParameter.read(modules[host], shapes[name], lora.scale_of(name))
             adapters[name] = factors[parts["lora_A"]], factors[parts["lora_B"]], how
     views = {name: view_of_all(name, shape) for name, shape in shapes.items() if name in source.tensors}
     if not adapters.keys() <= views.keys():

@@ -198,6 +198,14 @@ def check_dtypes(model: nn.Module) -> None:
     _merged(runtime, fold.own_names(runtime.recipe), {}, whole=lambda names, compute: None)
 
 
+def check_packed(model: nn.Module) -> None:
+    """Raises UnsupportedError or UsageError if ``save_weights(merge=False, packed=True)`` could not write ``model``; no communication, the
+    same on every rank."""
+    runtime = runtime_of(model)
+    _refuse_packed(runtime, (), merge=False)
+    file_layout_of(runtime, max_shard_bytes=SHARD_BYTES, dtype=None, of_main=False, form="packed")
+
+
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
     name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else DTYPE_WORDS.get(dtype or "", dtype)
     if name is not None and not is_rounded(name):

@@ -1,7 +1,6 @@
 """The linear layers of a module that options of techniques mean, by the last parts of names, or all but heads and routers of experts."""
 
 import difflib
-import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from shardwise.errors import PlanError
 from shardwise.model import user_class
 from shardwise.model.adapted import out_dim_of
 from shardwise.model.names import canonical_tensors
+from shardwise.recipe.patterns import ends_so
 
 
 def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -35,18 +35,14 @@ def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mappin
 def names_matching(names: Iterable[str], pattern: str) -> list[str]:
     """The names whose last parts match those of a pattern; a whole name means itself alone. Of a mapping to modules, else those of a
     class of this name."""
-    names, parts = list(names) if not isinstance(names, Mapping) else names, pattern.split(".")
+    names = list(names) if not isinstance(names, Mapping) else names
     if pattern in names:
         return [pattern]
     if isinstance(names, Mapping) and (
         found := [name for name, each in names.items() if name and _is_of(each, pattern)]
     ):
         return found
-    return [
-        name
-        for name in names
-        if len(name.split(".")) >= len(parts) and all(map(fnmatch.fnmatchcase, name.split(".")[-len(parts) :], parts))
-    ]
+    return [name for name in names if ends_so(name, pattern)]
 
 
 def _is_of(module: Any, cls: str) -> bool:

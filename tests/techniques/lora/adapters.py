@@ -1,5 +1,6 @@
 """What ranks run in the tests of adapters."""
 
+import math
 import tempfile
 
 import models
@@ -9,6 +10,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise._torch import collectives
+from shardwise._torch.dtensor import local_tensor
 from shardwise.techniques.lora.prepare import prepare, values_of_proof
 from shardwise.techniques.lora.rule import LoRAEntry
 
@@ -40,7 +42,7 @@ def whole(name, lora):
 
 
 def sums_per_micro_batch(layout, name, lora):
-    """How many sums over tp a forward and its backward make; and what share of the parameters is cut."""
+    """How many sums over tp a forward and its backward make; how many parameters are cut; and what share of all numbers is held."""
     count = [0]
     inner = collectives.sum_over
 
@@ -71,7 +73,9 @@ def sums_per_micro_batch(layout, name, lora):
             count[0] = 0
             step([batch])
             recipe = sw.recipe_of(module)
-            return count[0], sum(any(cut.axis == "tp" for cut in p.cuts) for p in recipe.params.values())
+            held = sum(local_tensor(p).numel() for p in module.parameters())
+            share = held / sum(math.prod(p.shape) for p in recipe.params.values())
+            return count[0], sum(any(cut.axis == "tp" for cut in p.cuts) for p in recipe.params.values()), share
     finally:
         exchanges.sum_over = inner
 

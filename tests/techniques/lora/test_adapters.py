@@ -80,6 +80,8 @@ def test_names_classes_and_answers_of_the_base_stay():
         ({"exclude": ("5",)}, sw.PlanError, "it means no layer"),
         ({"exclude": ("1", "3")}, sw.PlanError, "it excludes all targets"),
         ({"train": ("nrm",)}, sw.PlanError, "it means no layer"),
+        ({"ranks": {"0": 4}}, sw.PlanError, r"LoRA\(ranks=\('0',\)\)"),
+        ({"alphas": {"1": 4.0, "nrm": 4.0}}, sw.PlanError, r"LoRA\(alphas=\('nrm',\)\)"),
         ({"targets": "0", "dora": True}, sw.UnsupportedError, "DoRA is not defined for embeddings"),
     ],
 )
@@ -93,6 +95,9 @@ def test_names_that_mean_no_layer(options, error, words):
     [
         ({"rank": 0}, "rank=0"),
         ({"alpha": 0.0}, "with 0 nothing is trained"),
+        ({"alphas": {"q": 0.0}}, "with 0 nothing is trained"),
+        ({"ranks": {"q": 0}}, "ranks"),
+        ({"rank_pattern": {"q": 4}}, "it is called ranks here"),
         ({"targets": ()}, "means no layer"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"name": "a.b"}, "one part of a tensor's name"),
@@ -251,9 +256,9 @@ def test_a_frozen_base_is_stored_as_it_is_computed(ranks):
 def test_no_sum_is_added(ranks):
     """Of three blocks: as many sums as the layers without adapters need where norms are trained, or one less: nothing before the first
     adapter needs a gradient."""
-    plain, _ = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", None)[0]
-    found, cut = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", sw.LoRA(rank=2))[0]
-    assert plain - 1 <= found <= plain and cut > 20
+    plain, _, alone = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", None)[0]
+    found, cut, held = ranks.run(adapters.sums_per_micro_batch, 2, "tp=2", "llama", sw.LoRA(rank=2))[0]
+    assert plain - 1 <= found <= plain and cut > 20 and held <= alone + 0.03
 
 
 def test_masks_of_a_part_of_the_inputs_differ_between_ranks_and_those_of_whole_inputs_do_not(ranks):
@@ -380,7 +385,8 @@ def test_merges_and_late_readers_that_would_be_wrong_are_refused(ranks):
 
 
 def test_a_checkpoint_is_not_loaded_into_adapters_of_another_scale(ranks, tmp_path):
-    options = [{"alpha": 4}, {"alpha": 4, "dropout": 0.1}, {"alpha": 9}]
+    options = [{"alpha": 4}, {"alpha": 4, "dropout": 0.1}, {"alpha": 9}, {"alphas": {"up": 2, "down": 6}}]
     found = ranks.run(adapters.resumed, 2, str(tmp_path), options)[0]
     assert found[:4] == [""] * 4  # resumed, and its weights loaded
-    assert len(found) == 6 and all("scale of adapters 2" in text and "made with 4.5" in text for text in found[4:])
+    assert len(found) == 8 and all("scale of adapters 2" in text and "made with 4.5" in text for text in found[4:6])
+    assert all("scale of adapters 2" in text and "made with 1 (up)" in text for text in found[6:])  # of the same mean

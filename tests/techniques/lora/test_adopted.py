@@ -130,6 +130,12 @@ def test_what_is_not_adopted_is_said_and_not_written_as_what_it_is_not(ranks, tm
     assert len(errors) == 2 and all(why in error and ": adapters of PEFT" in error for error in errors)
 
 
+def test_parameters_with_adapters_of_peft_are_refused_where_they_would_be_cut(ranks):
+    """Not at the first step: PEFT puts another tensor over the parameter in each forward."""
+    with pytest.raises(sw.RankError, match=r"(?s)experts: adapters of parameters by PEFT .*sw.LoRA\(experts="):
+        ranks.run(wrapped.said, 2, "parameters", "", "dp_shard=2")
+
+
 def test_what_pefts_files_cannot_say_is_not_written_to_them(ranks, tmp_path):
     text, errors = ranks.run(wrapped.said, 2, "scaled", str(tmp_path))[0]
     assert "LoRA of PEFT: rank 2" in text and len(errors) == 1 and "their scale is 28" in errors[0]
@@ -144,7 +150,15 @@ def test_adapters_beside_adapters_and_changes_after_parallelize_are_refused(rank
 
 
 CASES = {
-    "dora": ("llama", {"use_dora": True, "modules_to_save": ["lm_head", "input_layernorm"]}),
+    "dora": (
+        "llama",
+        {
+            "use_dora": True,
+            "modules_to_save": ["lm_head", "input_layernorm"],
+            "rank_pattern": {"0.self_attn.q_proj": 3},
+            "alpha_pattern": {"v_proj": 9},
+        },
+    ),
     "gpt2": ("gpt2", {"use_rslora": True}),
 }
 

@@ -17,6 +17,7 @@ RANKS = {
     "tp=4": 4,
     "dp_shard=2,tp=2": 4,
 }
+OF_ALL = "dp_replicate=2,dp_shard=2,tp=2"
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
 MODELS = ("llama", "gpt2", "mixtral", "nanogpt", "vocabularies: tied", "linears: kv-2")
 OTHERS = ("falcon", "gemma2", "opt", "deepseek-v3", "whisper", "vit")
@@ -27,7 +28,7 @@ UNITS = sw.Sharding(min_unit_bytes=0)
 
 def compared(ranks, name, layout, lora, steps=2, build=None, **options):
     model = models.get(name)
-    num_data = RANKS[layout] // (4 if "tp=4" in layout else 2 if "tp=2" in layout else 1)
+    num_data = (8 if layout == OF_ALL else RANKS[layout]) // (4 if "tp=4" in layout else 2 if "tp=2" in layout else 1)
     options = {"sharding": UNITS if "dp_shard" in layout else None} | options
     return sw.verify(
         build or model.build,
@@ -50,6 +51,14 @@ def compared(ranks, name, layout, lora, steps=2, build=None, **options):
 )
 def test_models(ranks, name, layout, kind):
     compared(ranks, name, layout, sw.LoRA(rank=2, alpha=3, **KINDS[kind]), max_grad_norm=0.05)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_replicas_of_shards_of_cut_layers(ranks, kind, quantize):
+    lora = sw.LoRA(rank=2, ranks={"q_proj": 3}, **KINDS[kind])
+    compared(ranks, "llama", OF_ALL, lora, quantize=quantize, max_grad_norm=0.05)
 
 
 @pytest.mark.combinations("values")

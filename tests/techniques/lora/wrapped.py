@@ -184,9 +184,10 @@ def put_in(kind):
         return drawn(module)
 
 
-def said(kind, folder):
+def said(kind, folder, layout=None):
     """``describe`` of such a model, and the errors of what would write it."""
-    with sw.init("dp_shard=2", device="cpu", seed=0) as world:
+    layout = layout or ("tp=2" if kind == "parameters" else "dp_shard=2")
+    with sw.init(layout, device="cpu", seed=0) as world:
         module = sw.parallelize(put_in(kind), world, example=batch_of("mixtral" if kind == "parameters" else "llama"))
         texts = []
         for call in (sw.save_adapter, sw.save_weights):

@@ -1,9 +1,11 @@
 """What ranks run in the tests of weights in 4 bits."""
 
 import hashlib
+from unittest import mock
 
 import models
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise._torch.dtensor import local_tensor
@@ -67,6 +69,37 @@ def memory_of_step(layout, name):
         losses = [step(window).loss for _ in range(8)]
         same = all(torch.equal(local_tensor(p), before[key]) for key, p in module.named_parameters() if key in before)
         return losses, same, {key: str(p.dtype) for key, p in module.named_parameters()}, sw.describe(module)
+
+
+class Wide(nn.Module):
+    """Blocks of which almost all are weights of linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def gathered_bytes(options):
+    """Bytes that a forward of all blocks gathers, for each of ``options``."""
+    inner, found = torch.distributed.all_gather_single, []
+
+    def counting(output, *args, **kwargs):
+        found[-1] += output.numel() * output.itemsize
+        return inner(output, *args, **kwargs)
+
+    with sw.init("dp_shard=2", device="cpu", seed=0) as world:
+        for each in options:
+            example = {"x": torch.randn(2, 512)}
+            module = sw.parallelize(Wide, world, sharding=UNITS, precision="bf16", example=example, **each)
+            found.append(0)
+            with mock.patch.object(torch.distributed, "all_gather_single", counting), torch.no_grad():
+                module(**example)
+    return found
 
 
 def weight_outside(layout):

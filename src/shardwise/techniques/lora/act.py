@@ -56,7 +56,9 @@ class LoRAAct(Act):
     def meaning(self, recipe: Recipe) -> Mapping[str, Any]:
         if "lora" not in recipe.techniques:
             return {}
-        return {"scale of adapters": round(recipe.entry("lora", LoRAEntry).scale, 12)}
+        entry = recipe.entry("lora", LoRAEntry)
+        own = {name: round(scale, 12) for name, scale in entry.scales.items()}
+        return {"scale of adapters": own or round(entry.scale, 12)}
 
     def loaded(self, runtime: Any, names: Collection[str], whole: Whole) -> None:
         """The magnitudes of DoRA are the norms of the loaded weights, until an adapter is trained or loaded: then its B is not 0."""
@@ -160,13 +162,13 @@ def _merged_parameters(runtime: Any, whole: Whole) -> dict[str, Merge]:
     found: dict[str, Merge] = {}
     if "lora" not in runtime.recipe.techniques:
         return found
-    lora, modules = runtime.recipe.entry("lora", LoRAEntry).lora, dict(runtime.modules)
+    adapter, modules = runtime.recipe.entry("lora", LoRAEntry).lora.name, dict(runtime.modules)
     for host, names in parameters_of(runtime.recipe).items():
         for name in names:
             weight = weight_named(runtime.recipe, host, name)
             shape = runtime.recipe.params[weight].shape
-            low, high = (whole([f"{host}.lora_{part}.{lora.name}.{name}.weight"], _as_it_is) for part in "AB")
-            how = OfParameter.read(modules[host], shape, lora.scale)
+            low, high = (whole([f"{host}.lora_{part}.{adapter}.{name}.weight"], _as_it_is) for part in "AB")
+            how = OfParameter.read(modules[host], shape, modules[host].scales[name])
             found[weight] = functools.partial(merge_parameter_, low, high, how)
     return found
 

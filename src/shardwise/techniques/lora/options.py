@@ -4,31 +4,42 @@
 ('q_proj', 'v_proj')
 >>> LoRA(rank=16, alpha=32).scale, LoRA(rank=16, alpha=32, rslora=True).scale
 (2.0, 8.0)
+>>> few = LoRA(rank=16, ranks={"v_proj": 4})
+>>> few.rank_of("layers.0.v_proj"), few.rank_of("layers.0.q_proj"), few.scale_of("layers.0.v_proj")
+(4, 16, 2.0)
 """
 
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from shardwise.config.record import Options, doc
 from shardwise.config.torch_options import Replacement
 from shardwise.errors import ConfigError
+from shardwise.recipe.patterns import ends_so
 
 ALL_LINEAR = "all-linear"
+T = TypeVar("T", int, float)
 
 
 class LoRA(Options, frozen=True, kw_only=True):
     """Low-rank adapters (https://arxiv.org/abs/2106.09685): beside each chosen linear layer ``W`` the factors ``A [rank, in]`` and ``B [out,
     rank]`` are trained, ``y = W x + alpha / rank * B A x``, and ``W`` is frozen. Names and numbers are those of PEFT."""
 
-    patterns: ClassVar[frozenset[str]] = frozenset({"targets", "exclude", "train", "experts"})
+    patterns: ClassVar[frozenset[str]] = frozenset({"targets", "exclude", "train", "experts", "ranks", "alphas"})
     foreign: ClassVar[Mapping[str, str | Replacement]] = {
         "r": Replacement("it is called rank here: {}", "rank=16", "parallel.lora.rank", "16"),
         "lora_alpha": Replacement("it is called alpha here: {}", "alpha=32", "parallel.lora.alpha", "32"),
+        "rank_pattern": Replacement(
+            "it is called ranks here: {}", 'ranks={"v_proj": 4}', "parallel.lora.ranks", "{v_proj: 4}"
+        ),
+        "alpha_pattern": Replacement(
+            "it is called alphas here: {}", 'alphas={"v_proj": 8}', "parallel.lora.alphas", "{v_proj: 8}"
+        ),
         "lora_dropout": Replacement("it is called dropout here: {}", "dropout=0.05", "parallel.lora.dropout", "0.05"),
         "target_modules": Replacement(
             "it is called targets here: {}", 'targets=("q_proj", "v_proj")', "parallel.lora.targets", "[q_proj, v_proj]"
@@ -96,6 +107,13 @@ class LoRA(Options, frozen=True, kw_only=True):
         Literal["default", "gaussian"],
         doc("of A: default: uniform, as nn.Linear; gaussian: normal with a deviation of 1 / rank. B begins at 0"),
     ] = "default"
+    ranks: Annotated[
+        dict[str, Annotated[int, msgspec.Meta(ge=1)]],
+        doc("layers of another rank: {v_proj: 4}; names as in targets, of which the longest counts"),
+    ] = msgspec.field(default_factory=dict)
+    alphas: Annotated[
+        dict[str, float], doc("layers of another alpha: {v_proj: 8}; others: alpha, or 2 x their rank")
+    ] = msgspec.field(default_factory=dict)
     name: Annotated[str, doc("the adapter's name in the names of its tensors: LAYER.lora_A.NAME.weight")] = "default"
 
     def check(self) -> None:
@@ -110,9 +128,11 @@ class LoRA(Options, frozen=True, kw_only=True):
                     why="no name, or an empty one, means no layer",
                     fix='name layers, as targets=("q_proj", "v_proj"), or use targets="all-linear"',
                 )
-        if self.alpha is not None and not (self.alpha > 0 and math.isfinite(self.alpha)):
+        for alpha in (self.alpha, *self.alphas.values()):
+            if alpha is None or (alpha > 0 and math.isfinite(alpha)):
+                continue
             raise ConfigError(
-                f"LoRA(alpha={self.alpha})",
+                f"LoRA(alpha={alpha})" if alpha == self.alpha else f"LoRA(alphas={self.alphas})",
                 why="the adapters' product is scaled by it: with 0 nothing is trained",
                 fix="use a positive number: 2 x rank is common",
             )
@@ -141,7 +161,7 @@ class LoRA(Options, frozen=True, kw_only=True):
 
         Raises:
             CheckpointError: it cannot be read.
-            UnsupportedError: it has what is not supported here, such as ranks that differ from layer to layer.
+            UnsupportedError: it has what is not supported here, such as biases of its own.
         """
         from shardwise.techniques.lora.peft_files import option_in
 
@@ -149,13 +169,32 @@ class LoRA(Options, frozen=True, kw_only=True):
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A x."""
+        """The factor of the product B A x, of layers that ``ranks`` and ``alphas`` do not mean."""
         return self.alpha_used / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def alpha_used(self) -> float:
         """``alpha``, or its default."""
         return float(2 * self.rank) if self.alpha is None else self.alpha
+
+    def rank_of(self, name: str) -> int:
+        """The rank of a layer's adapter, or of that of a parameter."""
+        return _meant(self.ranks, name, self.rank)
+
+    def alpha_of(self, name: str) -> float:
+        """Its alpha."""
+        return float(_meant(self.alphas, name, 2 * self.rank_of(name) if self.alpha is None else self.alpha))
+
+    def scale_of(self, name: str) -> float:
+        """The factor of its product."""
+        rank = self.rank_of(name)
+        return self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank)
+
+
+def _meant(values: Mapping[str, T], name: str, otherwise: T) -> T:
+    """The value of the longest pattern that means a name: it is the closest one, and a whole name comes before all."""
+    hits = [pattern for pattern in values if ends_so(name, pattern)]
+    return values[max(hits, key=lambda each: (each == name, each.count("."), len(each)))] if hits else otherwise
 
 
 def lora_of(value: Any) -> LoRA | None:

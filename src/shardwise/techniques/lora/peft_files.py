@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardwise.errors import CheckpointError, UnsupportedError
+from shardwise.recipe.patterns import by_name
 from shardwise.techniques.lora import peft_parameters
 from shardwise.techniques.technique import AdapterFiles
 
@@ -102,18 +103,24 @@ def files_of(
         for alias, home in homes.items()
         if any(alias.startswith(f"{prefix}{owner}.") for owner in owners)
     }
+    units = {
+        unit: (lora.rank_of(prefix + unit), lora.alpha_of(prefix + unit))
+        for unit in (*layers, *(f"{host}.{name}" for host, params in stacks.items() for name in params))
+    }
     config = {
+        "alpha_pattern": _patterns({unit: _number(alpha) for unit, (_, alpha) in units.items()}, lora.alpha_used),
         "base_model_name_or_path": None,
         "bias": "none",
         "ensure_weight_tying": any(stored[name] for name in trained),
         "fan_in_fan_out": is_turned,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": int(lora.alpha_used) if lora.alpha_used.is_integer() else lora.alpha_used,
+        "lora_alpha": _number(lora.alpha_used),
         "lora_dropout": lora.dropout,
         "modules_to_save": _short(owners, [*inside, *of_peft], whole_parts=False) or None,
         "peft_type": "LORA",
         "r": lora.rank,
+        "rank_pattern": _patterns({unit: rank for unit, (rank, _) in units.items()}, lora.rank),
         "target_modules": _targets(layers, inside),
         "target_parameters": peft_parameters.targets_of(stacks, names) or None,
         "task_type": task,
@@ -121,7 +128,9 @@ def files_of(
         "use_rslora": lora.rslora,
     }
     beside = {f"{PREFIX}{name.removeprefix(prefix)}.base_layer.weight": homes[f"{name}.weight"] for name in tables}
-    check = functools.partial(_refuse_other, lora=lora, keys=keys, beside=beside, stacks=stacks, names=names)
+    check = functools.partial(
+        _refuse_other, lora=lora, units=units, keys=keys, beside=beside, stacks=stacks, names=names, prefix=prefix
+    )
     notes = (peft_parameters.note_of_attention(attention), _note(layers, stored))
     return AdapterFiles(keys, config, check, beside, "; ".join(filter(None, notes)))
 
@@ -142,6 +151,19 @@ def _stored(name: str, adapter: str) -> str:
     """The key of an adapter's parameter, without PEFT's prefix: without the adapter's name."""
     before, _, leaf = name.rpartition(f".{adapter}")
     return before if before.endswith(".lora_magnitude_vector") else before + leaf
+
+
+def _patterns(values: Mapping[str, float], otherwise: float) -> dict[str, float]:
+    """Values of layers as PEFT reads them: by the end of a name, or by a whole one."""
+    found = by_name(values, otherwise)
+    return {
+        f"^{re.escape(name)}" if name in values and "." in name else re.escape(name): value
+        for name, value in found.items()
+    }
+
+
+def _number(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
 
 
 def _targets(layers: Iterable[str], modules: Sequence[str]) -> list[str] | str:
@@ -227,15 +249,12 @@ def option_in(folder: Path) -> dict[str, Any]:
         attention
     ):  # which every file of PEFT has, and ours have not
         _refuse(folder, "adapters of nn.MultiheadAttention, by PEFT", peft_parameters.TWICE)
-    alphas = {config.get("lora_alpha", 8), *(config.get("alpha_pattern") or {}).values()}
-    ranks = {shapes["lora_A"][0] for shapes in layers.values()}
-    if stacks:  # whose factors do not say it: they are those of all experts
-        ranks |= {config.get("r", 8), *(config.get("rank_pattern") or {}).values()}
-    for what, several in (("rank", ranks), ("alpha", alphas)):
-        if len(several) > 1:
-            _refuse(
-                folder, f"{what} {', '.join(map(str, sorted(several)))} of different layers", "all layers have one here"
-            )
+    units = _units(folder, config, layers, stacks)
+    ranks, alphas = {name: rank for name, (rank, _) in units.items()}, {name: of for name, (_, of) in units.items()}
+    rank = config.get("r", 8) if config.get("r", 8) in ranks.values() else next(iter(ranks.values()))
+    alpha = (
+        config.get("lora_alpha", 8) if config.get("lora_alpha", 8) in alphas.values() else next(iter(alphas.values()))
+    )
     has_vectors = {"lora_magnitude_vector" in shapes for shapes in found.values()}
     if has_vectors != {bool(config.get("use_dora"))}:
         raise CheckpointError(
@@ -244,8 +263,10 @@ def option_in(folder: Path) -> dict[str, Any]:
             fix="take the two files of one adapter",
         )
     return {
-        "rank": ranks.pop(),
-        "alpha": float(alphas.pop()),
+        "rank": rank,
+        "alpha": float(alpha),
+        "ranks": by_name(ranks, rank),
+        "alphas": by_name(alphas, alpha),
         "targets": tuple(name for name in layers if name not in attention),
         "experts": tuple(config["target_parameters"]) if stacks else (),
         "dropout": float(config.get("lora_dropout") or 0.0),
@@ -253,6 +274,47 @@ def option_in(folder: Path) -> dict[str, Any]:
         "dora": bool(config.get("use_dora")),
         "train": tuple(dict.fromkeys(name.rpartition(".")[0] for name in beside)),
     }
+
+
+def _units(
+    folder: Path,
+    config: Mapping[str, Any],
+    layers: Mapping[str, peft_parameters.Parts],
+    stacks: Mapping[str, Sequence[peft_parameters.Parts]],
+) -> dict[str, tuple[int, float]]:
+    """Layer, or parameter -> the rank and the alpha of its adapter, by name. Of a layer the file says the rank; the factors of parameters
+    are those of all experts."""
+
+    def said(key: str, patterns: str, name: str) -> Any:
+        values = config.get(patterns) or {}
+        try:
+            own = next((value for text, value in values.items() if re.match(rf"(.*\.)?({text})$", name)), None)
+            found = config.get(key, 8) if own is None else own
+        except (re.error, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{folder / CONFIG}: {patterns}={values!r:.120}", why=f"{error}", fix="let it be written again"
+            ) from error
+        if isinstance(found, bool) or not isinstance(found, int if key == "r" else int | float) or not found > 0:
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key} {found!r:.60}",
+                why="it is no positive number",
+                fix="let it be written again",
+                name=name,
+            )
+        return found
+
+    found = {
+        name.removesuffix(peft_parameters.OF_ATTENTION): (
+            parts["lora_A"][0],
+            said("lora_alpha", "alpha_pattern", name.removesuffix(peft_parameters.OF_ATTENTION)),
+        )
+        for name, parts in layers.items()
+    }
+    for host in stacks:
+        own = {f"{host}.{text.rpartition('.')[2]}" for text in config["target_parameters"]}
+        for name in sorted(peft_parameters.meant(config["target_parameters"], own)):
+            found[name] = said("r", "rank_pattern", name), said("lora_alpha", "alpha_pattern", name)
+    return found
 
 
 @dataclass(frozen=True)
@@ -334,20 +396,34 @@ def weights_in(folder: Path) -> Path:
 def _refuse_other(
     folder: Path,
     lora: "LoRA",
+    units: Mapping[str, tuple[int, float]],
     keys: Mapping[str, str],
     beside: Collection[str],
     stacks: Mapping[str, Sequence[str]],
     names: Collection[str],
+    prefix: str,
 ) -> None:
     """Refuses adapters of another kind or of other layers than a model's."""
-    there = option_in(folder)
-    for what, own in (("rank", lora.rank), ("alpha", lora.alpha_used), ("rslora", lora.rslora), ("dora", lora.dora)):
-        if there[what] != own:
-            raise CheckpointError(
-                f"{folder}: adapters with {what}={there[what]}",
-                why=f"the model was made with {what}={own}",
-                fix=f"make it with theirs: parallelize(..., lora=sw.LoRA.of({str(folder)!r}))",
-            )
+    there, config = option_in(folder), _config_in(folder)
+    of_theirs = _units(folder, config, *peft_parameters.split(config, _layers_in(folder, _shapes_in(folder))[0]))
+    differing = [
+        (what, there[what], own, None)
+        for what, own in (("rslora", lora.rslora), ("dora", lora.dora))
+        if there[what] != own
+    ]
+    differing += [
+        (what, of_theirs[name][place], own[place], prefix + name)
+        for place, what in enumerate(("rank", "alpha"))
+        for name, own in units.items()
+        if name in of_theirs and of_theirs[name][place] != own[place]
+    ]
+    for what, theirs, own, name in differing:
+        raise CheckpointError(
+            f"{folder}: adapters with {what}={theirs}",
+            why=f"the model was made with {what}={own}",
+            fix=f"make it with theirs: parallelize(..., lora=sw.LoRA.of({str(folder)!r}))",
+            name=name,
+        )
     found = {_current(key) for key in _shapes_in(folder) if key not in beside}
     peft_parameters.refuse_others(folder, there["experts"], stacks, names)
     lacks, strange = [key for key in keys if key not in found], sorted(found - keys.keys())

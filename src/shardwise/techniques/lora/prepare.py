@@ -23,6 +23,7 @@ from shardwise.model.adapted_parameters import AdaptedParameters, attach_paramet
 from shardwise.model.adopted import adopt, is_of_peft
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.packed import is_of_bitsandbytes
+from shardwise.recipe.patterns import ends_so
 from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
@@ -61,14 +62,19 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         param.requires_grad_(False)
     for name in trained:
         module.get_parameter(name).requires_grad_()
+    _refuse_meaningless(
+        lora, [*layers, *attention, *(f"{host}.{each}" for host, of in parameters.items() for each in of)]
+    )
     seed = 0 if world is None else world.seed
     for name, layer in layers.items():
         _attach(layer, name, lora, seed)
     for name, names in parameters.items():
         host = module.get_submodule(name)
-        attach_parameters(host, names, lora.rank, lora.scale, lora.name)
+        known = {each: name if name in attention else f"{name}.{each}" for each in names}
+        how = {each: (lora.rank_of(own), lora.scale_of(own)) for each, own in known.items()}
+        attach_parameters(host, how, lora.name)
         for each, low, high in factors_of(host):
-            _begin(low, high, lora, _generator(low, seed, f"{name}.{each}"))
+            _begin(low, high, how[each][0], lora, _generator(low, seed, f"{name}.{each}"))
     _without_fast_paths(module)
     return module
 
@@ -165,6 +171,14 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     return found
 
 
+def _refuse_meaningless(lora: LoRA, names: list[str]) -> None:
+    """Refuses a rank or an alpha of what has no adapter. ``names``: of what has one."""
+    for key in ("ranks", "alphas"):
+        for pattern in getattr(lora, key):
+            if not any(ends_so(name, pattern) for name in names):
+                raise matches_nothing("LoRA", key, pattern, names, [], dict.fromkeys(names))
+
+
 _NAMED = nn.Embedding, nn.MultiheadAttention  # which all-linear does not mean
 
 
@@ -213,24 +227,24 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
     """Makes a layer an adapted one, with values as PEFT begins with: B is 0, of embeddings A, so that nothing changes at first."""
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
     generator = _generator(weight, seed, name)
-    layer.adapter_name = lora.name  # type: ignore[assignment]
+    layer.adapter_name, rank, scale = lora.name, lora.rank_of(name), lora.scale_of(name)  # type: ignore[assignment]
     if isinstance(layer, nn.Embedding):
         low, high = (
-            AdapterTensor(lora.rank, len(weight), like=weight),
-            AdapterTensor(weight.shape[1], lora.rank, like=weight),
+            AdapterTensor(rank, len(weight), like=weight),
+            AdapterTensor(weight.shape[1], rank, like=weight),
         )
         nn.init.zeros_(low.weight)
         nn.init.normal_(high.weight, generator=generator)
         layer.lora_embedding_A = nn.ParameterDict({lora.name: low.weight})
         layer.lora_embedding_B = nn.ParameterDict({lora.name: high.weight})
-        layer.adapter = Adapter(lora.scale)  # type: ignore[assignment]
+        layer.adapter = Adapter(scale)  # type: ignore[assignment]
         layer.__class__ = adapted_class(type(layer))  # type: ignore[assignment]
         return
     out_dim = out_dim_of(layer) or 0
     num_outputs, num_inputs = weight.shape[out_dim], weight.shape[1 - out_dim]
-    low, high = AdapterTensor(lora.rank, num_inputs, like=weight), AdapterTensor(num_outputs, lora.rank, like=weight)
-    _begin(low.weight, high.weight, lora, generator)
-    how = Adapter(lora.scale, lora.dropout, out_dim)
+    low, high = AdapterTensor(rank, num_inputs, like=weight), AdapterTensor(num_outputs, rank, like=weight)
+    _begin(low.weight, high.weight, rank, lora, generator)
+    how = Adapter(scale, lora.dropout, out_dim)
     layer.lora_A, layer.lora_B = nn.ModuleDict({lora.name: low}), nn.ModuleDict({lora.name: high})
     if lora.dora:
         magnitude = AdapterTensor(num_outputs, like=weight)
@@ -246,9 +260,9 @@ def _generator(like: torch.Tensor, seed: int, name: str) -> torch.Generator | No
     return None if like.is_meta else torch.Generator(like.device).manual_seed(derive_seed(seed, "lora", name))
 
 
-def _begin(low: torch.Tensor, high: torch.Tensor, lora: LoRA, generator: torch.Generator | None) -> None:
+def _begin(low: torch.Tensor, high: torch.Tensor, rank: int, lora: LoRA, generator: torch.Generator | None) -> None:
     if lora.init == "gaussian":
-        nn.init.normal_(low, std=1 / lora.rank, generator=generator)
+        nn.init.normal_(low, std=1 / rank, generator=generator)
     else:
         nn.init.kaiming_uniform_(low, a=math.sqrt(5), generator=generator)
     nn.init.zeros_(high)

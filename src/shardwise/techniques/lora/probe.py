@@ -1,7 +1,7 @@
 """Whether other code than a layer's own forward reads the weight that an adapter is beside: it would pass over the adapter."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import nn
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError, first_line
 from shardwise.model.adapted import AdaptedLinear, adapted_layers
 from shardwise.model.adapted_parameters import AdaptedParameters, adapted_weight, factors_of
-from shardwise.model.adopted import not_adopted, option_of, weight_name
+from shardwise.model.adopted import OF_PARAMETER, not_adopted, option_of, weight_name
 from shardwise.model.names import canonical_modules
 from shardwise.model.peft_names import inner_of_peft
 from shardwise.model.trial import Trial
 from shardwise.recipe import Draft
+from shardwise.recipe.patterns import by_name
 from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_files import INITS
 from shardwise.techniques.one_rank import found_by_one_rank
@@ -32,6 +33,7 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
         UnsupportedError: a weight that is read past its layer, by name.
     """
     adopted = _adopted(module) if lora is None else {}
+    _refuse_parameters(adopted, draft)
     if not adapted_layers(module):
         return adopted
     find = functools.partial(_found, module, example, draft)
@@ -54,31 +56,50 @@ def probe(module: nn.Module, example: Example, draft: Draft, world: World, *, lo
     return {**adopted, "unchecked": unchecked} if unchecked else adopted
 
 
+def _refuse_parameters(adopted: Mapping[str, Any], draft: Draft) -> None:
+    """Refuses adapters of parameters by PEFT where these are cut: each forward writes ``W + s B A`` in place of the parameter."""
+    others = adopted.get("adopted", {}).get("as_they_are", {})
+    name = next((name for name, why in others.items() if why == OF_PARAMETER), None)
+    if name is None or draft.layout.degree("fsdp") == 1:
+        return
+    raise UnsupportedError(
+        f"adapters of parameters by PEFT (target_parameters) under {draft.layout}",
+        why="PEFT puts what it makes of W and its adapter in the parameter's place in each forward, where FSDP2 keeps a rank's shard of it",
+        fix="give the model without adapters, and lora=sw.LoRA(experts=(...)), whose numbers and files are PEFT's, under every layout",
+        name=name,
+    )
+
+
 def _adopted(module: nn.Module) -> dict[str, Any]:
     """What the recipe says of adapters that PEFT has put into a module; {}: there are none."""
     layers, others = adapted_layers(module), not_adopted(module)
     if not layers and not others:
         return {}
     options = [option_of(layer) for layer in layers.values()]
-    unsaved = ""
-    if differing := [key for key in (options[0] if options else {}) if len({option[key] for option in options}) > 1]:
+    option, unsaved = {**options[0]} if options else {}, ""
+    for key in ("rank", "alpha") if options else ():
+        own = {name: each[key] for name, each in zip(layers, options, strict=True)}
+        option[f"{key}s"] = by_name(own, option[key])
+    differing = [key for key in ("dropout", "rslora", "dora", "name") if len({each[key] for each in options}) > 1]
+    if differing:
         unsaved = f"layers have another {' and '.join(differing)} each"
-    for option, layer in zip(options, layers.values(), strict=True):
-        if abs(LoRA(**option).scale - layer.adapter.scale) > 1e-9 * layer.adapter.scale:
-            unsaved = f"their scale is {layer.adapter.scale:g}, which lora_alpha={option['alpha']:g} does not give"
+    for each, layer in zip(options, layers.values(), strict=True):
+        if abs(LoRA(**each).scale - layer.adapter.scale) > 1e-9 * layer.adapter.scale:
+            unsaved = f"their scale is {layer.adapter.scale:g}, which lora_alpha={each['alpha']:g} does not give"
     for _, child in canonical_modules(module):
         configs: Any = getattr(child, "peft_config", {}) if inner_of_peft(child) else {}
         for config in configs.values():
             if (init := getattr(config, "init_lora_weights", True)) not in INITS:
                 unsaved = f"init_lora_weights={init!r} has changed the base, which is not in PEFT's files"
-    scales = [layer.adapter.scale for layer in layers.values()]
+    scales = {name: layer.adapter.scale for name, layer in layers.items()}
     return {
         "adopted": {
-            "option": options[0] if options else {},
+            "option": option,
             "adopted": True,
             "unsaved": unsaved,
             "as_they_are": others,
-            "scale": sum(scales) / max(len(scales), 1),
+            "scale": sum(scales.values()) / max(len(scales), 1),
+            "scales": scales if len({*scales.values()}) > 1 else {},
         }
     }
 

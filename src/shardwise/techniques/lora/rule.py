@@ -1,7 +1,6 @@
 """Adds to the recipe which layers have an adapter, and what is trained."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +8,7 @@ import msgspec
 from shardwise.recipe import Draft, Recipe
 from shardwise.recipe.records import Record
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
+from shardwise.techniques.lora.peft_parameters import is_attention
 
 
 class LoRAEntry(Record, frozen=True):
@@ -21,6 +21,7 @@ class LoRAEntry(Record, frozen=True):
         unsaved: why these cannot be saved as adapters; "": they can.
         as_they_are: layer of PEFT that is computed as PEFT does -> why.
         scale: of the product, the mean over layers.
+        scales: layer, or parameter -> its own, where they differ.
     """
 
     layers: tuple[str, ...] = ()
@@ -29,6 +30,7 @@ class LoRAEntry(Record, frozen=True):
     unsaved: str = ""
     as_they_are: dict[str, str] = msgspec.field(default_factory=dict)
     scale: float = 0.0
+    scales: dict[str, float] = msgspec.field(default_factory=dict)
 
     @property
     def lora(self) -> LoRA:
@@ -39,8 +41,13 @@ class LoRAEntry(Record, frozen=True):
 def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     """Notes the adapters of the draft's module, which ``prepare`` has put there."""
     if lora is not None:
+        layers = draft.anatomy.adapted
+        scales = {name: lora.scale_of(name) for name in units_of(layers, _stacks(draft.anatomy.params, layers))}
         draft.entries["lora"] = LoRAEntry(
-            layers=draft.anatomy.adapted, option=msgspec.to_builtins(lora), scale=lora.scale
+            layers=layers,
+            option=msgspec.to_builtins(lora),
+            scale=sum(scales.values()) / len(scales),
+            scales=scales if len({*scales.values()}) > 1 else {},
         )
         if left := _stacks_left(draft, lora):
             names = tuple(dict.fromkeys(name.rpartition(".")[2] for name in left))
@@ -94,30 +101,50 @@ def lines(recipe: Recipe) -> list[str]:
     if not entry.layers:
         return []
     lora = entry.lora
-    sizes = {name: math.prod(param.shape) for name, param in recipe.params.items()}
+    sizes = {name: param.numbers for name, param in recipe.params.items()}
     trained = sum(sizes[name] for name, param in recipe.params.items() if param.trainable)
     kind = "DoRA" if lora.dora else "rsLoRA" if lora.rslora else "LoRA"
     beside, stacks = sum(1 for name in trained_beside(recipe)), parameters_of(recipe)
     places = [(len(entry.layers) - len(stacks), "layers"), (sum(map(len, stacks.values())), "parameters")]
+    ranks = {lora.rank_of(name) for name in units_of(entry.layers, stacks)}
     return [
-        f"{kind}{' of PEFT' if entry.adopted else ''}: rank {lora.rank}, scale {entry.scale:g}, beside {' and '.join(f'{num} {what}' for num, what in places if num)}"
+        f"{kind}{' of PEFT' if entry.adopted else ''}: rank {_span(ranks)}, scale {_span(entry.scales.values() or [entry.scale])}, beside {' and '.join(f'{num} {what}' for num, what in places if num)}"
         + (f", and {beside} parameters in full" if beside else "")
         + f": {trained:,} of {sum(sizes.values()):,} numbers ({trained / max(sum(sizes.values()), 1):.2%}) are trained"
     ]
+
+
+def _span(values: Iterable[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def own_names(recipe: Recipe) -> list[str]:
     """The parameters of adapters."""
     if "lora" not in recipe.techniques:
         return []
-    layers = set(recipe.entry("lora", LoRAEntry).layers)
-    return [name for name in recipe.params if (place := name.rfind(".lora_")) > 0 and name[:place] in layers]
+    return _own_names(recipe.params, recipe.entry("lora", LoRAEntry).layers)
+
+
+def _own_names(names: Iterable[str], layers: Iterable[str]) -> list[str]:
+    layers = {*layers}
+    return [name for name in names if (place := name.rfind(".lora_")) > 0 and name[:place] in layers]
 
 
 def parameters_of(recipe: Recipe) -> dict[str, list[str]]:
     """Module -> those of its parameters that have an adapter, in PEFT's order."""
+    return _stacks(recipe.params, recipe.entry("lora", LoRAEntry).layers if "lora" in recipe.techniques else ())
+
+
+def units_of(layers: Iterable[str], stacks: Mapping[str, Sequence[str]]) -> list[str]:
+    """What has a rank and a scale of its own, by name: layers, and parameters; nn.MultiheadAttention is one."""
+    units = [name for name in layers if name not in stacks or is_attention(stacks[name])]
+    return units + [f"{host}.{name}" for host, of in stacks.items() if not is_attention(of) for name in of]
+
+
+def _stacks(names: Iterable[str], layers: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name in own_names(recipe):
+    for name in _own_names(names, layers):
         host, _, rest = name.rpartition(".lora_A.")
         _, *param, _ = rest.split(".")  # NAME.weight, or NAME.PARAMETER.weight
         if host and param:
