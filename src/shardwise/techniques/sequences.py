@@ -88,7 +88,10 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
     beyond = range(max(wanted, most + 1), 4 * most + 40 * degree)
     found = [length for length in (*within, *beyond) if is_apart(length)]
     found.sort(key=lambda length: (not is_clear(length), length > given))  # stable
-    return [*found[:_LENGTHS], *sorted(found[_LENGTHS:])[:_LENGTHS]]  # behind the best, the shortest: a model may have places for few
+    return [
+        *found[:_LENGTHS],
+        *sorted(found[_LENGTHS:])[:_LENGTHS],
+    ]  # behind the best, the shortest: a model may have places for few
 
 
 def constants_of(arguments: Any) -> dict[str, str]:
