@@ -339,14 +339,14 @@ class Trial:
         """Floating parameters and buffers that are part of no layer, by canonical name."""
         layers = {name for layer in self.layers.values() for name in layer.names}
         norms = tuple(f"{name}." for name in self.norms)
-        found: dict[str, Tensor] = {}
+        found, seen = dict[str, Tensor](), set[int]()
         for kind in ("_parameters", "_buffers"):
             for name, owner, attr in canonical_tensors(self.module, kind):
                 tensor = getattr(owner, kind)[attr]
-                known = any(tensor is other for other in found.values())
                 has_values = tensor.requires_grad and tensor.is_floating_point() and not tensor.is_meta
-                if name not in layers and has_values and not known and not name.startswith(norms):
+                if name not in layers and has_values and id(tensor) not in seen and not name.startswith(norms):
                     found[name] = tensor
+                    seen.add(id(tensor))
         return found
 
     def unused(self) -> list[str]:
