@@ -134,9 +134,9 @@ class Place:
     def is_same(self) -> bool:
         """Whether it holds the same still."""
         now, before = self._look(self.part), self._mark
-        if type(now) is not tuple:
-            return bool(now == before)
-        return len(now) == len(before) and all(map(operator.is_, now, before))
+        if type(now) is tuple and type(before) is tuple:
+            return len(now) == len(before) and all(map(operator.is_, now, before))
+        return bool(now == before)
 
     @property
     def new_values(self) -> list[Any]:

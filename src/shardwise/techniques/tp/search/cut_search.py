@@ -16,7 +16,7 @@ from shardwise.model.computed import computed_weights
 from shardwise.model.isolated import Isolated
 from shardwise.model.layers import is_norm
 from shardwise.model.names import canonical_modules
-from shardwise.model.trial import OUTSIDE, Trial, Uses, around_modules
+from shardwise.model.trial import OUTSIDE, Trial, Uses
 from shardwise.techniques.tp.search.certificate import Settings, certify, dropouts
 from shardwise.techniques.tp.search.region_records import Found, Region
 from shardwise.techniques.tp.search.regions import find_regions, gradients, signature
