@@ -89,7 +89,7 @@ class Rows(LayerCalls):
         self._inside = 0  # of modules of the cut
         self._is_busy = False  # a kernel, or a call that makes positions, computes
         self._num_rows = length if rows is None else len(rows)
-        self._compared = deque[tuple[Tensor, Tensor, int, int]](maxlen=_LAST)  # and equal, with their versions
+        self._compared = deque[tuple[Tensor, Tensor, tuple[int, int]]](maxlen=_LAST)  # and equal, with their versions
 
     # ---- modules
 
@@ -247,14 +247,14 @@ class Rows(LayerCalls):
             raise Differs(name, f"{what} is a tensor on rows alone")
         if mine.is_meta or full.is_meta:
             return
-        pair = mine, full, version_of(mine), version_of(full)
-        if any(x is mine and y is full and versions == pair[2:] for x, y, *versions in self._compared):
+        versions = version_of(mine), version_of(full)
+        if any(x is mine and y is full and then == versions for x, y, then in self._compared):
             return  # what one module returns the next one is called with
         whole = self.rows_of(full, mine.shape)
         if whole is None:
             raise Differs(name, f"{what} has the shape {tuple(mine.shape)}, for {tuple(full.shape)} of all positions")
         if torch.equal(mine, whole):
-            self._compared.append(pair)
+            self._compared.append((mine, full, versions))
             return
         if not mine.is_floating_point() or mine.dtype != whole.dtype:
             raise Differs(name, f"{what} differs")
@@ -263,7 +263,7 @@ class Rows(LayerCalls):
             off /= max(_largest(full), 1e-300)
             if not off <= _ALLOWED:
                 raise Differs(name, f"{what} is off by {off:.1e}")
-        self._compared.append(pair)
+        self._compared.append((mine, full, versions))
 
     def rows_of(self, full: Tensor, shape: Any) -> Tensor | None:
         """This rank's rows of ``full``, along each dim in which ``shape`` is another, also where samples and positions lie in one dim;
