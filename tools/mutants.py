@@ -3289,8 +3289,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "plain-run-with-old-buffers",
-        "if key not in self._plain or self.written:",
-        "if key not in self._plain:",
+        "if run.nbytes > _MOST_KEPT or self.written:",
+        "if run.nbytes > _MOST_KEPT:",
         "tests/model/test_plain_runs.py -k writes_a_buffer",
         "gradients are asked for of buffers that a run no longer uses",
     ),

@@ -177,10 +177,10 @@ class Trial:
         return seen
 
     def plain(self, draw: int = 0, detached: str | None = None) -> Run:
-        """:meth:`run` with these options alone; where it has been made before, and is small, what that has seen: each looks at the same.
-        Within it no other code sees the run. Of a model that writes buffers it is made again, as its tensors are others then."""
+        """:meth:`run` with these options alone; where it has been made before, and is small, what that has seen.
+        Of a model that writes buffers it is made each time, as its tensors are others then."""
         key = draw, detached
-        if key not in self._plain or self.written:
+        if key not in self._plain:
             run = self._noted() if key == (0, None) else self.run(draw=draw, detached=detached)
             self._plain = {known: x for known, x in self._plain.items() if known in ((0, None), (0, detached))}
             if run.nbytes > _MOST_KEPT or self.written:
