@@ -18,7 +18,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class Isolated:
 
     def kept(self) -> list[tuple[str, Any]]:
         """What is in places and was not there before, with the name of its place."""
-        self._changed = [place for place in self._places if place.look(place.part) != place.mark]
+        self._changed = [place for place in self._places if not place.is_same]
         found = [
             (place.name, value)
             for place in self._changed
@@ -209,7 +209,7 @@ class Isolated:
             self._waiting += [(f.__qualname__, f) for f in functions]
         self._walk()
 
-    def _note_names(self, names: set[str], space: dict[str, Any]) -> None:
+    def _note_names(self, names: Set[str], space: dict[str, Any]) -> None:
         """Notes what names stand for, or that they stand for nothing."""
         for name in names:
             key = Key(space, name)
@@ -331,11 +331,12 @@ def _items(content: Any) -> Iterable[tuple[Any, Any]]:
     return content.items() if isinstance(content, dict) else enumerate(content)
 
 
-def _names_stored(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=1 << 12)
+def _names_stored(code: types.CodeType) -> frozenset[str]:
     """The globals, attributes and variables of functions that code gives other values."""
     if _STORES.isdisjoint(code.co_code[::2]):
-        return set()
-    return {str(each.argval) for each in dis.get_instructions(code) if each.opcode in _STORES}
+        return frozenset()
+    return frozenset(str(each.argval) for each in dis.get_instructions(code) if each.opcode in _STORES)
 
 
 def _within(value: Any) -> list[Any] | None:

@@ -123,6 +123,8 @@ class LayerCalls(TorchFunctionMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Layer, Tensor, "Compute | None"] | None:
         """The layer that a function call is, its input, and how it is computed; None: it is no layer."""
+        if func not in _LAYERS and func not in LAYER_FUNCTIONS:
+            return None
         bias, turned, padding, has_options = None, True, None, False
         function, further, compute = None, tuple[Further, ...](), None
         if func in LAYER_FUNCTIONS:
@@ -174,7 +176,8 @@ LOOKS = frozenset({"size", "dim", "numel", "stride", "is_floating_point", "__len
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _PRODUCTS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.__matmul__, Tensor.mm)
 _SWAPS = (Tensor.transpose, torch.transpose)
-_TURNS = (Tensor.t, torch.t, *_SWAPS, *(getattr(Tensor, name).__get__ for name in ("T", "mT")))
+_TURNS = frozenset({Tensor.t, torch.t, *_SWAPS, *(getattr(Tensor, name).__get__ for name in ("T", "mT"))})
+_LAYERS = frozenset({functional.linear, functional.embedding, torch.addmm, *_PRODUCTS})
 
 
 def flat(values: Iterable[Any]) -> Iterator[Any]:

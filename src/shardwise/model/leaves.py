@@ -101,46 +101,48 @@ class Leaves(LayerCalls):
         return leaf.clone()  # which the model may change in place
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in DROPOUTS:
-            x, chance, is_training = bound(DROPOUT, args, kwargs)
-            if chance != 0 and is_training is not False:
-                self._seen.dropped.append((self._last, x))
-            return x
-        if func is functional.scaled_dot_product_attention:
-            query, *_, chance = bound(_ATTENTION, args, kwargs)
-            if chance:
-                self._seen.dropped.append((self._last, query))
-            is_causal = kwargs.get("is_causal", args[5:6] == (True,))
-            args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
-        if func is functional.batch_norm:
-            given = bound(_BATCH_NORM, args, kwargs)
-            names = [name for x in given[3:5] if (name := self._trial.name_of(x)) is not None]
-            self._trial.read |= {name: {"batch_norm": None} for name in names}
-            if given[5]:
-                self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
-            return _normalised(*given)
-        if func in _ASKS_FOR_GRADIENTS and not args[0].is_leaf:
-            return args[0]  # an input of a model, which here is computed and has them
+        if func in _TREATED:
+            if func in DROPOUTS:
+                x, chance, is_training = bound(DROPOUT, args, kwargs)
+                if chance != 0 and is_training is not False:
+                    self._seen.dropped.append((self._last, x))
+                return x
+            if func is functional.batch_norm:
+                given = bound(_BATCH_NORM, args, kwargs)
+                names = [name for x in given[3:5] if (name := self._trial.name_of(x)) is not None]
+                self._trial.read |= {name: {"batch_norm": None} for name in names}
+                if given[5]:
+                    self._trial._statistics |= {id(x): x for x in given[1:3] if x is not None}
+                return _normalised(*given)
+            if func is functional.scaled_dot_product_attention:
+                query, *_, chance = bound(_ATTENTION, args, kwargs)
+                if chance:
+                    self._seen.dropped.append((self._last, query))
+                is_causal = kwargs.get("is_causal", args[5:6] == (True,))
+                args, kwargs = args[:4], {**kwargs, "is_causal": is_causal, "dropout_p": 0.0}
+            elif not args[0].is_leaf:
+                return args[0]  # asked for gradients, an input of a model, which here is computed and has them
         if self._watch is not None and self._rows:
             return func(*args, **kwargs)  # what is noted below, the whole model has shown
-        what = getattr(func, "__name__", str(func))
+        what = getattr(func, "__name__", None) or str(func)
         self._seen.functions.append(what)
         if what in _DRAWS:
             drawn = func(*args, **kwargs)
             if isinstance(drawn, Tensor):
                 self._seen.dropped.append((self._last, drawn))
             return drawn
-        if what in _SIZES or func == _SHAPE:
+        if what in _SIZES or (what == "__get__" and func == _SHAPE):
             self._trial.measured |= {name for value in args if (name := self._trial.name_of(value)) is not None}
-        if func == DEVICE and self._trial.name_of(args[0]) is not None:
-            return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
-        if what == "__get__" and not isinstance(seen := func(*args, **kwargs), Tensor):
-            return seen
+        if what == "__get__":
+            if func == DEVICE and self._trial.name_of(args[0]) is not None:
+                return torch.device("cpu")  # as of all others: a model makes tensors where its weights are
+            if not isinstance(seen := func(*args, **kwargs), Tensor):
+                return seen
         if what not in LOOKS:
-            for value in flat((*args, *kwargs.values())):
+            for value in flat((*args, *kwargs.values()) if kwargs else args):
                 if (name := self._trial.name_of(value)) is not None:
                     self._trial.read.setdefault(name, {})[what] = None
-                    self._trial.on_read(name)
+                    self._trial._on_read(name)
                     if value.is_meta:
                         self._trial.foreign.setdefault(name, what)
         return func(*args, **kwargs)
@@ -151,6 +153,7 @@ DROPOUTS = frozenset({  # functions that drop numbers of their first argument
     functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 })  # fmt: skip
 _ASKS_FOR_GRADIENTS = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
+_TREATED = frozenset({*DROPOUTS, functional.batch_norm, functional.scaled_dot_product_attention, *_ASKS_FOR_GRADIENTS})
 _DRAWS = frozenset({
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
     "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",

@@ -29,15 +29,19 @@ def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[An
         return Tensor.to, (args[0], _WIDER[func]), {}
     if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
         return _grouped_mm, args, kwargs
-    if any(value is torch.float32 or value is torch.complex64 for value in (*args, *kwargs.values())):
-        return func, tuple(map(_wider, args)), {key: _wider(value) for key, value in kwargs.items()}
+    for value in (*args, *kwargs.values()) if kwargs else args:  # no generator: of each function that a model calls
+        if value is _FLOAT or value is _COMPLEX:
+            return func, tuple(map(_wider, args)), {key: _wider(value) for key, value in kwargs.items()}
     return func, args, kwargs
 
 
+_FLOAT, _COMPLEX = torch.float32, torch.complex64
+
+
 def _wider(value: Any) -> Any:
-    if value is torch.float32:
+    if value is _FLOAT:
         return torch.float64
-    return torch.complex128 if value is torch.complex64 else value
+    return torch.complex128 if value is _COMPLEX else value
 
 
 def _grouped_mm(

@@ -10,7 +10,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.errors import UnsupportedError
@@ -118,17 +118,25 @@ class Place:
         part: the place.
 
     Attributes:
-        look: gives of ``part`` something else than ``mark`` once it holds something else.
+        content: a shallow copy of what it holds.
     """
 
-    __slots__ = ("content", "look", "mark", "name", "part")
+    __slots__ = ("_look", "_mark", "content", "name", "part")
 
     def __init__(self, name: str, part: Any):
         self.name, self.part, self.content = name, part, _content(part)
         look = _mark_of_class if isinstance(part, type) else _MARKS.get(type(part), _mark)
         is_long = isinstance(part, dict | list | set | deque) and len(part) > LONGEST
-        self.look: Callable[[Any], Any] = len if is_long else look
-        self.mark = self.look(part)
+        self._look: Callable[[Any], Any] = len if is_long else look
+        self._mark = self._look(part)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it holds the same still."""
+        now, before = self._look(self.part), self._mark
+        if type(now) is tuple and type(before) is tuple:
+            return len(now) == len(before) and all(map(operator.is_, now, before))
+        return bool(now == before)
 
     @property
     def new_values(self) -> list[Any]:
@@ -223,41 +231,34 @@ def _bytes(*values: Any) -> bytearray:
     return bytearray(repr(values).encode())
 
 
-# ---- marks: other ones where what is held has changed, and fast, as there are hundreds of places and a run is short ----
+# ---- marks: other ones where what is held has changed, and fast, as there are hundreds of places and a run is short. The objects
+# themselves, in a tuple, are compared by identity: their numbers, which id() gives, would be an event of the audit hook each. -----------
 
 
-def _mark_of_dict(part: dict[Any, Any]) -> list[int]:
-    return [*map(id, part), *map(id, part.values())]
+def _mark_of_dict(part: dict[Any, Any]) -> tuple[Any, ...]:
+    return (*part, *part.values())
 
 
-def _mark_of_class(part: type) -> list[int]:
-    return [*map(id, vars(part).values())]
+def _mark_of_class(part: type) -> tuple[Any, ...]:
+    return tuple(vars(part).values())
 
 
-def _mark_of_file(part: Any) -> Any:
-    return _content(part)
-
-
-def _mark_of_items(part: Iterable[Any]) -> list[int]:
-    return [*map(id, part)]
-
-
-def _mark_of_key(part: Key) -> int:
-    return id(part.space.get(part.name, _ABSENT))
+def _mark_of_key(part: Key) -> tuple[Any]:
+    return (part.space.get(part.name, _ABSENT),)
 
 
 def _mark(part: Any) -> Any:
     content = _content(part)
     if isinstance(content, dict):
         return _mark_of_dict(content)
-    return _mark_of_items(content) if isinstance(content, list | set) else bytes(content)
+    return tuple(content) if isinstance(content, list | set) else bytes(content)
 
 
 _MARKS: dict[type, Callable[[Any], Any]] = {
     dict: _mark_of_dict,
-    list: _mark_of_items,
-    set: _mark_of_items,
+    list: tuple,
+    set: tuple,
     Key: _mark_of_key,
-    io.StringIO: _mark_of_file,
-    io.BytesIO: _mark_of_file,
+    io.StringIO: _content,
+    io.BytesIO: _content,
 }

@@ -1,5 +1,6 @@
 """What one run of a model's code has seen."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,28 @@ class Run:
         self.keeps = False
         self.dropped: list[tuple[Call | None, Tensor]] = []
         self.functions: list[str] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what layers were called with and have returned, about half of what the graph holds."""
+        return sum(x.nbytes for x in (*self.inputs.values(), *self.leaves.values()))
+
+    def until(self, calls: Collection[Call]) -> "Run | None":
+        """What the same run has seen that ends when all of these calls have been made; None where only such a run shows it."""
+        missing, part = set(calls), Run()
+        for call, x in self.inputs.items():
+            if not missing:
+                break
+            if x._version != self.versions[call]:
+                return None  # what follows may have changed it
+            part.inputs[call], part.versions[call] = x, self.versions[call]
+            if call in self.leaves:
+                part.leaves[call] = self.leaves[call]
+            missing.discard(call)
+        if missing or not calls or any(len(leaves) > 1 for leaves in self.arguments.values()):
+            return None
+        part.arguments = self.arguments
+        return part
 
     def is_like(self, other: "Run") -> bool:
         """Whether the same functions were called in both, on the same numbers."""

@@ -154,8 +154,8 @@ def _add_hook() -> None:
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    # Looking at frames is an event, too.
-    if _WATCHES and event in _EVENTS and (watch := _WATCHES.get(threading.current_thread())) is not None:
+    # Called for each event of the process from then on, such as a look at a frame: the cheapest question comes first.
+    if event in _EVENTS and _WATCHES and (watch := _WATCHES.get(threading.current_thread())) is not None:
         watch.event(event, args)
 
 

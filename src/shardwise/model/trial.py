@@ -37,6 +37,7 @@ from shardwise.model.tensors import hidden_tensors, loose_tensors
 Change = Callable[[Place, Tensor], Tensor]
 
 _MOST_GENERATED = 1000  # that a generator gives
+_MOST_KEPT = 64 << 20  # bytes of a run that is kept
 
 
 Uses = dict[str, dict[str, set[Layer]]]
@@ -93,10 +94,13 @@ class Trial:
         """Parameters of which the model's code has read the shape: it would be that of a rank's part."""
         self.uses: dict[str, dict[Layer, None]] = {}
         """Name of a weight -> all layers that it is the weight of: an embedding and a head, with one bias and another."""
-        self.on_read: Callable[[str], None] = lambda _: None
+        self._on_read: Callable[[str], None] = _ignored
         self.written: dict[str, tuple[nn.Module, str, Tensor]] = {}
         """The buffers that a run writes -> their module, attribute and value before. Each run starts with that."""
         self._has_run = False
+        self._plain = dict[tuple[int, str | None], Run]()
+        self._uses: Uses = {}
+        self._readers: dict[str, set[str]] = {}
         self._statistics: dict[int, Tensor] = {}  # that batch norm writes
         self.module = self._copy(module, foreign or frozenset())
         while foreign is None:
@@ -172,6 +176,18 @@ class Trial:
                 self._note_kept(seen, attributes)
         return seen
 
+    def plain(self, draw: int = 0, detached: str | None = None) -> Run:
+        """:meth:`run` with these options alone; where it has been made before, and is small, what that has seen.
+        Of a model that writes buffers it is made each time, as its tensors are others then."""
+        key = draw, detached
+        if key not in self._plain:
+            run = self._noted() if key == (0, None) else self.run(draw=draw, detached=detached)
+            self._plain = {known: x for known, x in self._plain.items() if known in ((0, None), (0, detached))}
+            if run.nbytes > _MOST_KEPT or self.written:
+                return run
+            self._plain[key] = run
+        return self._plain[key]
+
     def run_within(
         self, mode: contextlib.AbstractContextManager[Any], *, has_gradients: bool = False
     ) -> tuple[Any, Run]:
@@ -218,11 +234,13 @@ class Trial:
     def forget_outputs(self) -> None:
         """Frees the random outputs of layers; a later run draws them again."""
         self._values.clear()
+        self._plain.clear()
 
     def set_training(self, is_training: bool) -> None:
         """Puts the copy in training mode, or in eval mode: other code may run, and write other buffers."""
         self.module.train(is_training)
         self._has_run = False
+        self._plain.clear()
 
     def in_training(self) -> "Trial":
         """The same model in training mode."""
@@ -232,17 +250,33 @@ class Trial:
 
     def callers(self) -> dict[str, tuple[str, ...]]:
         """Weight of a layer -> the modules in whose forward it is called: the innermost ones that run then."""
-        uses: Uses = {}
-        with self.noting(uses) as note:
-            self.run(note=note)
-        return {weight: tuple(callers) for weight, callers in uses.items()}
+        self.plain()
+        return {weight: tuple(callers) for weight, callers in self._uses.items()}
+
+    def readers(self) -> dict[str, set[str]]:
+        """Parameter -> the modules in whose forward functions other than layers use it."""
+        self.plain()
+        return self._readers
+
+    def _noted(self) -> Run:
+        """A plain run, which shows :meth:`callers` and :meth:`readers` too. Not the first one, in which code may fill what it keeps from
+        then on."""
+        self._uses, self._readers = {}, {}
+        with self.noting(self._uses, self._readers) as note:
+            return self.run(note=note)
 
     @contextlib.contextmanager
-    def noting(self, uses: Uses) -> Iterator[Callable[[Layer], None]]:
-        """Context manager: gives a function for ``note`` of :meth:`run` that adds each layer to ``uses``."""
+    def noting(self, uses: Uses, readers: dict[str, set[str]] | None = None) -> Iterator[Callable[[Layer], None]]:
+        """Context manager: gives a function for ``note`` of :meth:`run` that adds each layer to ``uses``; parameters that other functions
+        use are added to ``readers``."""
         running = [OUTSIDE]
-        with around_modules(self.module, running.append, lambda _: running.pop()):
-            yield lambda layer: uses.setdefault(layer.weight, {}).setdefault(running[-1], set()).add(layer)
+        if readers is not None:
+            self._on_read = lambda name: readers.setdefault(name, set()).add(running[-1])
+        try:
+            with around_modules(self.module, running.append, lambda _: running.pop()):
+                yield lambda layer: uses.setdefault(layer.weight, {}).setdefault(running[-1], set()).add(layer)
+        finally:
+            self._on_read = _ignored
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[list[Attributes | TensorAttributes]]:
@@ -305,14 +339,14 @@ class Trial:
         """Floating parameters and buffers that are part of no layer, by canonical name."""
         layers = {name for layer in self.layers.values() for name in layer.names}
         norms = tuple(f"{name}." for name in self.norms)
-        found: dict[str, Tensor] = {}
+        found, seen = dict[str, Tensor](), set[int]()
         for kind in ("_parameters", "_buffers"):
             for name, owner, attr in canonical_tensors(self.module, kind):
                 tensor = getattr(owner, kind)[attr]
-                known = any(tensor is other for other in found.values())
                 has_values = tensor.requires_grad and tensor.is_floating_point() and not tensor.is_meta
-                if name not in layers and has_values and not known and not name.startswith(norms):
+                if name not in layers and has_values and id(tensor) not in seen and not name.startswith(norms):
                     found[name] = tensor
+                    seen.add(id(tensor))
         return found
 
     def unused(self) -> list[str]:
@@ -445,6 +479,10 @@ def around_modules(root: nn.Module, before: Callable[[str], Any], after: Callabl
                 stack.callback(vars(module).pop, "forward")
             module.forward = around(name, module.forward)
         yield
+
+
+def _ignored(_: Any) -> None:
+    pass
 
 
 def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]) -> None:

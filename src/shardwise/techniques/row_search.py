@@ -125,6 +125,7 @@ class Search:
         self._kinds = kinds
         without = frozenset(name for blocks in kinds for name in blocks[_SEARCHED:])
         self._whole: dict[tuple[bool, int], Whole] = {}
+        self._last: tuple[Plan, Facts | Differs] | None = None
         self.known.clear()
         self._written = set[str]()  # modules of which it was tried whether they write attention out
         now.makes_masks = True  # at the first length; at the second none where the example needs none
@@ -289,11 +290,17 @@ class Search:
         return self._whole[self.trial.module.training, self.length]
 
     def _first_difference(self, trial: Trial, plan: Plan) -> Differs | None:
-        try:
-            self._facts(trial, plan)
-        except Differs as wrong:
-            return wrong
-        return None
+        found = self._tried(trial, plan)
+        return found if isinstance(found, Differs) else None
+
+    def _tried(self, trial: Trial, plan: Plan) -> Facts | Differs:
+        """What :meth:`_facts` gives, or what differs; of the plan that was tried last it is known."""
+        if self._last is None or self._last[0] != plan:
+            try:
+                self._last = plan, self._facts(trial, plan)
+            except Differs as wrong:
+                self._last = plan, wrong
+        return self._last[1]
 
     def _facts(self, trial: Trial, plan: Plan, known: Facts | None = None) -> Facts:
         """What every rank does, in training and in eval mode."""
@@ -330,7 +337,9 @@ class Search:
 
     def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
         """The facts of a plan, followed by number and dim at another length: what was known by its size there is the same here."""
-        facts = self._facts(trial, plan)
+        facts = self._tried(trial, plan)
+        if isinstance(facts, Differs):
+            raise facts
         self._note_tensors(facts)
         self.length, self._whole, now.makes_masks = self._other_length, {}, False
         again = self._facts(trial, plan, facts)

@@ -47,7 +47,10 @@ def certify(trial: Trial, regions: Sequence[Region], degree: int, *, jointly: bo
 
 def whole_run(trial: Trial, regions: Sequence[Region], alone: Region | None) -> Run:
     """The run of the whole model that is compared with. ``alone``: the only region, whose gradients are compared."""
-    return trial.run(detached=alone.module, until=calls_of(trial, regions)) if alone else trial.run()
+    if alone is None:
+        return trial.plain()
+    calls = calls_of(trial, regions)
+    return trial.plain(detached=alone.module).until(calls) or trial.run(detached=alone.module, until=calls)
 
 
 def whole_wrong(trial: Trial, region: Region, whole: Run, degree: int) -> str:
@@ -62,7 +65,7 @@ def whole_wrong(trial: Trial, region: Region, whole: Run, degree: int) -> str:
 def _used_elsewhere(trial: Trial, region: Region) -> str:
     """What a region starts from that other layers, the output of the model, or what it keeps, use too: its gradient from there is
     whole on every rank, and that from the region a part of a sum. "" if there is none."""
-    run = trial.run(detached=region.module)
+    run = trial.plain(detached=region.module)
     inside = {*region.rows, *region.inner}
     rest = [x for call, x in run.inputs.items() if call.weight not in inside]
     rest += [*run.output, *(x for _, x in run.kept)]
@@ -153,7 +156,7 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
         regions: that are cut together.
         degree: how many ranks share them.
     """
-    whole = trial.run()
+    whole = trial.plain()
     if not whole.dropped:
         return {}
     part, _ = part_of_run(0, trial, regions, degree, None)

@@ -16,7 +16,7 @@ from shardwise.model.computed import computed_weights
 from shardwise.model.isolated import Isolated
 from shardwise.model.layers import is_norm
 from shardwise.model.names import canonical_modules
-from shardwise.model.trial import OUTSIDE, Trial, Uses, around_modules
+from shardwise.model.trial import OUTSIDE, Trial, Uses
 from shardwise.techniques.tp.search.certificate import Settings, certify, dropouts
 from shardwise.techniques.tp.search.region_records import Found, Region
 from shardwise.techniques.tp.search.regions import find_regions, gradients, signature
@@ -158,20 +158,25 @@ def _with_norms(
 def _norms_of_one_layer(trial: Trial, found: Found) -> frozenset[str]:
     """Modules whose parameters are as wide as the outputs of a layer that is not cut, from which alone their input is made:
     norms of queries and keys over all heads."""
-    given: dict[str, Tensor] = {}
+    given, has_any = dict[str, Tensor](), False
+    readers = trial.readers()
+    left = trial.layers.keys() & found.left.keys()
+    widths = {trial.module.get_parameter(weight).shape[trial.layers[weight].out_dim] for weight in left}
     with contextlib.ExitStack() as stack:
         for name, module in trial.module.named_modules():
-            sizes = {tuple(param.shape) for param in module.parameters()}
-            if name and not module._modules and len(sizes) == 1 and len(*sizes) == 1:
+            params = list(module.parameters())
+            sizes = {tuple(param.shape) for param in params}
+            if not name or module._modules or len(sizes) != 1 or len(*sizes) != 1 or params[0].shape[0] not in widths:
+                continue
+            if not any(readers.get(trial.name_of(param) or "", set()) - {name} for param in params):
                 hook = functools.partial(_note_input, given, name)
                 stack.callback(module.register_forward_pre_hook(hook).remove)
+                has_any = True
+        if not has_any:
+            return frozenset()
         run = trial.run()
-    readers = _readers(trial)
     norms = set[str]()
     for name, x in given.items():
-        params = [trial.name_of(param) for param in trial.module.get_submodule(name).parameters()]
-        if any(readers.get(key or "", set()) - {name} for key in params):
-            continue
         grads = zip(run.leaves, gradients(x, 1, 0, run.leaves.values()), strict=True)
         made_of = {call.weight for call, grad in grads if grad is not None and bool((grad != 0).any())}
         width = next(trial.module.get_submodule(name).parameters()).shape[0]
@@ -180,17 +185,6 @@ def _norms_of_one_layer(trial: Trial, found: Found) -> frozenset[str]:
             if trial.module.get_parameter(weight).shape[trial.layers[weight].out_dim] == width:
                 norms.add(name)
     return frozenset(norms)
-
-
-def _readers(trial: Trial) -> dict[str, set[str]]:
-    """Parameter -> the modules in whose forward functions use it."""
-    found: dict[str, set[str]] = {}
-    running = [""]
-    trial.on_read = lambda name: found.setdefault(name, set()).add(running[-1])
-    with around_modules(trial.module, running.append, lambda _: running.pop()):
-        trial.run()
-    trial.on_read = lambda _: None
-    return found
 
 
 def _note_input(given: dict[str, Tensor], name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -265,7 +259,7 @@ def find_certified(trial: Trial, degree: int, allowed: frozenset[str] | None = N
     that was called the reason why it stays as it is. ``allowed``: as of :func:`search`."""
     found, training = find_regions(trial, degree), trial.in_training()
     # Where the mode makes no difference, what is right in training is right in eval mode.
-    modes = (training,) if trial.run().is_like(training.run()) else (training, trial)
+    modes = (training,) if trial.plain().is_like(training.plain()) else (training, trial)
     vocabulary = set(of_vocabulary(trial.module, trial.uses, found.shown))
     candidates = [region for region in found.regions if not vocabulary & set(region.layers)]
     left, written = dict(found.left), {*trial.written, *training.written}
@@ -348,7 +342,7 @@ def _sharing(trial: Trial, regions: Sequence[Region]) -> set[str]:
     """The layers that regions start from of which the next one called gets the same input."""
     starts = {weight for region in regions for weight in region.sources - {*region.rows, *region.inner}}
     starts = {weight for weight in starts if not is_norm(weight)}
-    run = trial.run()
+    run = trial.plain()
     inputs = [(call.weight, x, run.versions[call]) for call, x in run.inputs.items() if call.weight in starts]
     return {
         weight

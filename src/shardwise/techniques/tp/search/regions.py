@@ -97,7 +97,7 @@ class Reads:
     """What the inputs of all layers are made of when the arguments of ``module`` are cut off from what those were made of."""
 
     def __init__(self, trial: Trial, module: str):
-        run, others = trial.run(detached=module), trial.others()
+        run, others = trial.plain(detached=module), trial.others()
         places = [(place, leaf) for place, leaves in run.arguments.items() for leaf in leaves]
         self._names = [*(call.weight for call in run.leaves), *others, *(place for place, _ in places)]
         self._sources = [*run.leaves.values(), *others.values(), *(leaf for _, leaf in places)]
@@ -134,7 +134,7 @@ class _Search:
         self._trial, self._degree = trial, degree
         self._varies = dict[str, str]()
         self._needs = self._find_needs()
-        run = trial.run()
+        run = trial.plain()
         self._widths = {call.weight: x.shape[-1] for call, x in run.inputs.items()}
         self._shown = _reached(run, trial.others())
         self._unused = trial.unused()
@@ -143,7 +143,7 @@ class _Search:
         found: dict[str, _Needs] = {}
         first: dict[Call, torch.Size] | None = None
         for draw in range(_DRAWS):
-            run = self._trial.run(draw=draw)
+            run = self._trial.plain(draw)
             shapes = {call: x.shape for call, x in run.inputs.items()}
             first = first or shapes
             for call in first.keys() | shapes.keys():
@@ -294,7 +294,7 @@ class _Search:
         found: dict[str | Place, list[Masks]] = {}
         others = self._trial.others()
         for draw in range(_DRAWS):
-            run = self._trial.run(draw=draw, detached=module)
+            run = self._trial.plain(draw, module)
             places = [(place, leaf) for place, leaves in run.arguments.items() for leaf in leaves]
             names = [*(call.weight for call in run.leaves), *others, *(place for place, _ in places)]
             sources = [*run.leaves.values(), *others.values(), *(leaf for _, leaf in places)]
@@ -327,7 +327,8 @@ def _reached(run: Run, others: Mapping[str, Tensor]) -> set[str]:
     if not outputs or not names:
         return set()
     total = torch.stack([(out * weights_for(out)).sum() for out in outputs]).sum()
-    grads = torch.autograd.grad(total, [*run.leaves.values(), *others.values()], allow_unused=True)
+    sources = [*run.leaves.values(), *others.values()]
+    grads = torch.autograd.grad(total, sources, retain_graph=True, allow_unused=True)
     return {name for name, grad in zip(names, grads, strict=True) if not _is_zero(grad)}
 
 
