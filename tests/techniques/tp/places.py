@@ -842,7 +842,7 @@ def build(kind, where, late):
     return with_hooks(LM(kind, where, late).double(), kind + ("_late" if late else ""))
 
 
-def plain(kind, where, late, turns=2):
+def plain(kind, where, late, turns=3):
     """Losses and parameters of one process."""
     reset()
     model, losses = build(kind, where, late), []
@@ -860,7 +860,7 @@ def plain(kind, where, late, turns=2):
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
-def trained(layout, kind, where, late, turns=2):
+def trained(layout, kind, where, late, turns=3):
     """Losses and parameters of training, and how many parameters are cut; or the error."""
     reset()
     with sw.init(layout, device="cpu", timeout_s=30) as world:
