@@ -1,12 +1,14 @@
 """What only gradients show, as values: a proof that compares values sees a backward of the user's own (``torch.autograd.Function``), a
-hook on a tensor, and a loss that such a function hides, no other way."""
+hook on a tensor, a module or a node of the graph, and a loss that such a function hides, no other way."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise._torch.autograd import is_of_operator
 from shardwise.model.layers import flat
@@ -23,12 +25,14 @@ class Sees(Protocol):
 
     def scripted(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
+    def keeps_by(self, hook: Callable[[Tensor], Any]) -> None: ...
+
 
 @contextlib.contextmanager
 def seen_by(mode: Sees) -> Iterator[None]:
-    """Within: ``mode`` computes each autograd function, and each function of torch.jit.script."""
+    """Within: ``mode`` computes each autograd function, and each function of torch.jit.script, and sees who packs what is kept for backwards."""
     script = torch.jit.ScriptFunction
-    before = script.__call__
+    before, enter = script.__call__, saved_tensors_hooks.__enter__
 
     def apply(cls: type, *args: Any) -> Any:
         return mode.applied(cls, super(_OWNER, cls).apply, args)  # type: ignore[misc]
@@ -36,18 +40,71 @@ def seen_by(mode: Sees) -> Iterator[None]:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return mode.scripted(lambda *a, **k: before(function, *a, **k), args, kwargs)
 
+    def entered(hooks: saved_tensors_hooks) -> None:
+        mode.keeps_by(hooks.pack_hook)
+        return enter(hooks)
+
     try:
+        saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
         _OWNER.apply = classmethod(apply)  # type: ignore[attr-defined]
         script.__call__ = call
         yield
     finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         script.__call__ = before
         del _OWNER.apply  # type: ignore[attr-defined]
 
 
 def is_users(kind: type) -> bool:
     """Whether a function is not torch's own, whose backwards are those of what they compute."""
-    return is_of_operator(kind) or kind.__module__.partition(".")[0] not in ("torch", "shardwise")
+    return is_of_operator(kind) or is_users_hook(kind)
+
+
+def is_users_hook(hook: Any) -> bool:
+    """Whether a function is neither torch's nor Shardwise's."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.partition(".")[0] not in ("torch", "shardwise")
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether the user has added backward hooks to a module."""
+    return any(
+        is_users_hook(hook) for hooks in (module._backward_hooks, module._backward_pre_hooks) for hook in hooks.values()
+    )
+
+
+class Node:
+    """A node of the graph, whose hooks are seen.
+
+    Args:
+        node: is one.
+        hooked: is called before each hook of the user's own is added.
+    """
+
+    def __init__(self, node: Any, hooked: Callable[[], None]):
+        self._node, self._hooked = node, hooked
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._node, name)
+        if name == "next_functions":
+            return tuple((node and Node(node, self._hooked), number) for node, number in value)
+        return self._hooking(value) if name in ("register_hook", "register_prehook") else value
+
+    def _hooking(self, register: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(hook: Any) -> Any:
+            if is_users_hook(hook):
+                self._hooked()
+            return register(hook)
+
+        return call
+
+    def __eq__(self, other: object) -> bool:
+        return self._node is (other._node if isinstance(other, Node) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
 
 
 class Shown:

@@ -22,7 +22,15 @@ from torch.nn import functional
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.hidden_gradients import Shown, is_linear, is_users, seen_by
+from shardwise.model.hidden_gradients import (
+    Node,
+    Shown,
+    has_backward_hooks,
+    is_linear,
+    is_users,
+    is_users_hook,
+    seen_by,
+)
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
@@ -36,6 +44,9 @@ from shardwise.model.trial import Trial
 
 _OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
 """One number for all that lies behind the first two dims."""
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_BY_FREQUENCY = {functional.embedding: 5, functional.embedding_bag: 5, torch.embedding: 3}
+"""Function -> the number of its argument ``scale_grad_by_freq``."""
 _LAST = 8  # tensors that were compared: more would keep alive what a large model is done with
 _ALLOWED = 1e-11  # relative to the largest number of a tensor
 
@@ -83,6 +94,7 @@ class Rows(LayerCalls):
         )
         self.facts = Facts()
         self._draws_all = True  # also what has no rows
+        self._has_parts = True  # of its gradient, what every rank has whole
         self._thread, self.has_threads = threading.get_ident(), False
         self.frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
@@ -319,7 +331,18 @@ class Rows(LayerCalls):
             args, kwargs = self._product(self.frames[-1], func, args, kwargs)
         if func is Tensor.register_hook and not self._is_busy:
             self._hooked(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        if func in _BY_FREQUENCY and not self._is_busy:
+            self._look_up(args, kwargs, _BY_FREQUENCY[func])
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func == _GRAD_FN and result is not None and not self._is_busy:
+            return Node(result, lambda: self._refuse_hook(args[0]))
+        return result
+
+    def _look_up(self, args: Any, kwargs: Any, number: int) -> None:
+        """Refuses an embedding that divides gradients by how often an index is there, where it is given some of them."""
+        if kwargs.get("scale_grad_by_freq") or (len(args) > number and args[number]):
+            given = [x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
+            self._refuse_hidden(self._key_of_hook(), given, "an embedding with scale_grad_by_freq")
 
     def _product(self, frame: _Frame, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a product in a module's own code: its second factor is that of the whole run where all positions are needed."""
@@ -381,7 +404,7 @@ class Rows(LayerCalls):
 
     def _hooked(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
         """Compares what a hook makes of a gradient."""
-        key = self._key_of_gradient()
+        key = self._key_of_hook()
         with self.busy():
             grad = x.detach().cos()
             made = hook(grad.clone())
@@ -398,6 +421,38 @@ class Rows(LayerCalls):
                 return
             self._compare(key[0], "what its hook makes of a gradient", grad if made is None else made.detach(), of_all)
 
+    def _refuse_hook(self, x: Tensor) -> None:
+        """Refuses a hook on the node that has made ``x``, but where each rank has all of its gradient."""
+        key, what = self._key_of_hook(), "a hook on a node of the graph"
+        self._refuse_hidden(key, [x], what)
+        if self._rows is not None:
+            self._refuse_parts(key, [x], what)
+
+    def keeps_by(self, hook: Callable[[Tensor], Any]) -> None:
+        """Refuses code of the model that packs what is kept for backwards, as one that compresses it, where that may be of rows."""
+        if self._rows is None or self._is_busy or not is_users_hook(hook) or self.is_elsewhere():
+            return
+        if not any(frame.name in self._plan.islands for frame in self.frames):
+            name = self.frames[-1].name if self.frames else ""
+            raise Differs(name, "what its saved_tensors_hooks keep for the backward may depend on all positions")
+
+    def refuse_backward_hooks(self, name: str, given: Any, output: Any) -> None:
+        """Refuses backward hooks of the user's own on a module, but where each rank has all of its gradients."""
+        if self._rows is None or not has_backward_hooks(self._trial.module.get_submodule(name)):
+            return
+        key = name, self._calls[name] - 1
+        mine = _shapes_of(given), _shapes_of(output)
+        if mine != (_shapes_of(self._whole.inputs.get(key)), _shapes_of(self._whole.outputs.get(key))):
+            raise Differs(name, "its backward hook may depend on all positions")
+        if self._has_parts:
+            raise Differs(name, "its backward hook gets a part of a gradient on each rank", is_of_gradients=True)
+
+    def _key_of_hook(self) -> tuple[str, int, int]:
+        key = self._key_of_gradient()
+        if not self._whole.keeps(key[0]):
+            raise Differs(key[0], "it has hooks on gradients, which are not compared where many blocks are run at once")
+        return key
+
     def _key_of_gradient(self) -> tuple[str, int, int]:
         frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
         frame.num_applied += 1
@@ -406,7 +461,7 @@ class Rows(LayerCalls):
     def _refuse_parts(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
         """Raises Differs where gradients are of what every rank has whole, which are then parts of a sum."""
         full = self._whole.gradients.get(key)
-        if full is not None and all(x.shape == y.shape for x, y in zip(mine, full, strict=False)):
+        if self._has_parts and full is not None and all(x.shape == y.shape for x, y in zip(mine, full, strict=False)):
             why = f"{what} gets a part of a gradient on each rank, and what it gives for all of it is not the sum of those"
             raise Differs(key[0], why, is_of_gradients=True)
 
@@ -583,6 +638,10 @@ def _is_equal(x: Tensor, y: Tensor | None) -> bool:
     return y is not None and x.shape == y.shape and x.dtype == y.dtype and same_bytes(x.detach(), y)
 
 
+def _shapes_of(tree: Any) -> list[tuple[str, torch.Size]]:
+    return [(path, x.shape) for path, x in keyed_leaves(tree) if isinstance(x, Tensor)]
+
+
 def _largest(x: Tensor) -> float:
     """The largest absolute number of a tensor."""
     return float(torch.linalg.vector_norm(x.detach(), float("inf"))) if x.numel() else 0.0
@@ -731,18 +790,20 @@ def _watched(module: nn.Module, mode: Rows) -> Iterator[None]:
         return hook
 
     def after(name: str) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: Any, output: Any) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if mode.is_elsewhere():
                 return None
             with mode.busy():
-                return mode.after(name, output)
+                output = mode.after(name, output)
+                mode.refuse_backward_hooks(name, (args, kwargs), output)
+                return output
 
         return hook
 
     try:
         for name, child in first_names(module):
             handles.append(child.register_forward_pre_hook(before(name), with_kwargs=True))
-            handles.append(child.register_forward_hook(after(name)))
+            handles.append(child.register_forward_hook(after(name), with_kwargs=True))
         yield
     finally:
         for handle in handles:

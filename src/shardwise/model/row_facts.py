@@ -191,12 +191,21 @@ class Whole:
         self, key: tuple[str, int, int], what: str, given: Sequence[Tensor], grads: dict[int, Tensor], *, is_whole: bool
     ) -> None:
         """Notes the gradients that a backward of the user's own gives to weights: those of all ranks, each with some rows, are those of the run
-        on all of them; see :meth:`refuse_left`."""
+        on all of them; see :meth:`refuse_left`. Where nothing that it is given has rows, each rank's are those.
+
+        Raises:
+            Differs: they are not.
+        """
         shapes = [x.shape for x in given]
-        if is_whole and grads and self.keeps(key[0]):
+        if is_whole and grads:
             self._weights[key] = shapes, grads
         whole_shapes, whole = self._weights.get(key, (shapes, {}))
-        if not is_whole and whole and shapes != whole_shapes:
+        if not is_whole and shapes == whole_shapes:
+            if any(i not in grads or _differs(grads[i] - grad, grad) for i, grad in whole.items()):
+                raise Differs(
+                    key[0], f"what the backward of {what} gives to a weight is not what it gives for all positions"
+                )
+        elif not is_whole and whole:
             of_call = self._left.setdefault(key, (what, dict(whole)))[1]
             of_call |= {i: of_call[i] - grad for i, grad in grads.items() if i in of_call}
 
@@ -209,8 +218,7 @@ class Whole:
         """Raises Differs unless the gradients of weights, of the ranks that have run since, have added up."""
         for key, (what, of_call) in self._left.items():
             for i, rest in of_call.items():
-                most = float(self._weights[key][1][i].abs().max()) if rest.numel() else 0.0
-                if not rest.is_meta and rest.numel() and not float(rest.abs().max()) <= _OF_SUMS * max(most, 1e-300):
+                if _differs(rest, self._weights[key][1][i]):
                     why = f"what the backward of {what} gives to a weight, added over ranks, is not what it gives for all positions"
                     raise Differs(key[0], why)
 
@@ -243,6 +251,13 @@ class Whole:
     def keeps(self, name: str) -> bool:
         """Whether what a module has is kept."""
         return self._only is None or name in self._only
+
+
+def _differs(rest: Tensor, grad: Tensor) -> bool:
+    """Whether what is left of a gradient is more than rounding."""
+    if rest.is_meta or not rest.numel():
+        return False
+    return not float(rest.abs().max()) <= _OF_SUMS * max(float(grad.abs().max()), 1e-300)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -120,6 +120,7 @@ class StreamRows(Rows):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.facts, self._draws_all = StreamFacts(), False
+        self._has_parts = False  # gradients of what every rank has whole are whole
         if not isinstance(self._plan, StreamPlan):
             self._plan = StreamPlan()
         self._layer_calls: dict[str, int] = {}
@@ -298,9 +299,6 @@ class StreamRows(Rows):
         if self._rows is not None and not self._is_busy:
             self._label(kind, args, result)
         return result
-
-    def _refuse_parts(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
-        """Gradients of what every rank has whole are whole."""
 
     def replaced(self, before: Any, x: Any) -> None:
         if x is not before and self._rows is not None:

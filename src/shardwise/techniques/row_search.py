@@ -14,6 +14,7 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
+from shardwise.model.hidden_gradients import has_backward_hooks
 from shardwise.model.nested_rows import Exchanges, run_nested
 from shardwise.model.positions import run_on_rows, whole_run
 from shardwise.model.products import dim_of
@@ -21,12 +22,13 @@ from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs, Facts, Plan, Whole
 from shardwise.model.rows import Order, rows_of
 from shardwise.model.trial import Trial
-from shardwise.techniques.sequences import Sequences, lengths_of_proof
+from shardwise.techniques.sequences import Sequences, length_of_example, lengths_of_proof
 
 _SEARCHED = 2  # blocks of each kind that are run, where there are many
 _MANY = 8
 _TRIES = 200  # runs of repairs
 _GATHERS = 30  # plans for one module that may write attention out
+_MOST_OWN = 256  # positions of the example, for a run of that length
 _EXCEPTIONS = 2  # calls of a module that are none of what the others like them are
 
 
@@ -150,6 +152,9 @@ class Search:
             for other in blocks[_SEARCHED - 1 :]
             for name in self.trial.foreign
         }
+        for name, child in self.module.named_modules():
+            if has_backward_hooks(child):
+                raise Differs(name, "its backward hook is not one of all blocks that are alike")
         self._whole.clear()
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
         only = self._compared(facts)
@@ -259,7 +264,7 @@ class Search:
                 why="no two lengths are left that are no sizes of the model, at which it may be run",
                 fix=f"pass example= with some {8 * self.degree} positions",
             )
-        self.length, self._other_length = runs
+        self.length, self._other_length = self._run_lengths = runs
         return trial
 
     def _new_trial(self, without: frozenset[str] = frozenset(), foreign: frozenset[str] | None = None) -> Trial:
@@ -345,11 +350,29 @@ class Search:
         again = self._facts(trial, plan, facts)
         if not _follows(again, facts):
             raise Differs("", "it does other things at another length of its sequences")
-        facts.add_drops(again)
-        facts.add_buffers(again.buffers)
-        _refuse_mixed_drops(facts)
+        facts.add(again)
         self._note_tensors(facts)
+        self._add_of_example(trial, plan, facts)
+        _refuse_mixed_drops(facts)
         return facts
+
+    def _add_of_example(self, trial: Trial, plan: Plan, facts: Facts) -> None:
+        """Adds what training does besides at the length of the example, or the next shorter one that is no size of the model; raises Differs unless
+        the facts are right there."""
+        own = length_of_example(self.module, self.degree, self.order, self.sequences.length)
+        if own is None or own in self._run_lengths or self.sequences.length > _MOST_OWN:
+            return
+        before = self.length, self._whole
+        self.length, self._whole = own, {}
+        whole = self._run_whole(trial, is_training=True)
+        for rows in rows_of(own, self.degree, self.order):
+            found = run_on_rows(trial, whole, plan, own, rows, facts, self.heads_over, self.kind)
+            if not _follows(found, facts):
+                raise Differs("", f"it does other things on sequences of {own} positions")
+            facts.add(found)
+        whole.refuse_left()
+        facts.add_buffers(whole.added({name: value for name, (*_, value) in trial.written.items()}))
+        self.length, self._whole = before
 
     def _note_tensors(self, facts: Facts) -> None:
         for name in facts.cut:

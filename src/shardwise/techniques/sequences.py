@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
@@ -36,14 +37,16 @@ class Sequences:
     length: int
 
     def of_length(self, length: int) -> Arguments:
-        """The arguments with sequences of another length: repeated, or cut off. Two samples at most."""
+        """The arguments with sequences of another length: cut off, or repeated with other values, as what is the same on all ranks would hide
+        that they are mixed. Two samples at most."""
 
         def change(path: str, x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             for dim in self.dims.get(path, ()):
-                times = [-(-length // x.shape[dim]) if d == dim else 1 for d in range(x.dim())]
-                x = x.repeat(times).narrow(dim, 0, length).contiguous()  # as code may expect
+                x = (
+                    _repeated(x, dim, -(-length // x.shape[dim])).narrow(dim, 0, length).contiguous()
+                )  # as code may expect
             if 0 not in self.dims.get(path, ()) and x.dim() and x.shape[0] == self._num_samples:
                 x = x[:2]
             return x.double() if x.is_floating_point() else x
@@ -54,6 +57,21 @@ class Sequences:
     def _num_samples(self) -> int:
         first = dict(keyed_leaves(self.arguments))[self.path]
         return int(first.shape[1 - self.dims[self.path][0]]) if first.dim() > 1 else 0
+
+
+def _repeated(x: Tensor, dim: int, times: int) -> Tensor:
+    """Copies of ``x`` beside each other, with values of their own; those of masks and flags are the same."""
+    if times == 1 or x.dtype == torch.bool or not x.numel() or x.is_complex():
+        return torch.cat([x] * times, dim)
+    if x.is_floating_point():
+        is_mask = bool((x.eq(0) | x.eq(1) | x.isinf()).all())
+        return torch.cat([x * (1 if is_mask else 1 + 0.1 * number) for number in range(times)], dim)
+    num = int(x.max()) + 1  # of values, from 0
+    if num <= 2:
+        return torch.cat([x] * times, dim)
+    few = num // times  # values for each copy, none of which another one has
+    copies = [x % few + few * number if few else (x + number) % num for number in range(times)]
+    return torch.cat([torch.where(x < 0, x, copy) for copy in copies], dim)
 
 
 def sequences_in(arguments: Arguments) -> Iterator[Sequences]:
@@ -72,16 +90,13 @@ def sequences_in(arguments: Arguments) -> Iterator[Sequences]:
 def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -> list[int]:
     """Lengths that no order divides, and that are no sizes of the model, so that dims of positions are known by them; the best ones first:
     some positions for each chunk, and no more than the ``given`` ones of the example, for which the model may have no place."""
-    numbers = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
-    ints = Counter(v for child in module.modules() for v in own_attributes(child).values() if type(v) is int)
-    # Samples that are run, and numbers that several modules have: not the number of a block.
-    numbers |= {2, *(value for value, times in ints.items() if times > 1)}
+    numbers = _sizes_of(module)
 
     def is_apart(length: int) -> bool:
-        return bool(length % (2 * degree)) and not any(size % length == 0 for size in numbers if size)
+        return bool(length % (2 * degree)) and _is_no_size(length, numbers)
 
     def is_clear(length: int) -> bool:
-        return numbers.isdisjoint({len(rows) for rows in rows_of(length, degree, order)})
+        return _is_clear(length, numbers, degree, order)
 
     wanted, most = max(4 * degree + 1, 13), max(given, degree + 1)
     within = [*range(wanted, most + 1), *range(min(wanted - 1, most), degree, -1)]
@@ -92,6 +107,29 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
         *found[:_LENGTHS],
         *sorted(found[_LENGTHS:])[:_LENGTHS],
     ]  # behind the best, the shortest: a model may have places for few
+
+
+def length_of_example(module: nn.Module, degree: int, order: Order, given: int) -> int | None:
+    """The ``given`` length of the example, or the next shorter one that is no size of the model; None: there is none near it."""
+    numbers = _sizes_of(module)
+    lengths = range(given, max(degree, given * 3 // 4), -1)
+    return next((n for n in lengths if _is_no_size(n, numbers) and _is_clear(n, numbers, degree, order)), None)
+
+
+def _sizes_of(module: nn.Module) -> set[int]:
+    """Sizes of a model, the samples that are run, and numbers that several modules have: not the number of a block."""
+    ints = Counter(v for child in module.modules() for v in own_attributes(child).values() if type(v) is int)
+    sizes = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
+    return {*sizes, 2, *(value for value, times in ints.items() if times > 1)}
+
+
+def _is_no_size(length: int, sizes: set[int]) -> bool:
+    return not any(size % length == 0 for size in sizes if size)
+
+
+def _is_clear(length: int, sizes: set[int], degree: int, order: Order) -> bool:
+    """Whether no rank's number of rows is a size of the model."""
+    return sizes.isdisjoint({len(rows) for rows in rows_of(length, degree, order)})
 
 
 def constants_of(arguments: Any) -> dict[str, str]:

@@ -117,6 +117,12 @@ class StreamSearch(Search):
         self._refuse_both_ways(facts)
         return facts
 
+    def _confirmed(self, trial: Trial, plan: Plan) -> Facts:
+        facts = super()._confirmed(trial, plan)
+        assert isinstance(facts, StreamFacts)
+        self._refuse_both_ways(facts)
+        return facts
+
     def refuse_other(self, found: Facts) -> None:
         assert isinstance(found, StreamFacts) and isinstance(self.facts, StreamFacts)
         super().refuse_other(dataclasses.replace(found, ends=self.facts.ends))  # which are those of the rows, or of all
