@@ -70,7 +70,7 @@ def searched_own(model, **options):
     return Search(model, next(sequences_in(((), inputs))), 2, "zigzag", **options).run()
 
 
-@pytest.mark.parametrize("how", ["loss of a mean", "loss of a sum", "gradient of one length", "hook"])
+@pytest.mark.parametrize("how", ["loss of a mean", "loss of a sum", "gradient of one length", "hook", "hook of a node"])
 def test_backwards_of_ones_own_that_depend_on_all_positions(how):
     """They are named; on the whole sequence they would get parts of gradients."""
     with pytest.raises(Differs) as raised:
@@ -79,6 +79,49 @@ def test_backwards_of_ones_own_that_depend_on_all_positions(how):
     with pytest.raises(Differs) as raised:
         searched_own(Words(extra=how), fallback=True)
     assert raised.value.name == "blocks.0.own" and raised.value.is_of_gradients
+
+
+@pytest.mark.parametrize("how", ["weight by the length", "hook before a node", "packed for backward"])
+def test_gradients_that_no_value_shows(how):
+    with pytest.raises(Differs) as raised:
+        searched_own(Words(extra=how))
+    assert raised.value.name == "blocks.0.own"
+
+
+class ByFrequency(nn.Module):
+    """A table whose gradient is divided by how often each row is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, WIDTH, scale_grad_by_freq=True)
+
+    def forward(self, x):
+        return x + self.table(torch.arange(x.shape[1]) % 3)
+
+
+def test_a_gradient_by_frequency_is_one_of_all_positions():
+    model = Words()
+    model.tokens.scale_grad_by_freq = True  # of all tokens
+    assert searched_own(model).output == "rows"
+    model.blocks[1].drop = ByFrequency()
+    with pytest.raises(Differs, match="scale_grad_by_freq may depend on all positions") as raised:
+        searched_own(model)
+    assert raised.value.name == "blocks.1.drop.table"
+
+
+KINDS = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("blocks.1", KINDS[0]), ("blocks.1.up", KINDS[1]), ("norm", KINDS[2]), ("tokens", KINDS[1])]
+)
+def test_backward_hooks_of_modules_are_refused(name, kind):
+    """What runs on every rank, such as the embedding of tokens, has a part of the gradient there."""
+    model = Words()
+    getattr(model.get_submodule(name), kind)(lambda *_: None)
+    with pytest.raises(Differs, match="its backward hook") as raised:
+        searched_own(model)
+    assert raised.value.name == name and raised.value.is_of_gradients == ("blocks" not in name)
 
 
 class OnDevice(torch.autograd.Function):
@@ -144,14 +187,14 @@ class Odd(Words):
 
 
 class Longer(nn.Module):
-    """A layer of numbers that it has from 18 positions on."""
+    """A layer of numbers that it has from so many positions on."""
 
-    def __init__(self):
+    def __init__(self, least):
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer, self.least = nn.Linear(WIDTH, WIDTH), least
 
     def forward(self, x):
-        return x + self.layer(x) * (2 if x.shape[1] >= 18 else 1)
+        return x + self.layer(x) * (2 if x.shape[1] >= self.least else 1)
 
 
 def proof_of(module, num=24):
@@ -204,6 +247,58 @@ def test_many_blocks_are_all_compared(how):
     assert facts.positions == ({f"blocks.{i}": [["arange", 0, 0]] for i in range(4, 12)} if how else {})
 
 
+def test_a_backward_hook_of_one_of_many_blocks_is_seen():
+    model = Odd("")
+    model.blocks = nn.ModuleList(Late(number, "") for number in range(12))
+    model.blocks[7].layer.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(Differs, match=r"blocks\.7\.layer: its backward hook"):
+        proof_of(model)
+
+
+class OfAll(nn.Module):
+    """Goes by what all samples and positions have."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = {"max": lambda: x / x.abs().max(), "mean": lambda: x - x.mean((0, 1)), "": lambda: x}[self.how]()
+        return x + self.layer(y)
+
+
+@pytest.mark.parametrize(("how", "samples"), [("max", 1), ("max", 2), ("max", 12), ("mean", 1), ("mean", 2)])
+def test_samples_that_are_added_are_no_copies(how, samples):
+    """Where samples are taken for positions, what all of them have is not what a rank's have."""
+    inputs = {"input_ids": torch.randint(61, (samples, 24), generator=torch.Generator().manual_seed(1))}
+    _, of_samples = sequences_in(((), inputs))
+    for of_all in ("", how):
+        model = Odd("")
+        model.blocks = nn.ModuleList(OfAll(of_all) for _ in range(2))
+        search = Search(model, of_samples, 2, "contiguous")
+        if not of_all:
+            assert search.run().output == "rows"
+            continue
+        with pytest.raises(Differs, match=r"blocks\.0"):
+            search.run()
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(2, 99))
+def test_repeats_have_values_of_their_own(num, length, most):
+    ids = torch.arange(2 * num).view(2, num) % (most + 1)
+    mask, values = torch.ones(2, num, dtype=torch.long), torch.ones(2, num, 1) * 3
+    values[0, 0] = -4
+    given_ = {"ids": ids, "mask": mask, "values": values}
+    _, made = next(sequences_in(((), given_))).of_length(length)
+    assert all(x.shape[1] == length for x in made.values()) and made["mask"].all()
+    assert made["ids"].min() >= 0 and made["ids"].max() <= ids.max()
+    firsts = made["values"][0, ::num, 0].tolist()
+    assert len({*firsts}) == len(firsts)
+    copies = [{*made["ids"][:, at : at + num].flatten().tolist()} for at in range(0, length, num)]
+    if int(ids.max()) >= max(2, len(copies)):
+        assert len(set().union(*copies)) == sum(map(len, copies)) or len(copies) == 1
+
+
 def test_what_is_behind_a_gate_of_0_is_compared():
     class Gated(nn.Module):
         def __init__(self):
@@ -219,10 +314,11 @@ def test_what_is_behind_a_gate_of_0_is_compared():
         proof_of(model)
 
 
-def test_what_longer_sequences_do_is_compared_too():
-    """Lengths of 17 and 19 are run: ranks have less than 18 positions of both."""
+@pytest.mark.parametrize("least", [18, 20])
+def test_what_longer_sequences_do_is_compared_too(least):
+    """Lengths of 17 and 19 are run, and nearly the 24 of the example: ranks have less than 18 positions of all."""
     model = Odd("")
-    model.blocks[1] = Longer()
+    model.blocks[1] = Longer(least)
     with pytest.raises(Differs, match=r"blocks\.1: its output"):
         proof_of(model)
 

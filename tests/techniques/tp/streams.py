@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from techniques.tp.counted import Sums
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
@@ -125,6 +126,32 @@ class _Averaged(_Scaled):
         return grad * weight, (grad * x).flatten(0, -2).sum(0) * 13 / x.shape[-2]
 
 
+class _Divided(torch.autograd.Function):
+    """A weight, whose gradient is divided by the length."""
+
+    @staticmethod
+    def forward(ctx, weight, num):
+        ctx.num = num
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.num, None
+
+
+def _of_one_length(grads):
+    return tuple(None if grad is None else grad / (1e-3 + grad.norm()) for grad in grads)
+
+
+def _packed(x):
+    most = x.abs().max()
+    return (x / most * 127).round(), most
+
+
+def _unpacked(kept):
+    return kept[0] / 127 * kept[1]
+
+
 attached, normed, scaled, averaged = _Attached.apply, _Normed.apply, _Scaled.apply, _Averaged.apply
 
 
@@ -179,6 +206,23 @@ class OwnGradients(nn.Module):
             if x.requires_grad:
                 x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
             return x * self.gain
+        if self.how == "weight by the length":
+            return x * _Divided.apply(self.gain, x.shape[1])
+        if self.how in ("hook of a node", "hook before a node"):
+            y = x * self.gain
+            if y.grad_fn is not None and self.how == "hook of a node":
+                y.grad_fn.register_hook(lambda grads, _: _of_one_length(grads))
+            if y.grad_fn is not None and self.how == "hook before a node":
+                y.grad_fn.register_prehook(_of_one_length)
+            return y
+        if self.how == "packed for backward":
+            with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
+                return F.gelu(x) * self.gain
+        if self.how == "kept on the CPU":
+            with torch.autograd.graph.save_on_cpu():
+                return F.gelu(x) * self.gain
+        if self.how == "checkpoint":
+            return checkpoint(lambda x: F.gelu(x) * self.gain, x, use_reentrant=False)
         if self.how == "operator of one length":
             return copied(x) * self.gain
         if self.how == "operator of rows":
@@ -205,8 +249,12 @@ WHOLE = (
     "vmap",
     "mean for a weight",
     "operator of one length",
+    "weight by the length",
+    "hook of a node",
+    "hook before a node",
+    "packed for backward",
 )
-BY_ROWS = ("kernel of rows", "hook of rows", "script", "views", "operator of rows")
+BY_ROWS = ("kernel of rows", "hook of rows", "script", "views", "operator of rows", "kept on the CPU", "checkpoint")
 
 
 class Block(nn.Module):

@@ -103,13 +103,28 @@ def test_many_blocks(is_alike):
     }
 
 
-@pytest.mark.parametrize("how", [*WHOLE, *BY_ROWS])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=[pytest.mark.soak] if how in ("hook before a node", "kept on the CPU") else [])
+        for how in (*WHOLE, *BY_ROWS)
+    ],
+)
 def test_backwards_of_ones_own(how):
     """One that depends on all positions, or hides a loss that does, is seen as a mixture of positions is; so is what cannot be seen."""
     _, facts = searched(build(how, torch.float32))
     assert list(facts.islands) == (MIXES if how in WHOLE else [])
     gains = {f"blocks.{i}.mixes.gain" for i in (0, 1)}
     assert gains & facts.on_rows.keys() == (gains if how in BY_ROWS else set())
+
+
+def test_backward_hooks_of_modules():
+    """Behind the blocks, and in a block that runs on all positions, each rank has whole gradients."""
+    model = build("", torch.float32)
+    model.norm.register_full_backward_hook(lambda *_: None)
+    assert len(searched(model)[1].sites) == 4
+    model.blocks[1].norm.register_full_backward_pre_hook(lambda *_: None)
+    assert list(searched(model)[1].islands) == ["blocks.1"]
 
 
 class Kept(Words):
