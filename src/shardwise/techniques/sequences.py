@@ -44,9 +44,7 @@ class Sequences:
             if not isinstance(x, Tensor):
                 return x
             for dim in self.dims.get(path, ()):
-                x = (
-                    _repeated(x, dim, -(-length // x.shape[dim])).narrow(dim, 0, length).contiguous()
-                )  # as code may expect
+                x = _of_length(x, dim, length)
             if 0 not in self.dims.get(path, ()) and x.dim() and x.shape[0] == self._num_samples:
                 x = x[:2]
             return x.double() if x.is_floating_point() else x
@@ -59,19 +57,26 @@ class Sequences:
         return int(first.shape[1 - self.dims[self.path][0]]) if first.dim() > 1 else 0
 
 
-def _repeated(x: Tensor, dim: int, times: int) -> Tensor:
-    """Copies of ``x`` beside each other, with values of their own; those of masks and flags are the same."""
-    if times == 1 or x.dtype == torch.bool or not x.numel() or x.is_complex():
-        return torch.cat([x] * times, dim)
+def _of_length(x: Tensor, dim: int, length: int) -> Tensor:
+    """``x`` with another size of ``dim``. Each copy, or each sample where dim 0 may be that of samples, has values of its own; those of masks and
+    flags are the same."""
+    size = x.shape[dim]
+    x = (
+        x.repeat([-(-length // size) if d == dim else 1 for d in range(x.dim())]).narrow(dim, 0, length).contiguous()
+    )  # as code may expect
+    number = torch.arange(length, device=x.device) // (1 if dim == 0 else size)
+    times = int(number[-1]) + 1
+    if times == 1 or not x.numel() or x.dtype == torch.bool or x.is_complex():
+        return x
+    number = number.view([length if d == dim else 1 for d in range(x.dim())])
     if x.is_floating_point():
         is_mask = bool((x.eq(0) | x.eq(1) | x.isinf()).all())
-        return torch.cat([x * (1 if is_mask else 1 + 0.1 * number) for number in range(times)], dim)
+        return x if is_mask else x * (1 + number / times).to(x.dtype)
     num = int(x.max()) + 1  # of values, from 0
-    if num <= 2:
-        return torch.cat([x] * times, dim)
     few = num // times  # values for each copy, none of which another one has
-    copies = [x % few + few * number if few else (x + number) % num for number in range(times)]
-    return torch.cat([torch.where(x < 0, x, copy) for copy in copies], dim)
+    if num <= 2:
+        return x
+    return torch.where(x < 0, x, x % few + few * number if few else (x + number) % num).to(x.dtype)
 
 
 def sequences_in(arguments: Arguments) -> Iterator[Sequences]:
