@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch.autograd import Backward
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.layout import Coord
@@ -76,6 +77,7 @@ class Runtime:
         # compared in every window.
         self.compared: dict[str, str] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
+        self.before_backward: list[Callable[[Backward], None]] = []  # called in a window, of what adds to gradients
         self.chosen: dict[
             str, object
         ] = {}  # subject -> what was chosen or seen since training began, for people: its text
