@@ -76,9 +76,10 @@ def _check_positions(
     except Exception as error:
         raise ConfigError(
             f"a loss that fails on a part of the positions that it is given, under {runtime.recipe.grid}",
-            why=f"{type(error).__name__}: {first_line(error)}{line_of(error)}: it reads something else than output and micro-batch, such as what the "
-            "model has kept of its positions",
-            fix="let the model return what the loss reads, and the loss be a sum over positions",
+            why=f"{type(error).__name__}: {first_line(error)}{line_of(error)}: it reads something else than outputs of the model and the micro-batch, such "
+            "as what the model has kept of its positions, or what forward= has made of its outputs",
+            fix="let the model return what the loss reads, forward= return what the model does (a tuple of several forwards, as they are), and the loss be a "
+            "sum over positions",
         ) from error
     for name, value in sums.items():
         one, other, both = (float(each.detach()) for each in (parts[0][name], parts[1][name], value))

@@ -67,13 +67,18 @@ class _Cuts(CutForward):
         self.drops: RowDrops | None = None
         self._joins = any(edit.action == "join" for edit in recipe.edits_of("cp"))
         self._joined = False  # in this forward
+        self._made: At | None = None  # the positions of the forward that has just ended
         self.stream = PartStream(world.device, axis.rank, "cp")
         self._lengths = dict[
             tuple[int, int], int
         ]()  # first two dims of the forwards of this micro-batch -> that of positions
         self._batch: Any = None
-        self._outputs: list[tuple[weakref.ref[Tensor], int, int]] = []  # of this micro-batch, each with its dim and number of positions
-        self._of_positions: dict[str, bool] = {}  # entries of micro-batches so far -> whether they are as long as sequences
+        self._outputs: list[
+            tuple[weakref.ref[Tensor], int, int]
+        ] = []  # of this micro-batch, each with its dim and number of positions
+        self._of_positions: dict[
+            str, bool
+        ] = {}  # entries of micro-batches so far -> whether they are as long as sequences
         self._cut_batch: Any = None  # the last of a loop of the user's own
         self._cut_now: dict[str, bool] = {}  # the same for its entries
         catch_transformers(module)
@@ -86,6 +91,7 @@ class _Cuts(CutForward):
             runtime.share_of_sums /= self._size
         else:
             runtime.split_sequences(self)
+            runtime.module.register_forward_hook(self._note_outputs)
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
         """The ShardwiseError for what a use of cut sequences has raised in the user's code; None: it is of something else."""
@@ -192,7 +198,9 @@ class _Cuts(CutForward):
         for path, x in given.items() if torch.is_grad_enabled() else ():
             if isinstance(x, Tensor) and x.requires_grad and (leaf := self._runtime.other_leaf(x)) is not None:
                 name = path.rpartition("['")[2].removesuffix("']")
-                what = "it requires a gradient" if leaf is x else f"it comes from a tensor {tuple(leaf.shape)} that does"
+                what = (
+                    "it requires a gradient" if leaf is x else f"it comes from a tensor {tuple(leaf.shape)} that does"
+                )
                 raise UnsupportedError(
                     f"a forward with {name} of which a gradient is taken, under {self._layout}",
                     why=f"{what}, and each rank would have that of its own positions, with zeros for the others",
@@ -244,16 +252,22 @@ class _Cuts(CutForward):
             self.refuse_own_checkpoint(output)
         if at is None:
             return None
-        dims, has_rows = self._entry.outputs, self.ranks.has_rows(at.length)
-        if not has_rows:
-            output = map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims and x.dim() else x, output)
-        num = at.rows.shape[0] if has_rows else 0
-        self._outputs += [
-            (weakref.ref(x), dims[path], num)
-            for path, x in keyed_leaves(output)
-            if isinstance(x, Tensor) and path in dims and x.dim()
-        ]
-        return None if has_rows else output
+        self._made = at
+        if self.ranks.has_rows(at.length):
+            return None
+        dims = self._entry.outputs
+        return map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims and x.dim() else x, output)
+
+    def _note_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Notes what a forward returns, as the user gets it."""
+        at, self._made = self._made, None
+        if at is not None:
+            num = self.num_rows(at.length)
+            self._outputs += [
+                (weakref.ref(x), dim, num)
+                for path, x in keyed_leaves(output)
+                if isinstance(x, Tensor) and x.dim() and (dim := self._entry.outputs.get(path)) is not None
+            ]
 
     def joined(self, x: Tensor, dim: int, at: At) -> Tensor:
         return gathered(x, at, self.ranks, dim)
@@ -317,12 +331,15 @@ class _Cuts(CutForward):
 
         known = [(x, dim, num) for ref, dim, num in self._outputs if (x := ref()) is not None]
 
-        def of_output(x: Any, number: int) -> Any:
-            return next((half(x, dim, num, number) for each, dim, num in known if each is x), x)
+        def of_output(path: str, x: Any, number: int) -> Any:
+            own = next((place for each, *place in known if each is x), None)
+            if own is None and path in self._entry.outputs:  # forward= has computed with it
+                own = [self._entry.outputs[path], num]
+            return x if own is None else half(x, *own, number)
 
         return [
             (
-                map_keyed(lambda _, x, number=number: of_output(x, number), output),
+                map_keyed(lambda path, x, number=number: of_output(path, x, number), output),
                 {key: half(x, dim, x.shape[dim], number) if key in cut else x for key, x in batch.items()},
             )
             for number in range(2)

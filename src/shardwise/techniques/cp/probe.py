@@ -212,7 +212,8 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
             f"{what} of a {type(module).__name__}",
             why=f"sequences are cut where the first block is entered, {wrong.why}, and no argument of these is as long as the sequences of the model: "
             "they are parts of a block (experts), or get positions that were added before them (registers, a padding)",
-            fix="keep the layers that the stream passes in an nn.ModuleList, and let them get as many positions as the model; " + _WITHOUT,
+            fix="keep the layers that the stream passes in an nn.ModuleList, and let them get as many positions as the model; "
+            + _WITHOUT,
         )
     if option.fallback == "gather":
         return UnsupportedError(
