@@ -2784,6 +2784,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "an evaluation joins the positions of other samples",
     ),
     Mutant(
+        "cp-entry-cut-by-its-size",
+        "not alike or self._of_positions.get(key) is False",
+        "not alike",
+        "tests/techniques/cp/test_parity.py -k two_outputs",
+        "weights of samples are cut as positions where there are as many of both",
+    ),
+    Mutant(
+        "cp-gradient-of-an-input",
+        "        self._refuse_trained(given)\n",
+        "",
+        "tests/techniques/cp/test_parity.py -k 'refused and prompt'",
+        "a prompt that is trained gets the gradient of a rank's positions",
+    ),
+    Mutant(
         "cp-more-arguments-taken",
         "        if more or not isinstance(source, Tensor):\n",
         "        if not isinstance(source, Tensor):\n",
@@ -3051,9 +3065,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sp-whole-use-taken",
-        "            if is_whole and id(leaf) in self._used:\n",
-        "            if False:\n",
-        "tests/techniques/tp/test_sequence.py -k 'refused and late'",
+        "            if is_whole and id(leaf) in names and (",
+        "            if False and (",
+        "tests/techniques/tp/test_sequence.py -k 'refused and (late or penalty)'",
         "a branch that the example did not take uses a norm with all positions, and its gradient counts once for each rank",
     ),
     Mutant(

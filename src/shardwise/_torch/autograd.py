@@ -88,10 +88,11 @@ def is_of_operator(kind: type) -> bool:
     return kind.__module__ == "torch._library.autograd"
 
 
-def leaves_by_side(outputs: Iterable[Tensor], turn: Callable[[Any], bool | None]) -> Iterator[tuple[Tensor, bool]]:
-    """The leaves in the graph of ``outputs``, each with the side from which it is used: True behind the outputs, and behind an autograd function
-    what ``turn`` says of it; None: that does not change. It is called in each forward, and takes 1 us for a node."""
-    waiting: list[tuple[Any, bool]] = [(x.grad_fn, True) for x in outputs if x.grad_fn is not None]
+def leaves_by_side(outputs: Iterable[Any], turn: Callable[[Any], bool | None]) -> Iterator[tuple[Tensor, bool]]:
+    """The leaves in the graph of ``outputs``, tensors or edges, each with the side from which it is used: True behind the outputs, and behind an
+    autograd function what ``turn`` says of it; None: that does not change. It is called before each backward, and takes 1 us for a node."""
+    begins = (getattr(x, "grad_fn", None) or getattr(x, "node", None) for x in outputs)
+    waiting: list[tuple[Any, bool]] = [(node, True) for node in begins if node is not None]
     seen: tuple[set[Any], set[Any]] = set(), set()
     while waiting:
         node, side = waiting.pop()

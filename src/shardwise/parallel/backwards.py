@@ -42,6 +42,10 @@ def is_unchecked() -> bool:
 def _look(backward: Backward) -> Any:
     """Refuses what may not run. Returns the mark for gradients that are part of a graph: what they are computed from."""
     runtimes = [each for each in runtimes_in_use() if each.world.size > 1]
+    for each in runtimes if backward.accumulates else ():
+        if each.accumulation is not None and each.accumulation.is_open:
+            for check in each.before_backward:
+                check(backward)
     if _num_unchecked or not runtimes:
         return None
     if not backward.accumulates:

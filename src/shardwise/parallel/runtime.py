@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch.autograd import Backward, path_of
 from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError, UsageError
 from shardwise.layout import Coord
@@ -76,6 +77,7 @@ class Runtime:
         # compared in every window.
         self.compared: dict[str, str] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
+        self.before_backward: list[Callable[[Backward], None]] = []  # called in a window, of what adds to gradients
         self.chosen: dict[
             str, object
         ] = {}  # subject -> what was chosen or seen since training began, for people: its text
@@ -175,6 +177,17 @@ class Runtime:
         return self.accumulation is not None and self.accumulation.of in ("window", "step")
 
     # ---- tensors ---------------------------------------------------------------------------------------------
+
+    def other_leaf(self, tensor: Tensor) -> Tensor | None:
+        """A leaf of the graph of ``tensor``, or itself, that is no parameter of a sharded model; None: there is none."""
+        if tensor.is_leaf:
+            return tensor
+        own = {
+            id(each)
+            for runtime in runtimes_in_use()
+            for each in (*runtime.parameters.values(), *(copy for copy, _ in runtime.engine.gathered()))
+        }
+        return next((leaf for leaf in path_of([tensor], past_marks=True).leaves if id(leaf) not in own), None)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Name -> what this rank stores: local shards of parameters, full buffers, full plain tensor attributes."""

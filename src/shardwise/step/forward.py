@@ -56,14 +56,14 @@ def sums_on(
 def _check_positions(
     runtime: Runtime, loss: Loss, output: Any, batch: Batch, mine: Batch, sums: Mapping[str, Tensor]
 ) -> None:
-    """Raises ConfigError, once for each loss, if it is no sum over positions, of which this rank has some: if what it gives for a half of
+    """Raises ConfigError, once for each loss and the entries that are cut for it, if it is no sum over positions, of which this rank has some: if what it gives for a half of
     them and for the other half does not add up."""
     memory = runtime.memory(_CheckedLosses)
-    if any(each is loss for each in memory.losses):
+    cut = {key for key, value in mine.items() if value is not batch.get(key)}
+    if any(each is loss and cut <= entries for each, entries in memory.losses):
         return
     sequence = runtime.sequence
     assert sequence is not None
-    cut = {key for key, value in mine.items() if value is not batch.get(key)}
     halves = sequence.halves(output, mine, cut)
     if halves is None:
         return
@@ -71,14 +71,15 @@ def _check_positions(
         with without_a_trace(runtime, loss):
             parts, is_noisy = drawn(runtime, lambda: [as_sums(loss(*half)) for half in halves])
     except UsageError:  # it joins the positions itself
-        memory.losses.append(loss)
+        memory.losses.append((loss, cut))
         return
     except Exception as error:
         raise ConfigError(
             f"a loss that fails on a part of the positions that it is given, under {runtime.recipe.grid}",
-            why=f"{type(error).__name__}: {first_line(error)}{line_of(error)}: it reads something else than output and micro-batch, such as what the "
-            "model has kept of its positions",
-            fix="let the model return what the loss reads, and the loss be a sum over positions",
+            why=f"{type(error).__name__}: {first_line(error)}{line_of(error)}: it reads something else than outputs of the model and the micro-batch, such "
+            "as what the model has kept of its positions, or what forward= has made of its outputs",
+            fix="let the model return what the loss reads, forward= return what the model does (a tuple of several forwards, as they are), and the loss be a "
+            "sum over positions",
         ) from error
     for name, value in sums.items():
         one, other, both = (float(each.detach()) for each in (parts[0][name], parts[1][name], value))
@@ -92,14 +93,14 @@ def _check_positions(
                 'output = sw.join_sequence(model, output), with the loss divided by world.axis("cp").size',
                 name=None,
             )
-    memory.losses.append(loss)
+    memory.losses.append((loss, cut))
 
 
 class _CheckedLosses:
-    """The losses of which it is known that they are sums over positions."""
+    """The losses of which it is known that they are sums over positions, each with the entries of micro-batches that were cut for it."""
 
     def __init__(self) -> None:
-        self.losses: list[Any] = []
+        self.losses: list[tuple[Any, set[str]]] = []
 
 
 class TrialRuns:

@@ -99,6 +99,14 @@ class Flagged(Words):
         return super().forward(input_ids, position_ids) * scale
 
 
+class Embedded(Words):
+    """Is given the vectors of its tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Identity()
+
+
 class Checkpointed(Words):
     """Runs attention of a block again in backward, by torch's own function."""
 
@@ -268,6 +276,8 @@ def _use(case, world):
         model = sw.parallelize(TwoStreams, world, example={"input_ids": ids, "other": ids})
     elif case in ("labels", "another flag"):
         model = sw.parallelize(Flagged, world, example={"input_ids": batch(1, 24)["input_ids"]})
+    elif case == "a prompt that is trained":
+        model = sw.parallelize(Embedded, world, example={"input_ids": torch.ones(2, 24, WIDTH)})
     else:
         model = parallel("pooled" if case == "own loop of a whole output" else "plain", world)
     given = batch(1, 12)
@@ -312,6 +322,41 @@ def _use(case, world):
         sw.TrainStep(model, optim, loss=loss_of, count=count, forward=forward)([given])
     if case == "cut before a forward":
         sw.cut_sequence(model, given)
+    if case == "a prompt that is trained":
+        prompt = torch.ones(2, 4, WIDTH, requires_grad=True)
+        vectors = torch.cat([prompt, torch.ones(2, 8, WIDTH)], 1)
+        sw.TrainStep(model, optim, loss=loss_of, count=count)([{**given, "input_ids": vectors}])
+    if case == "an entry of another length":
+        forward = lambda m, b: m(b["input_ids"])  # noqa: E731
+        step = sw.TrainStep(model, optim, loss=loss_of, count=count, forward=forward)
+        step([{**given, "weights": torch.ones(2, 12)}, {**batch(1, 9), "weights": torch.ones(2, 12)}])
+    if case == "an entry of another length, in a loop":
+        with sw.window(model, [given, batch(1, 9), batch(1, 13)]) as window:
+            for part in window:
+                model(part["input_ids"])
+                sw.cut_sequence(model, {**part, "weights": torch.ones(2, 12)})
+
+
+def two_outputs(layout):
+    """The largest error of losses of two forwards, and of weights of samples that are as many as the positions of the second micro-batch."""
+
+    def forward(model, given):
+        return model(given["input_ids"]), model(given["input_ids"][:, :7].flip(1))
+
+    def loss(outputs, given):
+        one = F.cross_entropy(outputs[0].mT, given["labels"], ignore_index=-100, reduction="none").sum(1)
+        return (one * given["weights"].mean(1)).sum() + outputs[1].square().sum()
+
+    plain, worst = build("plain"), 0.0
+    with sw.init(layout, device="cpu") as world:
+        model = parallel("plain", world)
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = sw.TrainStep(model, optim, loss=loss, count=count, forward=forward)
+        for num in (11, 24):
+            given = {**batch(num, num), "weights": torch.linspace(0.5, 2, 48).view(2, 24)}
+            expected = float(loss(forward(plain, given), given)) / int(count(given))
+            worst = max(worst, abs(step([given]).loss - expected) / expected)
+    return worst
 
 
 def backward_outside():

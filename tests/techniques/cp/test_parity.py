@@ -12,6 +12,7 @@ from techniques.cp.on_ranks import (
     own_loop,
     refused,
     train_and_save,
+    two_outputs,
     whole_answer,
     with_other_data,
 )
@@ -328,12 +329,19 @@ def test_ranks_with_equal_samples_train(ranks):
         ("checkpoint", ["checkpoints a part of its forward itself", 'remat="full"']),
         ("labels", ["a forward with labels, under cp=2", "loss=sw.next_token_loss"]),
         ("another flag", ["['scale']=2.0", "in example="]),
+        ("a prompt that is trained", ["a forward with input_ids of which a gradient is taken", "a tensor (2, 4, 32)"]),
+        ("an entry of another length", ["entry 'weights' is not as long", "[samples, 1, size]"]),
+        ("an entry of another length, in a loop", ["entry 'weights' is not as long"]),
         ("cut before a forward", ["cut_sequence of a micro-batch before a forward", "call the model first"]),
     ],
 )
 def test_what_is_refused(ranks, case, words):
     for told in ranks.run(refused, 2, case):
         assert all(word in told for word in words), told
+
+
+def test_two_outputs_and_an_entry_of_samples(ranks):
+    assert max(ranks.run(two_outputs, 2, "cp=2")) < 1e-12
 
 
 def test_a_backward_outside_of_a_window_is_refused(ranks):

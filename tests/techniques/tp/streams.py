@@ -529,6 +529,10 @@ def every_length(how, layout, lengths, **options):
     return worst
 
 
+def penalty(model):
+    return 0.1 * sum(block.norm.weight.square().sum() for block in model.blocks)
+
+
 def own_loop(how, layout):
     """The largest error of parameters after two windows of a loop of one's own; of an answer; and of an evaluation."""
     plain = build(how)
@@ -540,11 +544,13 @@ def own_loop(how, layout):
             total = sum(int(count(given)) for given in micro)
             for given in micro:
                 (loss_of(plain(given["input_ids"]), given) / total).backward()
+            penalty(plain).backward()
             reference.step()
             reference.zero_grad()
             with sw.window(model, micro) as window:
                 for given in window:
                     (loss_of(model(given["input_ids"]), given) / window.num_tokens).backward()
+                sw.parameter_penalty(model, penalty(model))
             optim.step()
             optim.zero_grad()
         state, given = sw.full_state_dict(model), batch(3, 13)
@@ -718,6 +724,16 @@ def _use(case, world):
         step = trained(parallel(case, world))
         for num in (9, 13, 30):
             step([batch(1, num)])
+    if case == "penalty in the loss":
+        model = parallel("", world)
+        loss = lambda output, given: loss_of(output, given) + penalty(model)  # noqa: E731
+        optim = torch.optim.SGD(model.parameters(), lr=0.05)
+        sw.TrainStep(model, optim, loss=loss, count=count)([batch(1, 13)])
+    if case == "kept by the model":
+        model = parallel("", world)
+        model.register_forward_hook(lambda module, *_: setattr(module, "kept", penalty(module)))
+        with sw.accumulate(model, is_last=True):
+            (loss_of(model(batch(1, 13)["input_ids"]), batch(1, 13)) + model.kept).backward()
     if case == "statistics":
         parallel("statistics", world)
     if case == "two lengths":

@@ -231,6 +231,8 @@ REFUSED = {
     "two lengths": "with sequences of two lengths that differ",
     "late behind the blocks": "norm2.weight: a parameter that is used with all positions",
     "late in a region": "norm.weight: a parameter that is used with all positions",
+    "penalty in the loss": "norm.weight: a parameter that is used with all positions",
+    "kept by the model": "norm.weight: a parameter that is used with all positions",
     "compiled dropout": "ranks draw numbers of their own for their positions",
     "no blocks": "no list of blocks",
     "halved": "no argument of its blocks is as long as that of the model",

@@ -6,6 +6,7 @@ is cut to this rank's rows; attention exchanges; what follows stays on rows, to 
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -66,11 +67,20 @@ class _Cuts(CutForward):
         self.drops: RowDrops | None = None
         self._joins = any(edit.action == "join" for edit in recipe.edits_of("cp"))
         self._joined = False  # in this forward
+        self._made: At | None = None  # the positions of the forward that has just ended
         self.stream = PartStream(world.device, axis.rank, "cp")
         self._lengths = dict[
             tuple[int, int], int
         ]()  # first two dims of the forwards of this micro-batch -> that of positions
         self._batch: Any = None
+        self._outputs: list[
+            tuple[weakref.ref[Tensor], int, int]
+        ] = []  # of this micro-batch, each with its dim and number of positions
+        self._of_positions: dict[
+            str, bool
+        ] = {}  # entries of micro-batches so far -> whether they are as long as sequences
+        self._cut_batch: Any = None  # the last of a loop of the user's own
+        self._cut_now: dict[str, bool] = {}  # the same for its entries
         catch_transformers(module)
         self._apply(module, recipe)
 
@@ -81,6 +91,7 @@ class _Cuts(CutForward):
             runtime.share_of_sums /= self._size
         else:
             runtime.split_sequences(self)
+            runtime.module.register_forward_hook(self._note_outputs)
 
     def explain(self, error: BaseException) -> ShardwiseError | None:
         """The ShardwiseError for what a use of cut sequences has raised in the user's code; None: it is of something else."""
@@ -172,13 +183,30 @@ class _Cuts(CutForward):
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
         self.source_of(module, args, kwargs)
+        self._refuse_trained(given)
         length = source.shape[self._entry.dim]
         if self._runtime.micro_batch is not self._batch or self._batch is None:
             self._batch = self._runtime.micro_batch
             self._lengths.clear()
+            self._outputs.clear()
         self._lengths[source.shape[0], source.shape[1]] = self._entry.dim
         self.at = self.last = self.positions(length, source.device)
         now.rows = self.at.rows if self._entry.masks_of_rows else None
+
+    def _refuse_trained(self, given: Mapping[str, Any]) -> None:
+        """Refuses an argument whose gradient somebody wants who is no sharded model: it would be that of this rank's positions."""
+        for path, x in given.items() if torch.is_grad_enabled() else ():
+            if isinstance(x, Tensor) and x.requires_grad and (leaf := self._runtime.other_leaf(x)) is not None:
+                name = path.rpartition("['")[2].removesuffix("']")
+                what = (
+                    "it requires a gradient" if leaf is x else f"it comes from a tensor {tuple(leaf.shape)} that does"
+                )
+                raise UnsupportedError(
+                    f"a forward with {name} of which a gradient is taken, under {self._layout}",
+                    why=f"{what}, and each rank would have that of its own positions, with zeros for the others",
+                    fix="torch.autograd.grad(loss, inputs) outside of a window, where a forward is whole on every rank; give what makes it to "
+                    "parallelize, as a part of the model; or use a layout without cp",
+                )
 
     def is_cut(self) -> bool:
         """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
@@ -222,10 +250,24 @@ class _Cuts(CutForward):
         if at is not None:
             self._refuse_other_output(at, output)
             self.refuse_own_checkpoint(output)
-        if at is None or self.ranks.has_rows(at.length):
+        if at is None:
+            return None
+        self._made = at
+        if self.ranks.has_rows(at.length):
             return None
         dims = self._entry.outputs
         return map_keyed(lambda path, x: x.narrow(dims[path], 0, 0) if path in dims and x.dim() else x, output)
+
+    def _note_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Notes what a forward returns, as the user gets it."""
+        at, self._made = self._made, None
+        if at is not None:
+            num = self.num_rows(at.length)
+            self._outputs += [
+                (weakref.ref(x), dim, num)
+                for path, x in keyed_leaves(output)
+                if isinstance(x, Tensor) and x.dim() and (dim := self._entry.outputs.get(path)) is not None
+            ]
 
     def joined(self, x: Tensor, dim: int, at: At) -> Tensor:
         return gathered(x, at, self.ranks, dim)
@@ -238,7 +280,27 @@ class _Cuts(CutForward):
         whole = {
             path.partition("'")[2].partition("'")[0] for path in self._entry.given if path not in self._entry.lengths
         }
-        return {key: value if key in whole else self._part(value) for key, value in batch.items()}
+        if batch is not self._cut_batch and self._batch is None:
+            self._end_batch()
+            self._cut_batch = batch
+        return {key: value if key in whole else self._part(key, value) for key, value in batch.items()}
+
+    def _end_batch(self) -> None:
+        """Notes which entries of the last micro-batch of a loop of the user's own were as long as one of its sequences."""
+        for key, is_long in self._cut_now.items():
+            self._note(key, is_long)
+        self._cut_now.clear()
+
+    def _note(self, key: str, is_long: bool) -> None:
+        """Notes whether an entry is as long as the sequences. One that was not once is of something else."""
+        if not is_long and self._of_positions.get(key):
+            raise UsageError(
+                f"a micro-batch whose entry {key!r} is not as long as its sequences, and before it was, under {self._layout}",
+                why="by its size it was taken for a tensor of positions, of which the loss of a rank gets its own",
+                fix=f"give {key!r} another shape, such as [samples, 1, size], if it has no positions; or let it have as many as the model is called with. In a "
+                "loop of your own, cut each by itself: sw.cut_sequence(model, labels)",
+            )
+        self._of_positions[key] = is_long
 
     def cut(self, value: Any, dim: int) -> Any:
         """This rank's positions of a tensor along ``dim``, or of a micro-batch as in :meth:`part_of`."""
@@ -261,21 +323,27 @@ class _Cuts(CutForward):
             return None
         dim = next(iter(self._lengths.values()))
 
-        def part(x: Any, dim: int, rows: Tensor) -> Any:
-            times = x.shape[dim] // num  # samples beside positions in one dim
+        def half(x: Any, dim: int, num: int, number: int) -> Any:
+            rows = torch.arange(num).tensor_split(2)[number]
+            times = x.shape[dim] // num if num else 0  # samples beside positions in one dim
             index = (torch.arange(times)[:, None] * num + rows).flatten()
             return x.detach().index_select(dim, index.to(x.device))
 
-        found = []
-        for rows in torch.arange(num).tensor_split(2):
-            of_output = map_keyed(
-                lambda path, x, rows=rows: (
-                    part(x, self._entry.outputs[path], rows) if path in self._entry.outputs else x
-                ),
-                output,
+        known = [(x, dim, num) for ref, dim, num in self._outputs if (x := ref()) is not None]
+
+        def of_output(path: str, x: Any, number: int) -> Any:
+            own = next((place for each, *place in known if each is x), None)
+            if own is None and path in self._entry.outputs:  # forward= has computed with it
+                own = [self._entry.outputs[path], num]
+            return x if own is None else half(x, *own, number)
+
+        return [
+            (
+                map_keyed(lambda path, x, number=number: of_output(path, x, number), output),
+                {key: half(x, dim, x.shape[dim], number) if key in cut else x for key, x in batch.items()},
             )
-            found.append((of_output, {key: part(x, dim, rows) if key in cut else x for key, x in batch.items()}))
-        return found
+            for number in range(2)
+        ]
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """All positions of what each rank has of its own of the last forward that was cut."""
@@ -294,13 +362,23 @@ class _Cuts(CutForward):
             )
         return gathered(x, self.last, self.ranks, dim % x.dim())
 
-    def _part(self, x: Any) -> Any:
-        for sizes, dim in self._lengths.items():
-            # A check of the loss runs the model on several copies of the samples.
-            is_like = isinstance(x, Tensor) and x.dim() > 1 and x.shape[dim] == sizes[dim]
-            if is_like and x.shape[1 - dim] and sizes[1 - dim] % x.shape[1 - dim] == 0:
-                return self.rows_of(x, dim)
-        return x
+    def _part(self, key: str, x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            return x
+        # A check of the loss runs the model on several copies of the samples.
+        alike = [
+            (x.shape[dim] == sizes[dim], dim)
+            for sizes, dim in self._lengths.items()
+            if x.shape[1 - dim] and sizes[1 - dim] % x.shape[1 - dim] == 0
+        ]
+        if not alike or self._of_positions.get(key) is False:
+            return x
+        is_long, dim = max(alike)
+        if self._batch is not None:
+            self._note(key, is_long)
+        else:
+            self._cut_now[key] = is_long or self._cut_now.get(key, False)
+        return self.rows_of(x, dim) if is_long else x
 
     def rows_of(self, x: Tensor, dim: int) -> Tensor:
         """This rank's rows of a tensor of all positions."""

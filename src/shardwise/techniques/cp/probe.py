@@ -24,10 +24,19 @@ from shardwise.techniques.sequences import Arguments, Sequences, arguments_of, c
 from shardwise.techniques.technique import Example
 from shardwise.world import World
 
+_WITHOUT = "or leave cp out: tensor_parallel=sw.TensorParallel(sequence_parallel=True) cuts positions within blocks alone, over tp"
 _FIX = (
     'context_parallel=sw.ContextParallel(fallback="gather") runs it on the whole sequence on every rank, with the same numbers; or let it mix '
     "positions by torch.nn.functional.scaled_dot_product_attention, or sw.attend, alone"
 )
+
+
+class _NothingCut(Differs):
+    """Nothing of positions is given to what was taken for the blocks."""
+
+
+def _lists(module: nn.Module) -> str:
+    return ", ".join(found.name or "the model itself" for found in find_block_lists(module))
 
 
 def probe(
@@ -109,7 +118,7 @@ def _found(
             if not any(call[0] for calls in facts.cut.values() for call in calls) or (
                 is_first and not any(facts.attention.values()) and not facts.products
             ):
-                wrong.append((method, Differs("", "no argument of its blocks grows with the length of its sequences")))
+                wrong.append((method, _NothingCut("", f"the list that was taken for its blocks is {_lists(module)}")))
                 continue
             if inner is not None:
                 _refuse_cut_again(module, layout, search, inner)
@@ -196,6 +205,21 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
             f'{what} with method="ulysses"',
             why=f"each rank gets some of the heads: {wrong.why}",
             fix='use method="gather", which any number of heads allows; or a degree that divides both',
+            name=wrong.name or None,
+        )
+    if isinstance(wrong, _NothingCut):
+        return UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why=f"sequences are cut where the first block is entered, {wrong.why}, and no argument of these is as long as the sequences of the model: "
+            "they are parts of a block (experts), or get positions that were added before them (registers, a padding)",
+            fix="keep the layers that the stream passes in an nn.ModuleList, and let them get as many positions as the model; "
+            + _WITHOUT,
+        )
+    if option.fallback == "gather":
+        return UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why=f"what it computes for a position depends on other positions, also where modules that mix them run on the whole sequence: {wrong.why}",
+            fix="return what is of positions, and add up over them in loss=; " + _WITHOUT,
             name=wrong.name or None,
         )
     return UnsupportedError(

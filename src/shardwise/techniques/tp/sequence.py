@@ -16,15 +16,15 @@ just that takes it by a way of its own, on which its part of the gradient is sum
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import first_nodes, leaves_by_side
+from shardwise._torch.autograd import Backward, first_nodes, leaves_by_side
 from shardwise.errors import UnsupportedError, UsageError
-from shardwise.model import canonical_modules, canonical_tensors
+from shardwise.model import canonical_modules
 from shardwise.model.pytrees import changed_at, keyed_leaves, keys_of, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cut_forward import (
@@ -168,8 +168,8 @@ class SequenceCuts(CutForward):
         self.for_two_lengths = "parallelize(..., example=batch), with sequences of two lengths that differ in it; or leave sequence_parallel out"
         self._ended: set[str] = set()  # blocks whose output was joined, in this forward
         self._ends: set[str] = set()  # blocks of which that is to be
-        self._on_rows: dict[str, list[tuple[str, nn.Module, str]]] = {}  # block -> parameters, each with its place
-        self._used: dict[int, tuple[Tensor, str]] = {}  # those of the forward that runs
+        self._on_rows = data.on_rows
+        self._compiled = tuple(f"{edit.module}." for edit in recipe.edits if edit.action == "compile")
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         module.register_forward_hook(self._end_forward, prepend=outer is not None)
         clear_after(module, self.clear)
@@ -186,11 +186,6 @@ class SequenceCuts(CutForward):
                 _make_island(target, joined, args["inputs"], args["outputs"])
             elif edit.action == "sequence_join" and all(edit.module != block.module for block in blocks):
                 _join_outputs(target, joined, args["dims"])
-        names = [edit.module for edit in blocks]
-        for name, owner, attr in canonical_tensors(module, "_parameters"):
-            if name in data.on_rows:
-                block = next((block for block in names if name.startswith(f"{block}.")), "")
-                self._on_rows.setdefault(block, []).append((name, owner, attr))
         for edit in blocks:
             target, args = modules[edit.module], edit.args
             with_positions(target, self.what)
@@ -214,6 +209,10 @@ class SequenceCuts(CutForward):
     def was_joined(self, name: str) -> None:
         self._ended.add(name)
         self._joined.is_cut = False
+
+    def begin(self, runtime: Any) -> None:
+        super().begin(runtime)
+        runtime.before_backward.append(self._refuse_whole_uses)
 
     def is_cut(self) -> bool:
         """Those of a step or an evaluation, and those with gradients of a loop of the user's own. Others are whole on every rank."""
@@ -245,8 +244,6 @@ class SequenceCuts(CutForward):
             )
         length = self.length_within(source.shape[self._data.dim])
         self.at = self.last = self.positions(length, source.device)
-        self._used.clear()
-        self._note_used("")
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         at, outer = self.at, None if self.outer is None else self.outer.at
@@ -262,27 +259,24 @@ class SequenceCuts(CutForward):
             is_other |= isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] not in lengths
         if is_other:
             raise _other_way()
-        if torch.is_grad_enabled():
-            self._refuse_whole_uses(x for x in given.values() if isinstance(x, Tensor))
-        self._used.clear()
 
-    def _note_used(self, block: str) -> None:
-        """Notes the parameters of a block as they are while it runs: an engine may make them anew."""
-        if not torch.compiler.is_compiling():
-            for name, owner, attr in self._on_rows.get(block, ()):
-                param = owner._parameters[attr]
-                self._used[id(param)] = param, name  # type: ignore[assignment]
-
-    def _refuse_whole_uses(self, outputs: Iterable[Tensor]) -> None:
-        """Refuses a parameter that is used with all positions, on every rank, and on the example with some alone: the sum over the ranks would
-        count that gradient once for each."""
-        for leaf, is_whole in leaves_by_side(outputs, _side_behind):
-            if is_whole and id(leaf) in self._used:
+    def _refuse_whole_uses(self, backward: Backward) -> None:
+        """Refuses a parameter that is used with all positions, on every rank, and in the blocks with some alone: the sum over the ranks would
+        count that gradient once for each. Looks at what is differentiated: an output, a penalty, and what the model has kept."""
+        runtime = self._runtime
+        names = {id(param): name for name in self._on_rows if (param := runtime.parameters.get(name)) is not None}
+        names |= {id(copy): names[id(param)] for copy, param in runtime.engine.gathered() if id(param) in names}
+        inside = {key for key, name in names.items() if name.startswith(self._compiled)}
+        only = {id(getattr(getattr(x, "node", None), "variable", x)) for x in backward.inputs}
+        for leaf, is_whole in leaves_by_side(backward.outputs, functools.partial(_side_behind, inside)):
+            if is_whole and id(leaf) in names and (not only or id(leaf) in only):
                 raise UnsupportedError(
                     "a parameter that is used with all positions, and on the example was used with some of them alone",
-                    why="the code took another way: each rank has the whole gradient of that use, and parts of those of the others, which are summed",
-                    fix="pass example= with which the code takes this way; or leave sequence_parallel out",
-                    name=self._used[id(leaf)][1],
+                    why="the code took another way, or a loss has a penalty on it: each rank has the whole gradient of that use, and parts of those of "
+                    "the others, which are summed",
+                    fix="a penalty: sw.parameter_penalty(model, penalty) in a window of your own loop, or weight_decay= of the optimizer; pass example= with "
+                    "which the code takes this way; or leave sequence_parallel out",
+                    name=names[id(leaf)],
                 )
 
     def _enter(
@@ -290,17 +284,18 @@ class SequenceCuts(CutForward):
     ) -> Any:
         given = self.enter_block(name, calls, known, module, args, kwargs)
         self._joined.is_cut = given is not None
-        if given is not None:
-            self._note_used(name)
         if given is None or not parts:
             return given
         group = self.ranks.group
         return map_keyed(lambda path, x: SumGradient.apply(x, group) if path in parts else x, given)
 
 
-def _side_behind(node: Any) -> bool | None:
-    """Whether what a node was made of is whole on every rank; None: as what was made."""
+def _side_behind(inside: Collection[int], node: Any) -> bool | None:
+    """Whether what a node was made of is whole on every rank; None: as what was made. ``inside``: parameters of what is compiled, where no exchange shows."""
     name = node.name()
+    if name.startswith("CompiledFunction"):
+        leaves = (getattr(each, "variable", None) for each, _ in node.next_functions)
+        return False if any(id(leaf) in inside for leaf in leaves) else None
     return None if name not in ("MovedBackward", "_AgainBackward") else name[0] == "M" and node.there != "gather"
 
 
