@@ -4,12 +4,15 @@ import pytest
 from benchmarks.scripts import script
 
 
-def loaded():
-    return script("quantize").measure_load(2, 128)
+def loaded(folder):
+    return script("quantize").measure_load(folder, 2, 128)
 
 
-def test_its_table(ranks):
+def test_its_table(ranks, tmp_path):
     pytest.importorskip("bitsandbytes")
     benchmark = script("quantize")
-    text = benchmark.table(benchmark.measure_codes(128, 2), ranks.run(loaded, 1)[0], 2, 128)
-    assert "| packing, million numbers a second |" in text and "of 2 x [128, 128]" in text
+    num_bytes = benchmark.write_stack(str(tmp_path), 2, 128)
+    seconds, extra = ranks.run(loaded, 1, str(tmp_path))[0]
+    others = benchmark.measure_others(str(tmp_path), 2)
+    text = benchmark.table(benchmark.measure_codes(128, 2), seconds, others, extra / num_bytes, 2, 128)
+    assert "| packing, million numbers a second |" in text and "reading 2 x [128, 128]" in text

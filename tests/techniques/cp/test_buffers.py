@@ -123,9 +123,14 @@ def test_sums_are_those_of_one_process(ranks, how, layout, num):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("no sum", "no part of what one process adds"), ("none", "does not write it")]
+    ("how", "buffers", "words"),
+    [
+        ("no sum", "sum", "no part of what one process adds"),
+        ("none", "sum", "does not write it"),
+        ("tokens", None, "a later forward that reads it"),
+    ],
 )
-def test_what_is_no_sum_over_ranks_is_refused(ranks, how, words):
+def test_what_ranks_write_otherwise_is_refused(ranks, how, buffers, words):
     with pytest.raises(sw.RankError, match=words) as caught:
-        ranks.run(train, 2, how, "cp=2")
+        ranks.run(train, 2, how, "cp=2", buffers)
     assert "blocks.0.total" in str(caught.value)
