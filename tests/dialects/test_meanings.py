@@ -174,6 +174,63 @@ def test_what_is_said_of_precision_is_of_the_engine_that_there_is():
     assert "fp32" not in answers(made)["bf16.enabled"].say
 
 
+LOW = {"output_dir": "o", "max_steps": 9, "dtype": "bfloat16"}
+ZERO_2 = {"zero_optimization": {"stage": 2}}
+FSDP = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+OUMI = {"model": {"model_name": "m", "torch_dtype_str": "bfloat16"}, "fsdp": {"enable_fsdp": True}}
+RAISED = [
+    ([LOW | {"bf16": True}], False),
+    ([LOW | {"fsdp": "full_shard"}], False),
+    ([LOW | {"fsdp": "full_shard", "bf16": True}], True),
+    ([LOW | {"fsdp": "no_shard", "fp16": True}], True),
+    ([LOW, FSDP], True),
+    ([LOW, FSDP | {"mixed_precision": "no"}], False),
+    ([LOW, FSDP | {"distributed_type": "MULTI_GPU"}], False),
+    ([LOW | {"deepspeed": ZERO_2}], True),  # a copy in float32 whatever computes
+    ([LOW | {"bf16": True, "deepspeed": ZERO_2 | {"bf16": {"enabled": "auto"}}}], True),
+    ([LOW | {"deepspeed": {"zero_optimization": {"stage": 0}}}], False),
+    ([LOW | {"deepspeed": ZERO_2 | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}}], False),
+    ([OUMI | {"training": {"max_steps": 9, "mixed_precision_dtype": "BF16"}}], True),
+    ([OUMI | {"training": {"max_steps": 9, "mixed_precision_dtype": "BF16", "trainer_type": "OUMI"}}], False),
+    ([{"strategy": "deepspeed_stage_2", "precision": "bf16-true", "devices": 2}], True),
+    ([{"strategy": "fsdp", "precision": "bf16-true", "devices": 2}], False),
+]
+
+
+@pytest.mark.parametrize(("sources", "is_raised"), RAISED)
+def test_what_is_loaded_in_less_is_updated_in_float32_where_the_engine_raises_it(sources, is_raised):
+    made = from_config(*sources, dialect="fabric" if "strategy" in sources[0] else None, ranks=2)
+    precision = made.run["parallel"]["precision"]
+    assert precision == ("fp16" if "fp16" in sources[0] else "bf16") if is_raised else precision["storage"] == "bf16"
+    said = [one for one in made.findings if any(word in one.key for word in ("dtype", "precision", "bf16"))]
+    assert any("without an fp32 copy" in one.say for one in said) != is_raised
+    assert is_raised or not any("summed in fp32" in one.say for one in said)
+
+
+def test_weights_in_fp16_that_no_loss_is_scaled_for_are_refused():
+    with pytest.raises(ConfigError, match="no loss is scaled there"):
+        from_config(LOW | {"dtype": "float16", "deepspeed": ZERO_2}, ranks=2)
+
+
+TP_ALONE = [
+    ({"data_parallel_shard_degree": 1}, "fp32"),
+    ({}, "fp32"),  # one rank is left for shards
+    ({"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 4}, "fp32"),
+    ({"tensor_parallel_degree": 4}, "bf16"),
+    ({"tensor_parallel_degree": 4, "context_parallel_degree": 2, "data_parallel_shard_degree": 1}, "bf16"),
+    ({"tensor_parallel_degree": 1}, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("given", "precision"), TP_ALONE)
+def test_mixed_precision_that_tensor_parallelism_switches_off_is_off(given, precision):
+    values = {"training": {"steps": 9}, "parallelism": {"tensor_parallel_degree": 8} | given}
+    made = from_config(values, dialect="torchtitan", ranks=8)
+    assert made.run["parallel"]["precision"] == precision
+    said = answers(made)["training.mixed_precision_param"]
+    assert ("mixed precision is off there" in said.say) == (precision == "fp32")
+
+
 def test_a_default_that_another_switch_replaces_is_not_shown():
     made = made_of("trl", TRAINER, fp16=True)
     assert "bf16" not in answers(made) and made.run["parallel"]["precision"] == "fp16"
