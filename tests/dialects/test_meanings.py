@@ -126,6 +126,41 @@ def test_a_rate_that_the_scheduler_overwrites_does_not_count():
         assert found.say.startswith("scheduler.") and found.say.endswith("counts there")
 
 
+FILLED_IN = [
+    ("transformers", {"max_steps": 500, "warmup_steps": 0.1}, {"warmup": 50}),
+    ("transformers", {"max_steps": 500, "warmup_steps": 30.0}, {"warmup": 30}),
+    ("trl", {"max_steps": 505, "warmup_ratio": 0.1}, {"warmup": 51}),
+    ("trl", {"num_train_epochs": 2, "warmup_ratio": 0.1}, {"warmup": 0, "warmup_ratio": 0.1}),
+    ("transformers", {"num_train_epochs": 2, "warmup_steps": 0.1}, {"warmup": 0, "warmup_ratio": 0.1}),
+    ("transformers", {"max_steps": 500}, {"warmup": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "rise"), FILLED_IN)
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_rise_that_the_run_fills_in_is_as_long_as_there(name, given, rise, kind, is_file):
+    inner = ZERO_2 | {"scheduler": {"type": kind, "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}}
+    outer = {"output_dir": "o", "per_device_train_batch_size": 2, **given}
+    sources = [outer, inner] if is_file else [outer | {"deepspeed": inner}]
+    args = from_config(*sources, dialect=name, ranks=2, exact=True).run["schedule"]["args"]
+    assert {key: args.get(key) for key in ("warmup", "warmup_ratio")} == {"warmup_ratio": None, **rise}
+
+
+@pytest.mark.parametrize(
+    ("given", "rise"),
+    [
+        ({"step_scheduler": {"num_epochs": 2}}, {"warmup": 0, "warmup_ratio": 0.1}),
+        ({"step_scheduler": {"max_steps": 305}}, {"warmup": 30}),
+        ({"step_scheduler": {"max_steps": 305}, "lr_scheduler.lr_decay_steps": 200}, {"warmup": 30}),
+        ({"step_scheduler": {"num_epochs": 2}, "lr_scheduler.lr_warmup_steps": 7}, {"warmup": 7}),
+    ],
+)
+def test_a_rise_by_default_is_a_part_of_the_run_whose_length_is_known_when_it_starts(given, rise):
+    args = made_of("nemo", given).run["schedule"]["args"]
+    assert {key: args.get(key) for key in ("warmup", "warmup_ratio")} == {"warmup_ratio": None, **rise}
+
+
 def test_a_rise_in_steps_counts_and_not_the_one_as_a_part():
     made = made_of("transformers", TRAINER, warmup_steps=10, warmup_ratio=0.2)
     found = answers(made)["warmup_ratio"]
