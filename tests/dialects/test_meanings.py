@@ -273,6 +273,14 @@ def test_a_default_that_another_switch_replaces_is_not_shown():
         made_of("trl", TRAINER, fp16=True, bf16=True)
 
 
+@pytest.mark.parametrize(("given", "word"), [({}, "bf16"), ({"bf16": False}, "fp16"), ({"fp16": True}, "fp16")])
+def test_mixed_precision_of_the_run_counts_by_default_too_and_not_that_of_its_launcher(given, word):
+    launcher = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp16"}
+    made = from_config(TRAINER | {"max_length": 64} | given, launcher, dialect="trl")
+    assert made.run["parallel"]["precision"] == word
+    assert (answers(made)["mixed_precision"].verdict == "dropped") == (word == "bf16")
+
+
 def test_overflows_until_the_scale_shrinks_are_said_by_default_too():
     inner = {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}
     for made in (
@@ -283,6 +291,31 @@ def test_overflows_until_the_scale_shrinks_are_said_by_default_too():
         assert (found.verdict, found.given) == ("changed", False)
     off = from_config(ZERO | {"fp16": {"enabled": False}}, dialect="deepspeed", ranks=2)
     assert not any(one.key == "fp16.hysteresis" for one in off.findings)
+
+
+ENGINES = [
+    ("nemo", {"distributed": {"_target_": "nemo_automodel.components.distributed.ddp.DDPManager"}}, "dp_replicate=-1"),
+    ("nemo", {"distributed": {"strategy": "ddp"}}, "dp_replicate=-1"),
+    ("nemo", {"distributed": {}}, "dp_shard=-1"),
+    ("ml", {"trainer": {"parallel": {"use_fsdp": False}}}, "dp_replicate=-1"),
+    ("oumi", {"fsdp": {}, "deepspeed": {"enable_deepspeed": True, "zero_stage": "ZERO_3"}}, "dp_shard=-1"),
+    ("fabric", {"strategy": {"class_path": "lightning.pytorch.strategies.DDPStrategy"}}, "dp_replicate=-1"),
+    ("optimus", {"model_transforms": [{"_name": "ddp"}]}, "dp_replicate=-1"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "layout"), ENGINES)
+def test_an_engine_that_is_named_counts_and_not_the_default_of_another_key(name, given, layout):
+    made = from_config(BASE[name] | given, dialect=name, ranks=8, ranks_per_node=8)
+    assert made.layout == layout
+    assert not any("no effect in this configuration" in one.say for one in made.findings if one.given)
+    assert name != "nemo" or ("precision" in made.run["parallel"]) == (layout == "dp_shard=-1")
+
+
+def test_two_engines_that_are_named_are_refused():
+    both = {"_target_": "nemo_automodel.components.distributed.ddp.DDPManager", "strategy": "fsdp2"}
+    with pytest.raises(ConfigError, match="contradicts"):
+        from_config(BASE["nemo"] | {"distributed": both}, dialect="nemo", ranks=2)
 
 
 # ---- ranks, variables, objects ------------------------------------------------------------------------------------------------

@@ -114,9 +114,14 @@ def _mixed(facts: Facts) -> str | None:
     word, by = facts.take("mp"), "mp"
     for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16"), ("mp_bf16_else", "bf16")):
         is_said = facts.is_given(name) and facts.known[name].note.value is not None
-        if not (is_said or not word) or facts.take(name) is not True:
+        is_of_launcher = (
+            by == "mp" and name == "mp_bf16_else" and not is_said
+        )  # which the run's own default comes before
+        if not (is_said or not word or is_of_launcher) or facts.take(name) is not True:
             continue
-        if word not in (None, meant) and facts.is_given(by):
+        if is_of_launcher and word not in (None, meant):
+            facts.known.pop(by).note.drop(f"{facts.key(name)} counts there")
+        elif word not in (None, meant) and facts.is_given(by):
             facts.say(name, "refused", f"it contradicts {facts.key(by)}: write one of them")
         word, by = meant, name
     if facts.known.get("mp_bf16") and facts.is_given("mp_bf16_else") and facts.is_given("mp_bf16"):
