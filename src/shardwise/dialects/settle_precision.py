@@ -46,7 +46,7 @@ def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
         facts.put("parallel.precision", record, *facts.named(*_OF_PRECISION))
     if stored == word is not None:
         _say_of_low(facts, word)
-    is_of_adapters = facts.has("adapter", "load_dtype") and facts.take("in_4_bits") is True and not facts.has("store")
+    is_of_adapters = "adapters_4bit" in facts.table.head and facts.take("in_4_bits") is True  # and said of them
     if stored not in (None, "fp32") and not is_of_adapters:
         text = "parameters and optimizer state are {}, without an fp32 copy"
         name = "store" if facts.has("store") else "store_low" if facts.take("store_low") else "load_dtype"
@@ -114,9 +114,8 @@ def _mixed(facts: Facts) -> str | None:
     word, by = facts.take("mp"), "mp"
     for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16"), ("mp_bf16_else", "bf16")):
         is_said = facts.is_given(name) and facts.known[name].note.value is not None
-        is_of_launcher = (
-            by == "mp" and name == "mp_bf16_else" and not is_said
-        )  # which the run's own default comes before
+        # what a launcher says: the run's own default comes before it
+        is_of_launcher = by == "mp" and name == "mp_bf16_else" and not is_said
         if not (is_said or not word or is_of_launcher) or facts.take(name) is not True:
             continue
         if is_of_launcher and word not in (None, meant):
