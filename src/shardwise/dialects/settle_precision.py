@@ -44,7 +44,7 @@ def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
         _say_of_zero(facts, word, reduce)
     if record:
         facts.put("parallel.precision", record, *facts.named(*_OF_PRECISION))
-    if stored == word is not None:
+    if word is not None and stored == word:
         _say_of_low(facts, word)
     is_of_adapters = "adapters_4bit" in facts.table.head and facts.take("in_4_bits") is True  # and said of them
     if stored not in (None, "fp32") and not is_of_adapters:
