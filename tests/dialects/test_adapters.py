@@ -106,9 +106,31 @@ def test_adapters_are_float32_beside_weights_that_are_loaded_in_less(loaded):
     assert made_of("trl", {"dtype": loaded, "bf16": False}).run["parallel"]["precision"] == word
     plain = made_of("trl", {"dtype": loaded, "bf16": False, "use_peft": False})
     assert plain.run["parallel"]["precision"] == {"storage": word}
-    assert made_of("torchtune", {}).run["parallel"]["precision"] == {
-        "storage": "bf16"
-    }  # where adapters have that dtype too
+    low = {
+        "storage": "bf16",
+        "compute": "bf16",
+    }  # where adapters have that dtype too, and what is frozen computes in it
+    assert made_of("torchtune", {}).run["parallel"]["precision"] == low
+
+
+FSDP_1 = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 1}}
+IN_LESS = [  # of weights in 4 bits: the engine may raise what is trained
+    ({}, (), {"storage": "bf16", "compute": "bf16"}, "as there"),
+    ({"dtype": "bfloat16"}, (), {"storage": "bf16", "compute": "bf16"}, "as there"),
+    ({"fsdp": "full_shard"}, (), {"storage": "bf16", "compute": "bf16"}, "as there"),
+    ({}, (FSDP_1,), "bf16", ""),
+    ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}}, (), "bf16", ""),
+    ({"use_dora": True}, (), "bf16", "float32, there bf16"),
+    ({"fp16": True}, (), "fp16", "float32, there bf16"),
+]
+
+
+@pytest.mark.parametrize(("given", "beside", "precision", "says"), IN_LESS)
+def test_adapters_of_weights_in_4_bits_are_stored_as_there_or_said_to_be_otherwise(given, beside, precision, says):
+    made = imported(with_keys("trl", {**BITS, **given}), *beside, ranks=8)
+    (found,) = (one for one in made.findings if one.key == "load_in_4bit")
+    assert made.run["parallel"]["precision"] == precision
+    assert says in found.say and bool(says) == ("adapters" in found.say)
 
 
 CUT = [

@@ -199,3 +199,13 @@ def test_each_table_names_a_family_of_curves():
     for name in names():
         family = load(name).head.get("family")
         assert family in curves.REGISTRY or family is None
+
+
+def test_a_rise_that_is_a_part_of_the_run_is_rounded_as_there():
+    for steps in (9, 10, 39, 70, 10_009, 10_010, 30_000):
+        nemo, zero = min(1000, steps // 10), math.ceil(0.1 * steps)
+        for done in (0, 1, nemo, zero, zero + 1):
+            assert curves.nemo(done, steps, warmup_ratio=0.1) == curves.nemo(done, steps, warmup=nemo)
+            given = {"kind": "WarmupDecayLR", "low": 0.1}
+            part = curves.deepspeed(done, steps, warmup_ratio=0.1, **given)
+            assert part == curves.deepspeed(done, steps, warmup=zero, **given)

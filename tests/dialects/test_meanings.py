@@ -126,6 +126,41 @@ def test_a_rate_that_the_scheduler_overwrites_does_not_count():
         assert found.say.startswith("scheduler.") and found.say.endswith("counts there")
 
 
+FILLED_IN = [
+    ("transformers", {"max_steps": 500, "warmup_steps": 0.1}, {"warmup": 50}),
+    ("transformers", {"max_steps": 500, "warmup_steps": 30.0}, {"warmup": 30}),
+    ("trl", {"max_steps": 505, "warmup_ratio": 0.1}, {"warmup": 51}),
+    ("trl", {"num_train_epochs": 2, "warmup_ratio": 0.1}, {"warmup": 0, "warmup_ratio": 0.1}),
+    ("transformers", {"num_train_epochs": 2, "warmup_steps": 0.1}, {"warmup": 0, "warmup_ratio": 0.1}),
+    ("transformers", {"max_steps": 500}, {"warmup": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "rise"), FILLED_IN)
+@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_rise_that_the_run_fills_in_is_as_long_as_there(name, given, rise, kind, is_file):
+    inner = ZERO_2 | {"scheduler": {"type": kind, "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}}}
+    outer = {"output_dir": "o", "per_device_train_batch_size": 2, **given}
+    sources = [outer, inner] if is_file else [outer | {"deepspeed": inner}]
+    args = from_config(*sources, dialect=name, ranks=2, exact=True).run["schedule"]["args"]
+    assert {key: args.get(key) for key in ("warmup", "warmup_ratio")} == {"warmup_ratio": None, **rise}
+
+
+@pytest.mark.parametrize(
+    ("given", "rise"),
+    [
+        ({"step_scheduler": {"num_epochs": 2}}, {"warmup": 0, "warmup_ratio": 0.1}),
+        ({"step_scheduler": {"max_steps": 305}}, {"warmup": 30}),
+        ({"step_scheduler": {"max_steps": 305}, "lr_scheduler.lr_decay_steps": 200}, {"warmup": 30}),
+        ({"step_scheduler": {"num_epochs": 2}, "lr_scheduler.lr_warmup_steps": 7}, {"warmup": 7}),
+    ],
+)
+def test_a_rise_by_default_is_a_part_of_the_run_whose_length_is_known_when_it_starts(given, rise):
+    args = made_of("nemo", given).run["schedule"]["args"]
+    assert {key: args.get(key) for key in ("warmup", "warmup_ratio")} == {"warmup_ratio": None, **rise}
+
+
 def test_a_rise_in_steps_counts_and_not_the_one_as_a_part():
     made = made_of("transformers", TRAINER, warmup_steps=10, warmup_ratio=0.2)
     found = answers(made)["warmup_ratio"]
@@ -174,11 +209,76 @@ def test_what_is_said_of_precision_is_of_the_engine_that_there_is():
     assert "fp32" not in answers(made)["bf16.enabled"].say
 
 
+LOW = {"output_dir": "o", "max_steps": 9, "dtype": "bfloat16"}
+ZERO_2 = {"zero_optimization": {"stage": 2}}
+FSDP = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+OUMI = {"model": {"model_name": "m", "torch_dtype_str": "bfloat16"}, "fsdp": {"enable_fsdp": True}}
+RAISED = [
+    ([LOW | {"bf16": True}], False),
+    ([LOW | {"fsdp": "full_shard"}], False),
+    ([LOW | {"fsdp": "full_shard", "bf16": True}], True),
+    ([LOW | {"fsdp": "no_shard", "fp16": True}], True),
+    ([LOW, FSDP], True),
+    ([LOW, FSDP | {"mixed_precision": "no"}], False),
+    ([LOW, FSDP | {"distributed_type": "MULTI_GPU"}], False),
+    ([LOW | {"deepspeed": ZERO_2}], True),  # a copy in float32 whatever computes
+    ([LOW | {"bf16": True, "deepspeed": ZERO_2 | {"bf16": {"enabled": "auto"}}}], True),
+    ([LOW | {"deepspeed": {"zero_optimization": {"stage": 0}}}], False),
+    ([LOW | {"deepspeed": ZERO_2 | {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}}], False),
+    ([OUMI | {"training": {"max_steps": 9, "mixed_precision_dtype": "BF16"}}], True),
+    ([OUMI | {"training": {"max_steps": 9, "mixed_precision_dtype": "BF16", "trainer_type": "OUMI"}}], False),
+    ([{"strategy": "deepspeed_stage_2", "precision": "bf16-true", "devices": 2}], True),
+    ([{"strategy": "fsdp", "precision": "bf16-true", "devices": 2}], False),
+]
+
+
+@pytest.mark.parametrize(("sources", "is_raised"), RAISED)
+def test_what_is_loaded_in_less_is_updated_in_float32_where_the_engine_raises_it(sources, is_raised):
+    made = from_config(*sources, dialect="fabric" if "strategy" in sources[0] else None, ranks=2)
+    precision = made.run["parallel"]["precision"]
+    assert precision == ("fp16" if "fp16" in sources[0] else "bf16") if is_raised else precision["storage"] == "bf16"
+    said = [one for one in made.findings if any(word in one.key for word in ("dtype", "precision", "bf16"))]
+    assert any("without an fp32 copy" in one.say for one in said) != is_raised
+    assert is_raised or not any("summed in fp32" in one.say for one in said)
+
+
+def test_weights_in_fp16_that_no_loss_is_scaled_for_are_refused():
+    with pytest.raises(ConfigError, match="no loss is scaled there"):
+        from_config(LOW | {"dtype": "float16", "deepspeed": ZERO_2}, ranks=2)
+
+
+TP_ALONE = [
+    ({"data_parallel_shard_degree": 1}, "fp32"),
+    ({}, "fp32"),  # one rank is left for shards
+    ({"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 4}, "fp32"),
+    ({"tensor_parallel_degree": 4}, "bf16"),
+    ({"tensor_parallel_degree": 4, "context_parallel_degree": 2, "data_parallel_shard_degree": 1}, "bf16"),
+    ({"tensor_parallel_degree": 1}, "bf16"),
+]
+
+
+@pytest.mark.parametrize(("given", "precision"), TP_ALONE)
+def test_mixed_precision_that_tensor_parallelism_switches_off_is_off(given, precision):
+    values = {"training": {"steps": 9}, "parallelism": {"tensor_parallel_degree": 8} | given}
+    made = from_config(values, dialect="torchtitan", ranks=8)
+    assert made.run["parallel"]["precision"] == precision
+    said = answers(made)["training.mixed_precision_param"]
+    assert ("mixed precision is off there" in said.say) == (precision == "fp32")
+
+
 def test_a_default_that_another_switch_replaces_is_not_shown():
     made = made_of("trl", TRAINER, fp16=True)
     assert "bf16" not in answers(made) and made.run["parallel"]["precision"] == "fp16"
     with pytest.raises(ConfigError, match="contradicts"):
         made_of("trl", TRAINER, fp16=True, bf16=True)
+
+
+@pytest.mark.parametrize(("given", "word"), [({}, "bf16"), ({"bf16": False}, "fp16"), ({"fp16": True}, "fp16")])
+def test_mixed_precision_of_the_run_counts_by_default_too_and_not_that_of_its_launcher(given, word):
+    launcher = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp16"}
+    made = from_config(TRAINER | {"max_length": 64} | given, launcher, dialect="trl")
+    assert made.run["parallel"]["precision"] == word
+    assert (answers(made)["mixed_precision"].verdict == "dropped") == (word == "bf16")
 
 
 def test_overflows_until_the_scale_shrinks_are_said_by_default_too():
@@ -191,6 +291,31 @@ def test_overflows_until_the_scale_shrinks_are_said_by_default_too():
         assert (found.verdict, found.given) == ("changed", False)
     off = from_config(ZERO | {"fp16": {"enabled": False}}, dialect="deepspeed", ranks=2)
     assert not any(one.key == "fp16.hysteresis" for one in off.findings)
+
+
+ENGINES = [
+    ("nemo", {"distributed": {"_target_": "nemo_automodel.components.distributed.ddp.DDPManager"}}, "dp_replicate=-1"),
+    ("nemo", {"distributed": {"strategy": "ddp"}}, "dp_replicate=-1"),
+    ("nemo", {"distributed": {}}, "dp_shard=-1"),
+    ("ml", {"trainer": {"parallel": {"use_fsdp": False}}}, "dp_replicate=-1"),
+    ("oumi", {"fsdp": {}, "deepspeed": {"enable_deepspeed": True, "zero_stage": "ZERO_3"}}, "dp_shard=-1"),
+    ("fabric", {"strategy": {"class_path": "lightning.pytorch.strategies.DDPStrategy"}}, "dp_replicate=-1"),
+    ("optimus", {"model_transforms": [{"_name": "ddp"}]}, "dp_replicate=-1"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "layout"), ENGINES)
+def test_an_engine_that_is_named_counts_and_not_the_default_of_another_key(name, given, layout):
+    made = from_config(BASE[name] | given, dialect=name, ranks=8, ranks_per_node=8)
+    assert made.layout == layout
+    assert not any("no effect in this configuration" in one.say for one in made.findings if one.given)
+    assert name != "nemo" or ("precision" in made.run["parallel"]) == (layout == "dp_shard=-1")
+
+
+def test_two_engines_that_are_named_are_refused():
+    both = {"_target_": "nemo_automodel.components.distributed.ddp.DDPManager", "strategy": "fsdp2"}
+    with pytest.raises(ConfigError, match="contradicts"):
+        from_config(BASE["nemo"] | {"distributed": both}, dialect="nemo", ranks=2)
 
 
 # ---- ranks, variables, objects ------------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
     is_sharded = settle_layout(facts, ranks)
     settle_regions(facts, ranks.tp)
     settle_batch(facts, ranks)
-    settle_precision(facts, is_sharded)
+    settle_precision(facts, is_sharded, ranks)
     settle_sharding(facts, is_sharded)
     settle_adapters(facts)
     settle_remat(facts)

@@ -370,6 +370,8 @@ def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:
             continue  # what both say is refused where they differ
         if fact in ("beta1", "beta2") and other.known.get("betas", Fact("auto", own.note)).value == "auto":
             continue
+        if fact == "warmup_ratio" and "warmup" in other.known and other.known["warmup"].value == "auto":
+            continue  # which fills it in
         del facts.known[fact]
         if old.note.is_given:
             old.note.drop(f"{own.note.key} counts there")

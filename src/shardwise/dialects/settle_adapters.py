@@ -66,13 +66,25 @@ def settle_adapters(facts: Facts) -> None:
         _settle_4_bits(facts, in_4_bits)
 
 
-def stored_beside_adapters(facts: Facts, stored: str | None, word: str | None) -> tuple[str | None, str | None]:
+def stored_beside_adapters(
+    facts: Facts, stored: str | None, word: str | None, is_raised: bool
+) -> tuple[str | None, str | None]:
     """The dtype in which trained parameters are stored, and the word of mixed precision: where adapters are float32 beside a model that is
-    loaded in less, frozen weights alone are stored in that."""
-    if stored in (None, "fp32") or not facts.has("adapter") or facts.table.head.get("adapters") != "fp32":
+    loaded in less, frozen weights alone are stored in that. Adapters of weights in 4 bits may have less, unless the engine raises them."""
+    head = facts.table.head
+    less = head.get("adapters_4bit") if facts.take("in_4_bits") is True and not is_raised else None
+    if less is not None:
+        is_same = less == (word or stored) and not facts.take("adapter_dora")
+        text = "adapters and their optimizer state are bfloat16, as there"
+        more = f"adapters and their optimizer state are float32, there {less} but for DoRA's magnitudes"
+        facts.say("in_4_bits", "kept" if is_same else "changed", text if is_same else more)
+        if is_same:
+            return less, word
+    if stored in (None, "fp32") or head.get("adapters") != "fp32":
         return stored, word
-    text = "frozen weights are stored in it, adapters in float32, as PEFT's are; both compute in it"
-    facts.say("load_dtype", "changed", text)
+    if less is None:
+        text = "frozen weights are stored in it, adapters in float32, as PEFT's are; both compute in it"
+        facts.say("load_dtype", "changed", text)
     return None, word or stored
 
 

@@ -29,6 +29,19 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     facts.stop_if(kind not in _HF_KINDS, "curve", _NO_CURVE)
     if facts.has("cycles"):
         more["num_cycles"] = facts.take("cycles")
+    rise, ratio = (0, None) if kind == "constant" else _rise(facts, steps)
+    args: Arguments = {"kind": kind, "warmup": rise}
+    for key, value in more.items():
+        is_known = key in _HF_RATES or key in _HF_NAMES
+        facts.stop_if(not is_known, "curve_args", f"{key} is not known of {kind}: remove it")
+        args[_HF_RATES.get(key) or _HF_NAMES[key]] = value / lr if key in _HF_RATES else value
+    if kind == "polynomial":
+        args.setdefault("lr_end_ratio", 1e-7 / lr)
+    return args | ({"ratio": ratio} if ratio else {})
+
+
+def _rise(facts: Facts, steps: int | None) -> tuple[int, float | None]:
+    """Steps of the rise; and, of a run of unknown length, the part of it that they are."""
     rise = facts.take("warmup")
     ratio = None if rise else facts.take("warmup_ratio")
     is_no_rise = rise is not None and (rise < 0 or (rise > 1 and rise != int(rise)))
@@ -37,17 +50,9 @@ def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     facts.stop_if(is_no_part, "warmup_ratio", "it is a part of the run: write 0 to 1")
     if isinstance(rise, float) and 0 < rise < 1:
         rise, ratio = 0, rise
-    ratio = None if rise or kind == "constant" else ratio
     if ratio and steps:
         rise, ratio = math.ceil(ratio * steps), None
-    args: Arguments = {"kind": kind, "warmup": int(rise or 0) if kind != "constant" else 0}
-    for key, value in more.items():
-        is_known = key in _HF_RATES or key in _HF_NAMES
-        facts.stop_if(not is_known, "curve_args", f"{key} is not known of {kind}: remove it")
-        args[_HF_RATES.get(key) or _HF_NAMES[key]] = value / lr if key in _HF_RATES else value
-    if kind == "polynomial":
-        args.setdefault("lr_end_ratio", 1e-7 / lr)
-    return args | ({"ratio": ratio} if ratio else {})
+    return int(rise or 0), ratio or None
 
 
 def _mapping_of(facts: Facts, name: str) -> dict[str, Any]:
@@ -72,9 +77,11 @@ def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Argumen
 
 
 def nemo(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
-    rise = facts.take("warmup")
-    if rise is None:
-        rise = min(1000, (facts.take("curve_steps") or steps or 0) // 10)
+    rise, ratio = facts.take("warmup"), None
+    if rise is None and steps:
+        rise = min(1000, steps // 10)
+    elif rise is None and not facts.has("curve_steps"):
+        rise, ratio = 0, 0.1
     init, floor = facts.take("init_lr"), facts.take("floor_lr")
     args = {
         "kind": kind,
@@ -84,7 +91,7 @@ def nemo(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     }
     if kind == "WSD":
         args |= {"decay": facts.take("decay_steps", 0), "decay_type": facts.take("decay_type", "exponential")}
-    return args
+    return args | ({"ratio": ratio} if ratio else {})
 
 
 def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
@@ -97,13 +104,14 @@ def deepspeed(facts: Facts, kind: str, steps: int | None, lr: float) -> Argument
     facts.stop_if(not lr, "curve_max", "nothing would be trained: write the rate that the run has")
     lowest = facts.take("curve_min", 0.0)
     low = facts.take("curve_min_ratio", 0.0) if kind == "WarmupCosineLR" else (0.0 if lowest == "auto" else lowest) / lr
-    rise = facts.take("warmup")
+    rise, ratio = _rise(facts, steps)  # as the configuration around it says, where that fills it in
     return {
         "kind": kind,
-        "warmup": rise if isinstance(rise, int) else 0,
+        "warmup": rise,
         "warmup_type": facts.take("warmup_type", "log"),
         "low": low,
         "floor": facts.take("floor", 1e-4),
+        **({"ratio": ratio} if ratio else {}),
     }
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from shardwise.dialects.facts import Facts
 from shardwise.dialects.settle_adapters import stored_beside_adapters
+from shardwise.dialects.settle_layout import Ranks
 
 _SHORT = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
@@ -11,7 +12,7 @@ _SHORT = {
 }  # fmt: skip
 _OF_PRECISION = (
     "mp", "mp_bf16", "mp_fp16", "mp_bf16_else", "autocast", "autocast_dtype", "store", "load_dtype", "param", "reduce", "out", "cast",
-    "cast1", "compute", "store_low",
+    "cast1", "compute", "store_low", "load_stays",
 )  # fmt: skip
 _OF_SCALER = {  # option -> fact, and the value that is ours too
     "init_scale": ("scale_init", 65536.0), "growth_factor": ("scale_growth", 2.0), "backoff_factor": ("scale_backoff", 0.5),
@@ -19,36 +20,74 @@ _OF_SCALER = {  # option -> fact, and the value that is ours too
 }  # fmt: skip
 
 
-def settle_precision(facts: Facts, is_sharded: bool) -> None:
+def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
     """``parallel.precision``: a word, or the record."""
     if not is_sharded and facts.table.head.get("policy") == "sharded":
         _drop_policy(facts)
-    stored = _SHORT.get(facts.take("store") or facts.take("load_dtype"))
-    word = _mixed(facts)
+    stored, word = _stored(facts, _mixed(facts))
     param, reduce, out = (
         _SHORT.get(str(facts.take(name)).removeprefix("torch.")) for name in ("param", "reduce", "out")
     )
     compute = facts.take("compute")
     if compute and _SHORT[compute] == "bf16":
-        word, reduce = "bf16", None
-        if not is_sharded:
+        is_off = ranks.tp > 1 and ranks.shards == 1 and "tp_alone" in facts.table.head
+        word, reduce = (None, reduce) if is_off else ("bf16", None)
+        if is_off:
+            facts.say("compute", "changed", facts.table.head["tp_alone"])
+        elif not is_sharded:
             facts.say("compute", "changed", "parameters are cast, not operators by autocast, as there under sharding")
-    stored, word = stored_beside_adapters(facts, "bf16" if facts.take("store_low") is True else stored, word)
     inputs = "units" if facts.take("cast") or facts.take("cast1") else None
     if inputs is None and (facts.take("cast") is False or facts.take("cast_root") is False) and param:
         inputs = "none"
     record = _precision(facts, word, stored, inputs, param or word, reduce, out)
-    engine = facts.known["engine"].value if "engine" in facts.known else "zero"
-    if word and facts.has("zero") and engine == "zero" and facts.table.head.get("zero") != "autocast":
+    if word and _engine(facts) == "zero" and facts.has("zero") and facts.table.head.get("zero") != "autocast":
         _say_of_zero(facts, word, reduce)
     if record:
         facts.put("parallel.precision", record, *facts.named(*_OF_PRECISION))
-    if stored not in (None, "fp32"):
-        text = "parameters and optimizer state are {}, without an fp32 copy{}"
-        more = "; autocast adds nothing to it" if word == stored else ""
-        name = "store" if facts.has("store") else "load_dtype" if facts.has("load_dtype") else "store_low"
-        facts.say(name, "changed" if word else "kept", text.format("bfloat16" if stored == "bf16" else "float16", more))
+    if word is not None and stored == word:
+        _say_of_low(facts, word)
+    is_of_adapters = "adapters_4bit" in facts.table.head and facts.take("in_4_bits") is True  # and said of them
+    if stored not in (None, "fp32") and not is_of_adapters:
+        text = "parameters and optimizer state are {}, without an fp32 copy"
+        name = "store" if facts.has("store") else "store_low" if facts.take("store_low") else "load_dtype"
+        facts.say(name, "changed" if word else "kept", text.format("bfloat16" if stored == "bf16" else "float16"))
     _settle_scaler(facts, param or word)
+
+
+def _stored(facts: Facts, word: str | None) -> tuple[str | None, str | None]:
+    """The dtype in which trained parameters are stored, and the word of mixed precision."""
+    name = "store" if facts.has("store") else "load_dtype"
+    stored, stays = _SHORT.get(facts.take(name)), facts.take("load_stays") is True
+    if facts.take("store_low") is True:
+        return "bf16", word
+    is_zero = _engine(facts) == "zero" and bool(word or int(facts.take("zero", 3)))
+    # either engine updates float32: ZeRO a copy beside what computes, the other what it has raised before it is sharded
+    is_raised = is_zero or (_engine(facts) == "fsdp" and word is not None and not facts.has("store") and not stays)
+    if facts.has("adapter"):
+        version = facts.take("fsdp_version", 2 if facts.has("fsdp_words") else 1)
+        return stored_beside_adapters(facts, stored, word, is_zero or (is_raised and version in (1, "1")))
+    if stored in (None, "fp32") or not is_raised:
+        return stored, word
+    if (stored, word, name) == ("fp16", None, "load_dtype"):
+        facts.say(
+            name, "refused", "no loss is scaled there without fp16 of the engine: switch that on, or load float32"
+        )
+    facts.say(name, "kept", "what is trained is updated in float32 there too, whatever it was loaded in")
+    return None, word or stored
+
+
+def _engine(facts: Facts) -> str | None:
+    """The engine there, where one is named or has words or a stage of its own."""
+    own = "zero" if facts.has("zero") else "fsdp" if facts.take("fsdp_words") else None
+    return facts.known["engine"].value if facts.has("engine") else own
+
+
+def _say_of_low(facts: Facts, word: str) -> None:
+    """Where parameters are stored in the dtype of mixed precision, gradients have it too."""
+    for name in (f"mp_{word}", "mp_bf16_else", "mp"):
+        note = facts.note(name)
+        if note is not None and note.verdict == "changed":
+            note.say = "parameters have it already, and gradients are summed in it; there autocast computes norms, softmax and the loss in fp32"
 
 
 def _say_of_zero(facts: Facts, word: str, reduce: str | None) -> None:
@@ -75,9 +114,13 @@ def _mixed(facts: Facts) -> str | None:
     word, by = facts.take("mp"), "mp"
     for name, meant in (("mp_bf16", "bf16"), ("mp_fp16", "fp16"), ("mp_bf16_else", "bf16")):
         is_said = facts.is_given(name) and facts.known[name].note.value is not None
-        if not (is_said or not word) or facts.take(name) is not True:
+        # what a launcher says: the run's own default comes before it
+        is_of_launcher = by == "mp" and name == "mp_bf16_else" and not is_said
+        if not (is_said or not word or is_of_launcher) or facts.take(name) is not True:
             continue
-        if word not in (None, meant) and facts.is_given(by):
+        if is_of_launcher and word not in (None, meant):
+            facts.known.pop(by).note.drop(f"{facts.key(name)} counts there")
+        elif word not in (None, meant) and facts.is_given(by):
             facts.say(name, "refused", f"it contradicts {facts.key(by)}: write one of them")
         word, by = meant, name
     if facts.known.get("mp_bf16") and facts.is_given("mp_bf16_else") and facts.is_given("mp_bf16"):
@@ -98,7 +141,7 @@ def _precision(facts: Facts, word: str | None, stored: str | None, inputs: str |
     is_low = stored not in (None, "fp32")
     record: Any = {}
     if is_low and param in (None, stored) and not reduce and not out:
-        record = {"storage": stored}
+        record = {"storage": stored, **({"compute": stored} if facts.has("adapter") else {})}  # what is frozen too
     elif param or reduce or out:
         by_word = "fp32" if word else None
         whole = {"compute": param, "storage": stored or by_word, "reduce": reduce or by_word, "output": out}

@@ -240,7 +240,7 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
         return  # refused as a length already
     names = facts.named(*_OF_CURVE)
     ours = ahead = most = None
-    if not facts.is_exact and not (steps and length != steps) and (length or not ratio):
+    if not facts.is_exact and not (steps and length != steps) and not ratio:
         ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH)
     if ours is None or (most or 0.0) > _MOST_OFF:
         args |= {"warmup_ratio": ratio} if ratio else {}
