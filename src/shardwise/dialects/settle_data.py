@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.loader import UNWRITTEN
 from shardwise.dialects.facts import Facts
 from shardwise.dialects.settle_precision import class_names
 
@@ -138,6 +139,17 @@ def _often(facts: Facts, name: str) -> Any:
     return every
 
 
+def _put_often(facts: Facts, key: str, every: float | str, steps: int | None, *names: str) -> None:
+    """Our key that counts steps: of a part of the run, rounded up; where that has no number of steps, it has to be written."""
+    if isinstance(every, float) and every < 1:
+        every = UNWRITTEN if steps is None else math.ceil(every * steps)
+    if every == UNWRITTEN:
+        text = "it is a part of the run, whose steps are not known"
+        facts.say(facts.first(*names), "changed", text)
+        facts.missing.append(f"{key}: {facts.key(*names)} is a part of the run, whose steps are not known: write steps")
+    facts.put(key, every if every == UNWRITTEN else int(every), *names)
+
+
 def settle_validation(facts: Facts, steps: int | None) -> None:
     """Nothing of the data is kept for validation unless the source keeps some: our default is a tenth."""
     if facts.is_given("val_percent") and (percent := facts.take("val_percent")) and not facts.get("data.val_path"):
@@ -149,8 +161,6 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
     when, every = facts.take("eval_strategy"), _often(facts, "eval_steps")
     if every is None and when == "steps" and "log_every" in facts.known:
         every = facts.known["log_every"].value
-    if isinstance(every, float) and every < 1:
-        every = round(every * steps) if steps else None
     if not (facts.get("data.val_path") or facts.get("data.val_fraction")):
         if given := [name for name in ("eval_steps", "val_enable") if facts.is_given(name)]:
             facts.say(given[0], "changed", "nothing to validate on is named: data.val_path, or data.val_fraction")
@@ -158,7 +168,8 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
     elif when in ("no", "epoch") or facts.take("val_enable") is False:
         facts.put("train.eval_every", 0, "eval_strategy")
     elif every:
-        facts.put("train.eval_every", int(every), "eval_steps", "eval_strategy")
+        by_log = () if facts.has("eval_steps") else ("log_every",)
+        _put_often(facts, "train.eval_every", every, steps, "eval_steps", *by_log, "eval_strategy")
 
 
 def settle_checkpoints(facts: Facts, steps: int | None) -> None:
@@ -166,13 +177,11 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
     kind, every = facts.take("save_strategy", "steps"), _often(facts, "save_steps")
     if facts.take("ckpt_enable") is True:
         every = facts.take("ckpt_every", every)
-    if isinstance(every, float) and every < 1:
-        every = math.ceil(every * steps) if steps and every > 0 else None
     if facts.take("ckpt_enable") is False:
         facts.drop("checkpoint.every")
         every = None
     if kind == "steps" and every:
-        facts.put("checkpoint.every", int(every), "save_steps", "ckpt_every", "save_strategy")
+        _put_often(facts, "checkpoint.every", every, steps, "save_steps", "ckpt_every", "save_strategy")
     if not facts.get("checkpoint.every"):
         facts.drop("checkpoint.keep")
         facts.drop("checkpoint.background")
@@ -208,7 +217,6 @@ def settle_figures(facts: Facts, steps: int | None) -> None:
             facts.put(key, text, name)
     every = _often(facts, "log_every")
     if isinstance(every, int | float) and every:
-        by_part = max(1, round(every * steps)) if steps else 10
-        facts.put("log.every", int(every) if every >= 1 else by_part, "log_every")
+        _put_often(facts, "log.every", every, steps, "log_every")
     if facts.take("timeout_min"):
         facts.pass_on("train.timeout_s", "timeout_min", lambda minutes: 60.0 * minutes)
