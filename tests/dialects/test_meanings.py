@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from dialect_files import BASE, put
 
+from shardwise.config.loader import UNWRITTEN
 from shardwise.dialects.table import load
 from shardwise.errors import ConfigError
 from shardwise.run.imported import from_config
@@ -204,7 +205,8 @@ def test_devices_that_are_named_are_counted(devices, count):
 
 def test_a_batch_that_nothing_says_needs_no_ranks():
     """Micro-batches of a step are one by default, which is no key to name in an error."""
-    assert "data" not in from_config({"strategy": "fsdp", "max_steps": 10}, dialect="fabric").run
+    made = from_config({"strategy": "fsdp", "max_steps": 10}, dialect="fabric")
+    assert made.run["data"] == {"seq_len": UNWRITTEN, "global_batch": UNWRITTEN}
     with pytest.raises(ConfigError, match="--ranks N") as refused:
         from_config({"strategy": "fsdp", "accumulate_grad_batches": 2}, dialect="fabric")
     assert refused.value.given == "accumulate_grad_batches=2"
@@ -271,7 +273,7 @@ def test_a_batch_that_a_script_fills_in_is_no_other_configurations():
     within = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     outer = {"distributed_type": "DEEPSPEED", "num_processes": 2}
     made = from_config(outer | {"deepspeed_config": {"deepspeed_config_file": within}}, dialect="accelerate")
-    assert made.layout == "dp_shard=-1" and "data" not in made.run
+    assert made.layout == "dp_shard=-1" and {*made.run["data"].values()} == {UNWRITTEN}
     said = answers(made)["deepspeed_config.deepspeed_config_file.train_batch_size"]
     assert said.verdict == "dropped" and "data loader of a script" in said.say
     within["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
