@@ -344,7 +344,8 @@ def test_two_files_are_one_configuration():
         "mixed_precision": "bf16",
         "fsdp_config": {"fsdp_version": 2},
     }
-    for sources in ((launcher, TRAINER), (TRAINER, launcher)):
+    counted = launcher | {"gradient_accumulation_steps": 16}  # of a loop of one's own: the Trainer counts by itself
+    for sources in ((launcher, TRAINER), (TRAINER, launcher), (counted, TRAINER)):
         made = from_config(*sources)
         assert made.dialect == "transformers" and made.layout == "dp_shard=-1"
         assert made.run["parallel"]["precision"] == "bf16" and made.run["data"]["global_batch"] == 24

@@ -361,6 +361,14 @@ MEANT = [
     ("transformers", {"eval_strategy": "steps", "eval_steps": 0.25, "validation_file": "v.jsonl", "save_steps": 0.1}, 2, {"train.eval_every": 25, "checkpoint.every": 10}),
     ("transformers", {"fsdp": False, "ddp_bucket_cap_mb": 50}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.ddp.bucket_cap_mb": 50.0}),
     ("transformers", {"fsdp": "shard_grad_op auto_wrap offload"}, 2, {"parallel.sharding": {"offload": True, "reshard_after_forward": False}}),
+    ("transformers", {"max_steps": 105, "eval_strategy": "steps", "logging_steps": 0.05, "validation_file": "v.jsonl", "save_steps": 0.1}, 2,
+     {"train.eval_every": 6, "log.every": 6, "checkpoint.every": 11}),
+    ("trl", {"max_steps": -1, "eval_strategy": "steps", "eval_steps": 0.1, "validation_file": "v.jsonl", "save_steps": 0.2, "logging_steps": 0.3}, 2,
+     {"train.eval_every": UNWRITTEN, "checkpoint.every": UNWRITTEN, "log.every": UNWRITTEN}),
+    ("oumi", {"training.save_final_model": False}, 2, {"checkpoint": {"export": None, "every": 500}}),
+    ("accelerate", {"distributed_type": "DEEPSPEED"}, 8, {"train.max_grad_norm": 1.0}),
+    ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_clipping": "none"}}, 8, {"train.max_grad_norm": None}),
+    ("nemo", {"distributed": {"_target_": "a.DDPManager"}}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.precision": None}),
     ("nemo", {"distributed.strategy": "ddp", "distributed.mp_policy.param_dtype": "bfloat16"}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.precision": None}),
 ]  # fmt: skip
 
@@ -388,6 +396,10 @@ TOGETHER = [
     ("deepspeed", {"optimizer.params.betas": [0.9]}, 8, "optimizer.params.betas", "two numbers"),
     ("torchtitan", {"optimizer.param_groups": [{"pattern": "bias$", "optimizer_kwargs": {"lr": 1e-3}}]}, 2, "param_groups", "is an expression"),
     ("optimus", {"optimization.amp.enabled": True, "optimization.amp.dtype": "float32"}, 2, "optimization.amp.dtype", "no autocast in it"),
+    ("nemo", {"distributed._target_": "a.FSDP2Manager", "distributed.strategy": "ddp"}, 2, "distributed.strategy", "contradicts distributed._target_"),
+    ("transformers", {"learning_rate": 1e-5, "deepspeed": ZERO | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}}}, 8, "deepspeed.scheduler.params.warmup_max_lr", "contradicts learning_rate"),
+    ("transformers", {"max_grad_norm": 2, "deepspeed": ZERO | {"gradient_clipping": 0.5}}, 8, "deepspeed.gradient_clipping", "contradicts max_grad_norm"),
+    ("transformers", {"adam_beta2": 0.9, "deepspeed": ZERO | {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}}, 8, "deepspeed.optimizer.params.betas", "contradicts adam_beta2"),
     ("nemo", {"optimizer.lr": 0}, 2, "optimizer.lr", "nothing would be trained"),
 ]  # fmt: skip
 
