@@ -76,6 +76,7 @@ def test_nothing_is_written_where_a_key_is_refused(capsys, tmp_path):
         ([FILE, "--train.stepz=3"], "did you mean --train.steps=3"),
         ([FILE, "--train.steps=3"], "shardwise train run.yaml --train.steps=3"),
         ([FILE, "--parallel.layout=dp_shard=2"], "shardwise train run.yaml --parallel.layout=dp_shard=2"),
+        ([str(FIXTURES / "nemo" / "hsdp-tp2.yaml"), "--ranks", "8", "--optim.lr=1"], "follow from"),
         ([FILE, "--allow", "machine_rank"], "no such key is refused"),
         ([TITAN, "--ranks", "6"], "6"),
         ([FILE, "--ranks", "0"], "give ranks a whole number from 1 on"),

@@ -78,6 +78,7 @@ class Imported:
         config: ``run`` as it was loaded and checked: what ``shardwise train`` would read, what has to be written at its default.
         findings: what became of each key, and of the defaults there that are not ours.
         missing: what the source cannot say.
+        followed: keys of ``run`` that others were computed from, beside those of its length, batch and layout.
         samples: how many samples a step has, and why; empty: the source does not say.
     """
 
@@ -86,6 +87,7 @@ class Imported:
     config: Any = None
     findings: tuple[Finding, ...] = ()
     missing: tuple[str, ...] = ()
+    followed: tuple[str, ...] = ()
     samples: str = ""
 
     @property
@@ -169,6 +171,7 @@ def imported(
         run=run,
         findings=tuple(_findings(facts)),
         missing=tuple(facts.missing),
+        followed=tuple(sorted(facts.followed)),
         samples=facts.arithmetic,
     )
 

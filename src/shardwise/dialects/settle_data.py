@@ -10,6 +10,7 @@ from shardwise.dialects.settle_precision import class_names
 
 _LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
 _LOGGERS = ("wandb", "tensorboard", "csv")
+_NOT_IN_STEPS = "it has no effect there with {}={}"
 _OF_REMAT = (
     "remat", "remat_bool", "remat_some", "remat_option", "remat_every", "remat_classes", "remat_only", "remat_ops", "remat_offload",
 )  # fmt: skip
@@ -63,6 +64,8 @@ def settle_compile(facts: Facts) -> None:
     if (budget := facts.get("parallel.compile.activation_memory_budget")) is not None:  # of activations to keep
         said["activation_memory_budget"] = budget
     if not is_on or facts.take("compile_disable") is True:
+        for name in filter(facts.is_given, _OF_COMPILE[2:]):
+            facts.say(name, "dropped", "nothing is compiled there")
         return
     usual = {"mode": "default", "fullgraph": False, "activation_memory_budget": 1.0}
     options = {key: value for key, value in said.items() if value is not None and value != usual.get(key)}
@@ -159,10 +162,13 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
         if facts.get("data.val_fraction") is None:
             facts.put("data.val_fraction", 0)
     when, every = facts.take("eval_strategy"), _often(facts, "eval_steps")
+    if when in ("no", "epoch") and facts.is_given("eval_steps"):
+        facts.say("eval_steps", "dropped", _NOT_IN_STEPS.format(facts.key("eval_strategy"), when))
     if every is None and when == "steps" and "log_every" in facts.known:
         every = facts.known["log_every"].value
     if not (facts.get("data.val_path") or facts.get("data.val_fraction")):
-        if given := [name for name in ("eval_steps", "val_enable") if facts.is_given(name)]:
+        named = ("val_enable",) if when in ("no", "epoch") else ("eval_steps", "val_enable", "eval_strategy")
+        if given := [name for name in named if facts.is_given(name)]:
             facts.say(given[0], "changed", "nothing to validate on is named: data.val_path, or data.val_fraction")
         facts.drop("train.eval_every")
     elif when in ("no", "epoch") or facts.take("val_enable") is False:
@@ -180,6 +186,8 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
     if facts.take("ckpt_enable") is False:
         facts.drop("checkpoint.every")
         every = None
+    if kind != "steps" and facts.is_given("save_steps"):
+        facts.say("save_steps", "dropped", _NOT_IN_STEPS.format(facts.key("save_strategy"), kind))
     if kind == "steps" and every:
         _put_often(facts, "checkpoint.every", every, steps, "save_steps", "ckpt_every", "save_strategy")
     if not facts.get("checkpoint.every"):

@@ -305,6 +305,7 @@ def _batch_in_tokens(facts: Facts) -> tuple[int, int]:
         )
         facts.stop_if(tokens > 0 and tokens % length, name, text)
     facts.put("data.seq_len", length, "context")
+    facts.followed.add("data.seq_len")
     return micro // length, whole // length if whole > 0 else -1
 
 
