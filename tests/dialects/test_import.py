@@ -143,6 +143,12 @@ def test_whose_a_file_is_is_seen_by_its_keys(path):
     assert detect(values) == expected_of(path)["dialect"]
 
 
+def test_a_file_whose_keys_are_in_a_section_of_its_system():
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4}}
+    for values in ({"seed_everything": 1}, {"optimizer": optimizer}, {"model": {"class_path": "a.B"}}):
+        assert detect({"trainer": {"devices": 2, "precision": "bf16-mixed"}, **values}) == "fabric"
+
+
 def test_a_record_with_keys_of_two_systems_asks_whose_it_is():
     with pytest.raises(ConfigError, match="--from trl") as refused:
         from_config({"output_dir": "o", "dataset_name": "d", "max_steps": 5}, ranks=1)

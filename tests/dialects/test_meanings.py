@@ -302,6 +302,30 @@ def test_a_default_of_none_that_is_written_out_says_the_same(name, key):
     assert made_of(name, {**beside, key: None}).run == made_of(name, beside).run
 
 
+# ---- what is said is of the value that is given ---------------------------------------------------------------------------------
+
+SAID = [
+    ("fabric", {"strategy": {"class_path": "a.FSDPStrategy"}}, "strategy.class_path", "kept", ""),
+    ("fabric", {"precision": "bf16-true"}, "precision", "kept", "without an fp32 copy"),
+    ("transformers", {"num_train_epochs": 2}, "num_train_epochs", "dropped", "max_steps counts there"),
+    ("transformers", {"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1", "dropped", "sgd has no such argument"),
+    ("nemo", {"optimizer.momentum": 0.8}, "optimizer.momentum", "dropped", "has no such argument"),
+    ("transformers", {"eval_strategy": "no", "eval_steps": 5}, "eval_steps", "dropped", "eval_strategy=no"),
+    ("transformers", {"save_strategy": "no", "save_steps": 5}, "save_steps", "dropped", "save_strategy=no"),
+    ("transformers", {"eval_strategy": "steps"}, "eval_strategy", "changed", "nothing to validate on"),
+    ("accelerate", {"dynamo_config": {"dynamo_mode": "max-autotune"}}, "dynamo_config.dynamo_mode", "dropped", "nothing is compiled"),
+    ("torchtune", {"save_every_n_steps": None}, "save_every_n_steps", "changed", "counts optimizer steps"),
+    ("oumi", {"data.validation.datasets": [{"dataset_name": "a"}]}, "data.validation.datasets.0.dataset_name", "changed", "data.val_path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "key", "verdict", "says"), SAID)
+def test_a_key_without_effect_is_not_called_kept(name, given, key, verdict, says):
+    said = answers(made_of(name, given, ranks=8))[key]
+    assert said.verdict == verdict and says in said.say and "not known" not in said.say
+    assert verdict != "dropped" or not said.ours
+
+
 # ---- errors whose fix works ----------------------------------------------------------------------------------------------------
 
 WHOLE = "print the resolved configuration first"
@@ -368,6 +392,8 @@ MEANT = [
     ("oumi", {"training.save_final_model": False}, 2, {"checkpoint": {"export": None, "every": 500}}),
     ("accelerate", {"distributed_type": "DEEPSPEED"}, 8, {"train.max_grad_norm": 1.0}),
     ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_clipping": "none"}}, 8, {"train.max_grad_norm": None}),
+    ("transformers", {"deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}}, 2, {"train.on_nonfinite": None}),
+    ("transformers", {"bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}}, 2, {"train.on_nonfinite": "skip"}),
     ("nemo", {"distributed": {"_target_": "a.DDPManager"}}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.precision": None}),
     ("nemo", {"distributed.strategy": "ddp", "distributed.mp_policy.param_dtype": "bfloat16"}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.precision": None}),
 ]  # fmt: skip
@@ -400,6 +426,7 @@ TOGETHER = [
     ("transformers", {"learning_rate": 1e-5, "deepspeed": ZERO | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}}}, 8, "deepspeed.scheduler.params.warmup_max_lr", "contradicts learning_rate"),
     ("transformers", {"max_grad_norm": 2, "deepspeed": ZERO | {"gradient_clipping": 0.5}}, 8, "deepspeed.gradient_clipping", "contradicts max_grad_norm"),
     ("transformers", {"adam_beta2": 0.9, "deepspeed": ZERO | {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}}, 8, "deepspeed.optimizer.params.betas", "contradicts adam_beta2"),
+    ("nemo", {"optimizer": {"_target_": "torch.optim.Adafactor", "lr": 1e-3, "beta2_decay": -0.9}}, 2, "optimizer.beta2_decay", "has torch's own"),
     ("nemo", {"optimizer.lr": 0}, 2, "optimizer.lr", "nothing would be trained"),
 ]  # fmt: skip
 

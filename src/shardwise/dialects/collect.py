@@ -74,8 +74,16 @@ def _score(name: str, values: Mapping[str, Any]) -> tuple[bool, float, int] | No
 
 
 def _part_known(name: str, values: Mapping[str, Any], but: str = " ") -> float:
-    rows = [load(name).find(key) for key, _ in load(name).flatten(values)]
-    return sum(row is not None and not row.key.endswith(but) for row in rows) / max(1, len(rows))
+    keys = [key for key, _ in load(name).flatten(values)]
+    return sum(_is_known(load(name), key, but) for key in keys) / max(1, len(keys))
+
+
+def _is_known(table: Table, key: str, but: str) -> bool:
+    """Whether a key has a row, of another system's configuration within too, that does not end in ``but``."""
+    row = table.find(key)
+    if row is not None and row.is_pattern and row.within in names():
+        return _is_known(load(row.within), key.removeprefix(row.key[:-1]), but)
+    return row is not None and not row.key.endswith(but)
 
 
 def refuse_other_system(name: str, values: Mapping[str, Any]) -> None:
