@@ -416,6 +416,7 @@ TOGETHER = [
     ("fabric", strategy("FSDPStrategy", device_mesh=[2]), 8, "device_mesh", "two numbers"),
     ("accelerate", {"distributed_type": "MULTI_GPU", "parallelism_config": {"dp_replicate_size": 2}}, 8, "dp_replicate_size", "2 copies are not 8"),
     ("accelerate", {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "NO_SHARD"}}, 8, "fsdp_reshard_after_forward", "when shards are freed"),
+    ("fabric", {"devices": "all"}, 8, "devices", "a number of devices"),
     ("transformers", {"per_device_train_batch_size": 6, "split_batches": True}, 4, "split_batches", "not split over 4 ranks"),
     ("torchtitan", {TOKENS: 1000, **CONTEXT}, 2, TOKENS, "not a number of samples of 1024"),
     ("torchtitan", {TOKENS: 1024, "training.max_context_length": 0}, 2, TOKENS, "how long a sample is"),

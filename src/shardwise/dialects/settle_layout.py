@@ -49,6 +49,8 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
             facts.known.pop("ranks").note.drop(text)
         said = 1
     here = _devices(own)
+    if here is None and isinstance(own, str) and own.strip().lower() not in ("auto", "-1", "0", ""):
+        raise RefusedError(facts.key("per_node"), "it is a number of devices, a list of them, or auto: write one", own)
     known = here * nodes if here else said
     if total and known and total != known:
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
