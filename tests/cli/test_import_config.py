@@ -13,6 +13,7 @@ from shardwise.run.config import load_config
 
 FIXTURES = Path(__file__).resolve().parent.parent / "dialects" / "fixtures"
 FILE = str(FIXTURES / "accelerate" / "fsdp2-8gpu.yaml")
+OPEN = ["data.seq_len=8", "data.global_batch=8", "train.steps=3", "optim.lr=0.1"]  # what such a file does not say
 TITAN = str(FIXTURES / "torchtitan" / "hsdp-tp.toml")
 
 
@@ -20,7 +21,7 @@ def test_the_run_file_is_printed_and_the_answers_beside_it(capsys, tmp_path):
     assert cli.main(["import-config", FILE]) == 0
     printed = capsys.readouterr()
     (tmp_path / "run.yaml").write_text(printed.out)
-    assert load_config(tmp_path / "run.yaml").config.parallel.layout == "dp_shard=-1"
+    assert load_config(tmp_path / "run.yaml", OPEN).config.parallel.layout == "dp_shard=-1"
     assert "kept     num_processes=8 -> launch.nproc=8" in printed.err
     assert "changed  mixed_precision=bf16 -> parallel.precision=bf16: " in printed.err
     assert "dropped  machine_rank=0: torchrun or srun says it" in printed.err
@@ -31,7 +32,7 @@ def test_a_run_file_is_written_with_overrides_and_without_a_word(capsys, tmp_pat
     assert cli.main(["import-config", FILE, "-o", str(run), "--quiet", "--log.every=7", "--parallel.remat=none"]) == 0
     printed = capsys.readouterr()
     assert printed.out == printed.err == ""
-    config = load_config(run).config
+    config = load_config(run, OPEN).config
     assert config.log.every == 7 and config.parallel.remat == "none" and config.launch.nproc == 8
 
 
@@ -75,6 +76,7 @@ def test_nothing_is_written_where_a_key_is_refused(capsys, tmp_path):
         ([FILE, "--train.stepz=3"], "did you mean --train.steps=3"),
         ([FILE, "--train.steps=3"], "shardwise train run.yaml --train.steps=3"),
         ([FILE, "--parallel.layout=dp_shard=2"], "shardwise train run.yaml --parallel.layout=dp_shard=2"),
+        ([str(FIXTURES / "nemo" / "hsdp-tp2.yaml"), "--ranks", "8", "--optim.lr=1"], "follow from"),
         ([FILE, "--allow", "machine_rank"], "no such key is refused"),
         ([TITAN, "--ranks", "6"], "6"),
         ([FILE, "--ranks", "0"], "give ranks a whole number from 1 on"),
@@ -99,7 +101,7 @@ def test_an_old_run_file_is_replaced_whole_or_not_at_all(capsys, monkeypatch, tm
     assert run.read_text() == "old" and sorted(tmp_path.iterdir()) == [link, run]
     assert cli.main(["import-config", FILE, "-o", str(link)]) == 0
     assert f"replaced {link}, which was there" in capsys.readouterr().err
-    assert link.is_symlink() and load_config(run).config.launch.nproc == 8
+    assert link.is_symlink() and load_config(run, OPEN).config.launch.nproc == 8
     assert sorted(tmp_path.iterdir()) == [link, run]
 
 
@@ -120,7 +122,7 @@ def test_a_closed_output_is_answered(capsys, monkeypatch, tmp_path):
     assert cli.main(["import-config", FILE, "--quiet"]) == 2
     assert cli.main(["import-config", FILE, "--quiet", "-o", str(tmp_path / "run.yaml")]) == 0
     assert "a closed standard output" in capsys.readouterr().err
-    assert load_config(tmp_path / "run.yaml").config.launch.nproc == 8
+    assert load_config(tmp_path / "run.yaml", OPEN).config.launch.nproc == 8
 
 
 def no_constant(word):
@@ -133,8 +135,7 @@ def test_json_is_json_and_stands_beside_the_run_file(capsys, tmp_path):
     words = [str(file), "--from", "ml", "--ranks", "1", "--allow", "trainer.grad_clipping.clip_grad_norm"]
     assert cli.main(["import-config", *words, "--json", "-o", str(run)]) == 0, capsys.readouterr().err
     made = json.loads(capsys.readouterr().out, parse_constant=no_constant)
-    left_open = ["train.steps=3", "data.seq_len=8", "data.global_batch=8"]
-    assert made["run"]["train"]["norm_type"] == "inf" and load_config(run, left_open).config.train.norm_type == "inf"
+    assert made["run"]["train"]["norm_type"] == "inf" and load_config(run, OPEN).config.train.norm_type == "inf"
     assert "-inf" in [one["value"] for one in made["findings"] if one["key"] == "trainer.grad_clipping.clip_grad_norm"]
 
 

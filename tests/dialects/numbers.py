@@ -11,7 +11,7 @@ from run import tuned
 from step import plain
 
 import shardwise as sw
-from shardwise.config.loader import load_values
+from shardwise.config.loader import UNWRITTEN, load_values
 from shardwise.dialects.answers import imported
 from shardwise.run.build import build_model, make_step
 from shardwise.run.config import RunConfig
@@ -217,11 +217,12 @@ def windows(case):
 
 def config_of(case, dialect):
     made = imported(case.values, dialect=dialect, ranks=RANKS, ranks_per_node=RANKS, exact=True)
-    data = made.run.get("data", {})
+    said = {at: {key: value for key, value in keys.items() if value != UNWRITTEN} for at, keys in made.run.items()}
+    data = said.get("data", {})
     if "global_batch" in data:
         assert (data["global_batch"], data["micro_batch"]) == (RANKS * MICRO * case.micro, MICRO)
-    parallel = {**{key: value for key, value in made.run["parallel"].items() if key != "precision"}, "init": "rank0"}
-    run = {**{key: made.run.get(key, {}) for key in ("optim", "schedule", "train")}, "parallel": parallel}
+    parallel = {**{key: value for key, value in said["parallel"].items() if key != "precision"}, "init": "rank0"}
+    run = {**{key: said.get(key, {}) for key in ("optim", "schedule", "train")}, "parallel": parallel}
     run |= case.own or {}
     run["model"] = {"build": f"{tuned.__file__}:build"}
     run["train"] = {key: value for key, value in run["train"].items() if key not in ("epochs", "deterministic")}

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from dialect_files import BASE, put
 
+from shardwise.config.loader import UNWRITTEN
 from shardwise.dialects.table import load
 from shardwise.errors import ConfigError
 from shardwise.run.imported import from_config
@@ -329,7 +330,8 @@ def test_devices_that_are_named_are_counted(devices, count):
 
 def test_a_batch_that_nothing_says_needs_no_ranks():
     """Micro-batches of a step are one by default, which is no key to name in an error."""
-    assert "data" not in from_config({"strategy": "fsdp", "max_steps": 10}, dialect="fabric").run
+    made = from_config({"strategy": "fsdp", "max_steps": 10}, dialect="fabric")
+    assert made.run["data"] == {"seq_len": UNWRITTEN, "global_batch": UNWRITTEN}
     with pytest.raises(ConfigError, match="--ranks N") as refused:
         from_config({"strategy": "fsdp", "accumulate_grad_batches": 2}, dialect="fabric")
     assert refused.value.given == "accumulate_grad_batches=2"
@@ -396,7 +398,7 @@ def test_a_batch_that_a_script_fills_in_is_no_other_configurations():
     within = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     outer = {"distributed_type": "DEEPSPEED", "num_processes": 2}
     made = from_config(outer | {"deepspeed_config": {"deepspeed_config_file": within}}, dialect="accelerate")
-    assert made.layout == "dp_shard=-1" and "data" not in made.run
+    assert made.layout == "dp_shard=-1" and {*made.run["data"].values()} == {UNWRITTEN}
     said = answers(made)["deepspeed_config.deepspeed_config_file.train_batch_size"]
     assert said.verdict == "dropped" and "data loader of a script" in said.say
     within["optimizer"] = {"type": "AdamW", "params": {"lr": "auto"}}
@@ -423,6 +425,30 @@ NULLS = [
 def test_a_default_of_none_that_is_written_out_says_the_same(name, key):
     beside = {"model_transforms.activation_checkpoint.use_reentrant": False} if name == "optimus" else {}
     assert made_of(name, {**beside, key: None}).run == made_of(name, beside).run
+
+
+# ---- what is said is of the value that is given ---------------------------------------------------------------------------------
+
+SAID = [
+    ("fabric", {"strategy": {"class_path": "a.FSDPStrategy"}}, "strategy.class_path", "kept", ""),
+    ("fabric", {"precision": "bf16-true"}, "precision", "kept", "without an fp32 copy"),
+    ("transformers", {"num_train_epochs": 2}, "num_train_epochs", "dropped", "max_steps counts there"),
+    ("transformers", {"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1", "dropped", "sgd has no such argument"),
+    ("nemo", {"optimizer.momentum": 0.8}, "optimizer.momentum", "dropped", "has no such argument"),
+    ("transformers", {"eval_strategy": "no", "eval_steps": 5}, "eval_steps", "dropped", "eval_strategy=no"),
+    ("transformers", {"save_strategy": "no", "save_steps": 5}, "save_steps", "dropped", "save_strategy=no"),
+    ("transformers", {"eval_strategy": "steps"}, "eval_strategy", "changed", "nothing to validate on"),
+    ("accelerate", {"dynamo_config": {"dynamo_mode": "max-autotune"}}, "dynamo_config.dynamo_mode", "dropped", "nothing is compiled"),
+    ("torchtune", {"save_every_n_steps": None}, "save_every_n_steps", "changed", "counts optimizer steps"),
+    ("oumi", {"data.validation.datasets": [{"dataset_name": "a"}]}, "data.validation.datasets.0.dataset_name", "changed", "data.val_path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "key", "verdict", "says"), SAID)
+def test_a_key_without_effect_is_not_called_kept(name, given, key, verdict, says):
+    said = answers(made_of(name, given, ranks=8))[key]
+    assert said.verdict == verdict and says in said.say and "not known" not in said.say
+    assert verdict != "dropped" or not said.ours
 
 
 # ---- errors whose fix works ----------------------------------------------------------------------------------------------------
@@ -484,6 +510,16 @@ MEANT = [
     ("transformers", {"eval_strategy": "steps", "eval_steps": 0.25, "validation_file": "v.jsonl", "save_steps": 0.1}, 2, {"train.eval_every": 25, "checkpoint.every": 10}),
     ("transformers", {"fsdp": False, "ddp_bucket_cap_mb": 50}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.ddp.bucket_cap_mb": 50.0}),
     ("transformers", {"fsdp": "shard_grad_op auto_wrap offload"}, 2, {"parallel.sharding": {"offload": True, "reshard_after_forward": False}}),
+    ("transformers", {"max_steps": 105, "eval_strategy": "steps", "logging_steps": 0.05, "validation_file": "v.jsonl", "save_steps": 0.1}, 2,
+     {"train.eval_every": 6, "log.every": 6, "checkpoint.every": 11}),
+    ("trl", {"max_steps": -1, "eval_strategy": "steps", "eval_steps": 0.1, "validation_file": "v.jsonl", "save_steps": 0.2, "logging_steps": 0.3}, 2,
+     {"train.eval_every": UNWRITTEN, "checkpoint.every": UNWRITTEN, "log.every": UNWRITTEN}),
+    ("oumi", {"training.save_final_model": False}, 2, {"checkpoint": {"export": None, "every": 500}}),
+    ("accelerate", {"distributed_type": "DEEPSPEED"}, 8, {"train.max_grad_norm": 1.0}),
+    ("accelerate", {"distributed_type": "DEEPSPEED", "deepspeed_config": {"gradient_clipping": "none"}}, 8, {"train.max_grad_norm": None}),
+    ("transformers", {"deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}}, 2, {"train.on_nonfinite": None}),
+    ("transformers", {"bf16": True, "deepspeed": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}}, 2, {"train.on_nonfinite": "skip"}),
+    ("nemo", {"distributed": {"_target_": "a.DDPManager"}}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.precision": None}),
     ("nemo", {"distributed.strategy": "ddp", "distributed.mp_policy.param_dtype": "bfloat16"}, 2, {"parallel.layout": "dp_replicate=-1", "parallel.precision": None}),
 ]  # fmt: skip
 
@@ -505,12 +541,18 @@ TOGETHER = [
     ("fabric", strategy("FSDPStrategy", device_mesh=[2]), 8, "device_mesh", "two numbers"),
     ("accelerate", {"distributed_type": "MULTI_GPU", "parallelism_config": {"dp_replicate_size": 2}}, 8, "dp_replicate_size", "2 copies are not 8"),
     ("accelerate", {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": "NO_SHARD"}}, 8, "fsdp_reshard_after_forward", "when shards are freed"),
+    ("fabric", {"devices": "all"}, 8, "devices", "a number of devices"),
     ("transformers", {"per_device_train_batch_size": 6, "split_batches": True}, 4, "split_batches", "not split over 4 ranks"),
     ("torchtitan", {TOKENS: 1000, **CONTEXT}, 2, TOKENS, "not a number of samples of 1024"),
     ("torchtitan", {TOKENS: 1024, "training.max_context_length": 0}, 2, TOKENS, "how long a sample is"),
     ("deepspeed", {"optimizer.params.betas": [0.9]}, 8, "optimizer.params.betas", "two numbers"),
     ("torchtitan", {"optimizer.param_groups": [{"pattern": "bias$", "optimizer_kwargs": {"lr": 1e-3}}]}, 2, "param_groups", "is an expression"),
     ("optimus", {"optimization.amp.enabled": True, "optimization.amp.dtype": "float32"}, 2, "optimization.amp.dtype", "no autocast in it"),
+    ("nemo", {"distributed._target_": "a.FSDP2Manager", "distributed.strategy": "ddp"}, 2, "distributed.strategy", "contradicts distributed._target_"),
+    ("transformers", {"learning_rate": 1e-5, "deepspeed": ZERO | {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-4}}}}, 8, "deepspeed.scheduler.params.warmup_max_lr", "contradicts learning_rate"),
+    ("transformers", {"max_grad_norm": 2, "deepspeed": ZERO | {"gradient_clipping": 0.5}}, 8, "deepspeed.gradient_clipping", "contradicts max_grad_norm"),
+    ("transformers", {"adam_beta2": 0.9, "deepspeed": ZERO | {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}}}, 8, "deepspeed.optimizer.params.betas", "contradicts adam_beta2"),
+    ("nemo", {"optimizer": {"_target_": "torch.optim.Adafactor", "lr": 1e-3, "beta2_decay": -0.9}}, 2, "optimizer.beta2_decay", "has torch's own"),
     ("nemo", {"optimizer.lr": 0}, 2, "optimizer.lr", "nothing would be trained"),
 ]  # fmt: skip
 

@@ -101,7 +101,7 @@ def _import(args: argparse.Namespace) -> None:
         environ=os.environ if args.env else None,
     )
     if args.overrides:
-        _refuse_overrides(args.overrides)
+        _refuse_overrides(args.overrides, made.followed)
         values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
         made = replace(made, run=values, config=checked(values, origin="the run file"))
         made = _with_answers(made, args.overrides)
@@ -159,15 +159,16 @@ def _write(output: str, text: str) -> bool:
     return was_there
 
 
-def _refuse_overrides(overrides: list[str]) -> None:
-    """Refuses keys that other numbers of the run file, and the answers, follow from."""
+def _refuse_overrides(overrides: list[str], own: tuple[str, ...]) -> None:
+    """Refuses keys that other numbers of the run file, and the answers, follow from: of all files, and of these (``own``)."""
     for word in overrides:
         key = word.removeprefix("--").partition("=")[0]
-        if any(_is_in(followed, key) or _is_in(key, followed) for followed in _FOLLOWED):
+        if any(_is_in(one, key) or _is_in(key, one) for one in (*_FOLLOWED, *own)):
+            later = f"; or give it to the run itself: shardwise train run.yaml {shlex.quote(word)}"
             raise ConfigError(
                 f"--{key} of import-config",
                 why="other numbers of the run file, and its answers, follow from what the files say of it",
-                fix=f"change it there; or give it to the run itself: shardwise train run.yaml {shlex.quote(word)}",
+                fix=f"change it there{later if key not in own else ''}",
             )
 
 

@@ -19,7 +19,7 @@ from shardwise.dialects.collect import (
     refuse_other_system,
     systems,
 )
-from shardwise.dialects.facts import Facts, Note
+from shardwise.dialects.facts import Fact, Facts, Note
 from shardwise.dialects.objects import of_environment, of_object
 from shardwise.dialects.settle_adapters import settle_adapters, settle_positions, settle_regions
 from shardwise.dialects.settle_data import (
@@ -34,7 +34,7 @@ from shardwise.dialects.settle_layout import settle_batch, settle_layout, settle
 from shardwise.dialects.settle_precision import settle_precision, settle_sharding
 from shardwise.dialects.settle_run import settle_length, settle_optimizer, settle_schedule
 from shardwise.dialects.table import VERDICTS, load
-from shardwise.dialects.values import RefusedError, short
+from shardwise.dialects.values import RefusedError, literal, short
 from shardwise.errors import ConfigError
 from shardwise.techniques import Parallel
 
@@ -78,6 +78,7 @@ class Imported:
         config: ``run`` as it was loaded and checked: what ``shardwise train`` would read, what has to be written at its default.
         findings: what became of each key, and of the defaults there that are not ours.
         missing: what the source cannot say.
+        followed: keys of ``run`` that others were computed from, beside those of its length, batch and layout.
         samples: how many samples a step has, and why; empty: the source does not say.
     """
 
@@ -86,6 +87,7 @@ class Imported:
     config: Any = None
     findings: tuple[Finding, ...] = ()
     missing: tuple[str, ...] = ()
+    followed: tuple[str, ...] = ()
     samples: str = ""
 
     @property
@@ -169,6 +171,7 @@ def imported(
         run=run,
         findings=tuple(_findings(facts)),
         missing=tuple(facts.missing),
+        followed=tuple(sorted(facts.followed)),
         samples=facts.arithmetic,
     )
 
@@ -221,11 +224,11 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
         settle_validation(facts, steps)
         settle_checkpoints(facts, steps)
         settle_figures(facts, steps)
-        _leave_open(facts)
     elif facts.get("model.build") is None and facts.get("model.hf") is None:
         text = "this file does not say what is trained: a run without them trains the built-in demo"
         facts.missing.append(f"model.hf or model.build, and data.path: {text}")
-    if "clip" not in facts.known and (is_run or "clips" in facts.table.head):
+    _leave_open(facts)
+    if "clip" not in facts.known:
         facts.put("train.max_grad_norm", None)
     if "optim" in facts.run and "schedule" not in facts.run:
         facts.put("schedule.name", "constant")
@@ -241,6 +244,7 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
 def _leave_open(facts: Facts) -> None:
     """What decides a run, and the source does not say, has to be written: no default of ours stands in its place."""
     has_own = facts.get("optim.build") is not None  # whose class has a rate of its own
+    which = "learning rate" if "optim" in facts.run else "optimizer (optim.name), and which learning rate,"
     for key, other, text in (
         (
             "data.seq_len",
@@ -253,7 +257,7 @@ def _leave_open(facts: Facts) -> None:
             facts.get("train.epochs"),
             "how long the run is is not said: write it, or train.epochs in its place",
         ),
-        ("optim.lr", has_own or "optim" not in facts.run or None, "which learning rate is not said"),
+        ("optim.lr", has_own or None, f"which {which} is not said"),
     ):
         if facts.get(key) is None and other is None:
             facts.put(key, UNWRITTEN)
@@ -264,6 +268,9 @@ def _refuse_auto(facts: Facts) -> None:
     """``auto`` that the outer configuration fills in, and there is none."""
     if facts.table.head.get("auto") != "refused":
         return
+    for name, value in facts.table.pairs("filled").items():  # which it fills in itself, where there is no other
+        if name in facts.known and facts.known[name].value == "auto":
+            facts.known[name] = Fact(literal(value), facts.known[name].note)
     for name in [name for name, fact in facts.known.items() if fact.value == "auto" and name != "load_dtype"]:
         if name in facts.table.words("by_script"):
             facts.say(

@@ -74,8 +74,16 @@ def _score(name: str, values: Mapping[str, Any]) -> tuple[bool, float, int] | No
 
 
 def _part_known(name: str, values: Mapping[str, Any], but: str = " ") -> float:
-    rows = [load(name).find(key) for key, _ in load(name).flatten(values)]
-    return sum(row is not None and not row.key.endswith(but) for row in rows) / max(1, len(rows))
+    keys = [key for key, _ in load(name).flatten(values)]
+    return sum(_is_known(load(name), key, but) for key in keys) / max(1, len(keys))
+
+
+def _is_known(table: Table, key: str, but: str) -> bool:
+    """Whether a key has a row, of another system's configuration within too, that does not end in ``but``."""
+    row = table.find(key)
+    if row is not None and row.is_pattern and row.within in names():
+        return _is_known(load(row.within), key.removeprefix(row.key[:-1]), but)
+    return row is not None and not row.key.endswith(but)
 
 
 def refuse_other_system(name: str, values: Mapping[str, Any]) -> None:
@@ -325,16 +333,19 @@ def _read_section(row: Row, key: str, inner: Mapping[str, Any], facts: Facts, fo
 
 def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
     """Adds a second configuration. ``auto`` in it is the first one's value; both given and different is a contradiction."""
-    own = set()
+    own, is_beside = set(), facts.table.head.get("kind") == "run" and not (is_within or other.known.get("zero"))
     if is_within:
         facts.decides = other.decides
+        _refuse_mismatches(facts, other)
         own = {fact for name in other.decides.words("wins") for fact in _won(name, facts, other)}
     facts.notes += other.notes
     facts.refused += other.refused
     facts.left_out |= other.left_out
     for name, new in other.known.items():
         old = facts.known.get(name)
-        if new.value == "auto":
+        if is_beside and old is not None and name in other.table.words("alone"):
+            new.note.drop(f"{facts.table.name} counts by itself: {old.note.key}={short(old.value)}")
+        elif new.value == "auto":
             filling = facts.known.get(_FILLED_BY.get(name, name))
             if filling is not None:
                 facts.known[name] = filling
@@ -352,6 +363,19 @@ def merge(facts: Facts, other: Facts, *, is_within: bool = False) -> None:
             facts.add(name, new.value, new.note)
     for key in dict.fromkeys(key for note in other.notes for key in note.ours):
         facts.put_once(key, other.get(key), next(note for note in other.notes if key in note.ours))
+
+
+def _refuse_mismatches(facts: Facts, other: Facts) -> None:
+    """Refuses what both configurations say in words of their own, where they have to say the same (``match``: outer=inner, or one of a
+    list)."""
+    for name, said in other.decides.pairs("match").items():
+        inner, _, place = said.partition(".")
+        if not (facts.is_given(name) and other.is_given(inner)):
+            continue
+        old, new = facts.known[name], other.known[inner]
+        value = new.value[int(place)] if place and isinstance(new.value, list) and len(new.value) > 1 else new.value
+        if value not in ("auto", None, old.value):
+            facts.contradicts(new.note, old.note)
 
 
 def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:

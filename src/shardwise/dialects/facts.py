@@ -94,6 +94,7 @@ class Facts:
         self.nodes = 1
         self.num_compared = 0  # keys that the nearest name was looked for
         self.missing: list[str] = []  # what the source cannot say
+        self.followed: set[str] = set()  # our keys that others are computed from
         self.arithmetic = ""  # how many samples a step has, and why
 
     # ---- what the source says ----------------------------------------------------------------------------------------

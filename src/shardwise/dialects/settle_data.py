@@ -4,11 +4,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.loader import UNWRITTEN
 from shardwise.dialects.facts import Facts
 from shardwise.dialects.settle_precision import class_names
 
 _LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
 _LOGGERS = ("wandb", "tensorboard", "csv")
+_NOT_IN_STEPS = "it has no effect there with {}={}"
 _OF_REMAT = (
     "remat", "remat_bool", "remat_some", "remat_option", "remat_every", "remat_classes", "remat_only", "remat_ops", "remat_offload",
 )  # fmt: skip
@@ -62,6 +64,8 @@ def settle_compile(facts: Facts) -> None:
     if (budget := facts.get("parallel.compile.activation_memory_budget")) is not None:  # of activations to keep
         said["activation_memory_budget"] = budget
     if not is_on or facts.take("compile_disable") is True:
+        for name in filter(facts.is_given, _OF_COMPILE[2:]):
+            facts.say(name, "dropped", "nothing is compiled there")
         return
     usual = {"mode": "default", "fullgraph": False, "activation_memory_budget": 1.0}
     options = {key: value for key, value in said.items() if value is not None and value != usual.get(key)}
@@ -138,6 +142,17 @@ def _often(facts: Facts, name: str) -> Any:
     return every
 
 
+def _put_often(facts: Facts, key: str, every: float | str, steps: int | None, *names: str) -> None:
+    """Our key that counts steps: of a part of the run, rounded up; where that has no number of steps, it has to be written."""
+    if isinstance(every, float) and every < 1:
+        every = UNWRITTEN if steps is None else math.ceil(every * steps)
+    if every == UNWRITTEN:
+        text = "it is a part of the run, whose steps are not known"
+        facts.say(facts.first(*names), "changed", text)
+        facts.missing.append(f"{key}: {facts.key(*names)} is a part of the run, whose steps are not known: write steps")
+    facts.put(key, every if every == UNWRITTEN else int(every), *names)
+
+
 def settle_validation(facts: Facts, steps: int | None) -> None:
     """Nothing of the data is kept for validation unless the source keeps some: our default is a tenth."""
     if facts.is_given("val_percent") and (percent := facts.take("val_percent")) and not facts.get("data.val_path"):
@@ -147,18 +162,20 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
         if facts.get("data.val_fraction") is None:
             facts.put("data.val_fraction", 0)
     when, every = facts.take("eval_strategy"), _often(facts, "eval_steps")
+    if when in ("no", "epoch") and facts.is_given("eval_steps"):
+        facts.say("eval_steps", "dropped", _NOT_IN_STEPS.format(facts.key("eval_strategy"), when))
     if every is None and when == "steps" and "log_every" in facts.known:
         every = facts.known["log_every"].value
-    if isinstance(every, float) and every < 1:
-        every = round(every * steps) if steps else None
     if not (facts.get("data.val_path") or facts.get("data.val_fraction")):
-        if given := [name for name in ("eval_steps", "val_enable") if facts.is_given(name)]:
+        named = ("val_enable",) if when in ("no", "epoch") else ("eval_steps", "val_enable", "eval_strategy")
+        if given := [name for name in named if facts.is_given(name)]:
             facts.say(given[0], "changed", "nothing to validate on is named: data.val_path, or data.val_fraction")
         facts.drop("train.eval_every")
     elif when in ("no", "epoch") or facts.take("val_enable") is False:
         facts.put("train.eval_every", 0, "eval_strategy")
     elif every:
-        facts.put("train.eval_every", int(every), "eval_steps", "eval_strategy")
+        by_log = () if facts.has("eval_steps") else ("log_every",)
+        _put_often(facts, "train.eval_every", every, steps, "eval_steps", *by_log, "eval_strategy")
 
 
 def settle_checkpoints(facts: Facts, steps: int | None) -> None:
@@ -166,13 +183,13 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
     kind, every = facts.take("save_strategy", "steps"), _often(facts, "save_steps")
     if facts.take("ckpt_enable") is True:
         every = facts.take("ckpt_every", every)
-    if isinstance(every, float) and every < 1:
-        every = math.ceil(every * steps) if steps and every > 0 else None
     if facts.take("ckpt_enable") is False:
         facts.drop("checkpoint.every")
         every = None
+    if kind != "steps" and facts.is_given("save_steps"):
+        facts.say("save_steps", "dropped", _NOT_IN_STEPS.format(facts.key("save_strategy"), kind))
     if kind == "steps" and every:
-        facts.put("checkpoint.every", int(every), "save_steps", "ckpt_every", "save_strategy")
+        _put_often(facts, "checkpoint.every", every, steps, "save_steps", "ckpt_every", "save_strategy")
     if not facts.get("checkpoint.every"):
         facts.drop("checkpoint.keep")
         facts.drop("checkpoint.background")
@@ -208,7 +225,6 @@ def settle_figures(facts: Facts, steps: int | None) -> None:
             facts.put(key, text, name)
     every = _often(facts, "log_every")
     if isinstance(every, int | float) and every:
-        by_part = max(1, round(every * steps)) if steps else 10
-        facts.put("log.every", int(every) if every >= 1 else by_part, "log_every")
+        _put_often(facts, "log.every", every, steps, "log_every")
     if facts.take("timeout_min"):
         facts.pass_on("train.timeout_s", "timeout_min", lambda minutes: 60.0 * minutes)

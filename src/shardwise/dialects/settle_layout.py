@@ -50,6 +50,8 @@ def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks
             facts.known.pop("ranks").note.drop(text)
         said = 1
     here = _devices(own)
+    if here is None and isinstance(own, str) and own.strip().lower() not in ("auto", "-1", "0", ""):
+        raise RefusedError(facts.key("per_node"), "it is a number of devices, a list of them, or auto: write one", own)
     known = here * nodes if here else said
     if total and known and total != known:
         facts.say("ranks" if facts.has("ranks") else "per_node", "changed", f"--ranks {total} holds")
@@ -181,6 +183,10 @@ def _check_product(facts: Facts, axes: Iterable[tuple[str, int | str]], ranks: R
 
 def _kind(facts: Facts) -> str:
     """ddp, full, grad_op, hybrid or hybrid_grad_op."""
+    if facts.is_given("strategy") and not facts.is_given("engine"):
+        facts.known.pop("engine", None)  # a default, which what is given takes the place of
+    if facts.is_given("strategy") and facts.is_given("engine") and facts.known["engine"].value == "fsdp":
+        facts.contradicts(facts.known["strategy"].note, facts.known["engine"].note)
     engine, version = facts.take("engine"), facts.take("fsdp_version")
     if words := facts.take("fsdp_words"):
         words = ["full_shard"] if words is True else [str(word) for word in _names(words)]
@@ -311,6 +317,7 @@ def _batch_in_tokens(facts: Facts) -> tuple[int, int]:
         )
         facts.stop_if(tokens > 0 and tokens % length, name, text)
     facts.put("data.seq_len", length, "context")
+    facts.followed.add("data.seq_len")
     return micro // length, whole // length if whole > 0 else -1
 
 

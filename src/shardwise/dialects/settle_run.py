@@ -1,6 +1,7 @@
 """From facts to our keys: how long the run is, its optimizer, its learning rate curve. See ``settle_layout.py``."""
 
 import math
+import re
 from typing import Any
 
 from shardwise.dialects import curves
@@ -16,6 +17,12 @@ _OF_CURVE = (
     "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
 )  # fmt: skip
+_OF_BF16 = ("mp", "mp_bf16", "mp_bf16_else", "store_low")
+_UNUSED = {  # optimizer -> facts that are none of its arguments
+    "adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "betas", "eps", "amsgrad"),
+}  # fmt: skip
+_PLAIN = ("adafactor", "muon")  # which take no argument here
+_RATES = ("floor_lr", "init_lr", "curve_min")
 _SHORTER = "{0} steps, there the shorter of them and {1} epochs: where the data has fewer steps, write train.epochs={1} and no train.steps"
 _MOST_OFF = 0.1  # of the highest rate: what a step of ours may differ by
 _ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two curves
@@ -35,6 +42,8 @@ def settle_length(facts: Facts) -> int | None:
     is_shorter = "shorter" in facts.table.words("length") and facts.is_given("epochs")  # of steps and epochs, there
     if steps is not None and steps > 0:
         facts.put("train.steps", steps, "steps")
+        if facts.is_given("epochs") and not is_shorter:
+            facts.say("epochs", "dropped", f"{facts.key('steps')} counts there")
     elif cap := facts.take("steps_cap"):
         steps, is_shorter = cap, True
         facts.put("train.steps", steps, "steps_cap")
@@ -53,6 +62,9 @@ def settle_length(facts: Facts) -> int | None:
             f"{epochs} times so many steps, through the data without a new beginning; {_SHORTER.format(steps, epochs)}"
         )
         facts.say("steps_per_epoch", "changed", text)
+    is_on = any(name in facts.known and facts.known[name].value in (True, "bf16") for name in _OF_BF16)
+    if is_on and "bf16" in str(facts.get("parallel.precision")) and facts.take("skips_bf16") is True:
+        facts.put("train.on_nonfinite", "skip", "skips_bf16")
     if "clip" in facts.known:
         most = facts.take("clip")
         is_number = isinstance(most, int | float) and most and math.isfinite(most)
@@ -110,6 +122,11 @@ def settle_optimizer(facts: Facts) -> None:
         _put_own(facts, str(name), betas, momentum, fused)
     if facts.has("lr") and (facts.is_given("lr") or not is_own):
         facts.put("optim.lr", float(facts.take("lr")), "lr")
+    for one in [] if is_own else filter(facts.is_given, _UNUSED.get(str(name), ())):
+        facts.say(one, "dropped", f"{said} has no such argument")
+    own = [*filter(facts.is_given, ("optimizer_arg", "eps", "momentum", "betas"))] if name in _PLAIN else []
+    text = f"optim.name={name} has torch's own of it: remove it, or write a class of yours by optim.build"
+    facts.stop_if(own, [*own, "optimizer"][0], text)
     if decay is not None:
         facts.put("optim.weight_decay", float(decay), "decay", "decay_matrices")
         if is_on_matrices and decay:
@@ -213,9 +230,18 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
     if text:
         facts.refuse(facts.key(name), text, facts.note(name))
         return
+    if _has_rates(facts, args):
+        facts.followed.add("optim.lr")
     if facts.has("target_lr"):
         facts.pass_on("optim.lr", "target_lr", float)
     _put_curve(facts, curve.family, args, steps)
+
+
+def _has_rates(facts: Facts, args: dict[str, Any]) -> bool:
+    """Whether the curve begins or ends at a rate of its own, which is a part of the highest here."""
+    rates = [facts.take(name) for name in _RATES]
+    is_named = re.search(r"\bmin_lr\b", str(facts.take("curve_args"))) is not None
+    return is_named or "lr_end_ratio" in args or any(rate for rate in rates if rate != "auto")
 
 
 def _implied(facts: Facts) -> Curve | None:

@@ -74,6 +74,8 @@ class Row:
     def answer_of(self, word: str) -> tuple[str, str]:
         """The verdict and the sentence; of what waits for a technique, those that hold with or without it."""
         verdict, say = self._entry(self.verdicts, word), self._entry(self.says, word)
+        if say == self.says.get("*") and verdict != self.verdicts.get("*", verdict):
+            say = self.says[""]  # that of the rest is of its verdict
         if verdict.startswith("needs "):
             return ("kept", "") if exists(verdict.removeprefix("needs ")) else ("refused", say)
         return verdict, say

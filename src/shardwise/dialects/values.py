@@ -127,9 +127,9 @@ def _flow(value: Any) -> str:
 
 
 def literal(text: str) -> Any:
-    """A value as a table writes it: ``true``, ``8e-4``, ``[0.9, 0.999]``; else the text."""
-    if text in ("true", "false"):
-        return text == "true"
+    """A value as a table writes it: ``true``, ``8e-4``, ``null``, ``[0.9, 0.999]``; else the text."""
+    if text in ("true", "false", "null"):
+        return None if text == "null" else text == "true"
     if text.startswith("["):
         return [literal(part.strip()) for part in text[1:-1].split(",") if part.strip()]
     for kind in (int, float):
