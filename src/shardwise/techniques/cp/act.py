@@ -332,10 +332,10 @@ class _Cuts(CutForward):
         known = [(x, dim, num) for ref, dim, num in self._outputs if (x := ref()) is not None]
 
         def of_output(path: str, x: Any, number: int) -> Any:
-            own = next((place for each, *place in known if each is x), None)
+            own = next(((dim, num) for each, dim, num in known if each is x), None)
             if own is None and path in self._entry.outputs:  # forward= has computed with it
-                own = [self._entry.outputs[path], num]
-            return x if own is None else half(x, *own, number)
+                own = self._entry.outputs[path], num
+            return x if own is None else half(x, own[0], own[1], number)
 
         return [
             (
