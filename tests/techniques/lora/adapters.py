@@ -119,7 +119,8 @@ def trained_beside(layout, remat):
         sw.load_full_state_dict(module, whole("llama", lora).state_dict())
         with sw.window(module, [batch]) as window:
             for each in window:
-                with sw.adapter_off(module):
+                switches = adapter_switches(module.modules())
+                with adapters_as(switches, [True] * len(switches)):
                     output = model.forward(module, each)
                 (model.loss(output, each) / window.num_tokens).backward()
         return {name: sw_full(p.grad) for name, p in module.named_parameters() if p.grad is not None}
