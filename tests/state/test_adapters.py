@@ -10,6 +10,10 @@ from safetensors.torch import load_file, save_file
 from state.adapting import CASES, base, begun, ending, loaded, logits, option, plain, refusals, rounded, saved, trained
 
 import shardwise as sw
+from shardwise.state.files import OpenFiles
+from shardwise.state.merged import with_adapter
+from shardwise.state.source import open_source
+from shardwise.techniques.lora.rule import LoRAEntry
 
 LAYOUTS = {"dp_shard=1": 1, "dp_shard=2": 2, "dp_shard=3": 3, "dp_replicate=2": 2, "tp=2": 2, "dp_shard=2,tp=2": 4}
 FEW = {
@@ -338,7 +342,7 @@ def test_of_patterns_that_mean_a_layer_the_closest_counts_in_any_order():
         assert [lora.rank_of(name) for name in ("b.k", "b.k2", "c.a.v", "c.v")] == [7, 6, 4, 9]
         assert [lora.alpha_of(name) for name in ("q", "a.q", "o")] == [4, 6, 16]
     for alphas in ({"0.*": 4, "*.q": 8}, {"*.q": 8, "0.*": 4}):
-        with pytest.raises(sw.PlanError, match=r"0\.q: LoRA\(alphas={'\*\.q': 8, '0\.\*': 4}\).*neither is closer"):
+        with pytest.raises(sw.PlanError, match=r"(?s)0\.q: LoRA\(alphas={'\*\.q': 8, '0\.\*': 4}\).*neither is closer"):
             sw.LoRA(alphas=alphas).alpha_of("0.q")
         assert sw.LoRA(alphas=alphas | {"0.q": 3}).alpha_of("0.q") == 3
 
@@ -407,7 +411,8 @@ def test_numbers_are_by_names_as_targets_are():
 def test_numbers_of_parameters_are_of_those_that_their_modules_have(tmp_path):
     shapes = {f"{host}.lora_{part}.weight": (2, 4)[:: 1 if part == "A" else -1] for host in ("a.gate", "a.q", "b.q", "a.experts", "a.experts.base_layer") for part in "AB"}  # fmt: skip
     texts = ["gate.weight", "up", "down"]
-    write(tmp_path, {"target_modules": ["q"], "target_parameters": texts, "alpha_pattern": {"a.q": 3}}, shapes)
+    config = {"target_modules": ["q"], "target_parameters": texts, "alpha_pattern": {"a.q": 3}, "lora_dropout": 0.0}
+    write(tmp_path, config, shapes)
     assert sw.LoRA.of(tmp_path).alphas.keys() == {"a.q", "b.q", "a.gate.weight", "a.experts.up", "a.experts.down"}
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise._torch import collectives
 from shardwise._torch.dtensor import local_tensor
+from shardwise.model.adapted import adapter_switches, adapters_as
 from shardwise.techniques.lora.prepare import prepare, values_of_proof
 from shardwise.techniques.lora.rule import LoRAEntry
 

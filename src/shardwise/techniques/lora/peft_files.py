@@ -23,7 +23,9 @@ PREFIX = "base_model.model."
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight")
 _OF_TABLE = re.compile(r"(?P<layer>.+)\.(?P<part>lora_embedding_[AB])")
-_BASE = re.compile(r"(?P<layer>.+)\.base_layer\.weight")  # which PEFT writes beside the adapter of an embedding, or of a head
+_BASE = re.compile(
+    r"(?P<layer>.+)\.base_layer\.weight"
+)  # which PEFT writes beside the adapter of an embedding, or of a head
 _VECTOR = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(\.weight)?")
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
 _OF_PEFT = (

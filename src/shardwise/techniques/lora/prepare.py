@@ -24,7 +24,14 @@ from shardwise.model.adopted import adopt, is_of_peft
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.packed import is_of_bitsandbytes
 from shardwise.recipe.patterns import names_meant
-from shardwise.techniques.linears import classes_of, in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
+from shardwise.techniques.linears import (
+    classes_of,
+    in_no_layer,
+    left_out,
+    matches_nothing,
+    names_matching,
+    without_fast_path,
+)
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
 from shardwise.world import World
