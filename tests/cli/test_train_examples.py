@@ -205,6 +205,14 @@ def test_adapters_are_trained_resumed_and_started_from_and_peft_opens_them(ranks
         (["--checkpoint.adapter=there"], "there are no adapters"),
         (["--checkpoint.base=there"], "there are no adapters"),
         (["--checkpoint.base=there", "--parallel.lora.rank=4"], "without parallel.quantize"),
+        (
+            ["--checkpoint.export=./adapter", "--parallel.lora.rank=4"],
+            "checkpoint.adapter='adapter' with checkpoint.export='./adapter'",
+        ),
+        (
+            ["--checkpoint.base=weights", "--parallel.lora.rank=4", "--parallel.quantize=nf4"],
+            "checkpoint.base='weights' with checkpoint.export",
+        ),
         (["--model.adapter=there"], "without model.weights or model.hf"),
         (["--model.adapter=there", "--model.hf=here"], "adapter_config.json cannot be read"),
         (["--parallel.lora.r=4"], "parallel.lora.rank"),

@@ -10,6 +10,10 @@ from safetensors.torch import load_file, save_file
 from state.adapting import CASES, base, begun, ending, loaded, logits, option, plain, refusals, rounded, saved, trained
 
 import shardwise as sw
+from shardwise.state.files import OpenFiles
+from shardwise.state.merged import with_adapter
+from shardwise.state.source import open_source
+from shardwise.techniques.lora.rule import LoRAEntry
 
 LAYOUTS = {"dp_shard=1": 1, "dp_shard=2": 2, "dp_shard=3": 3, "dp_replicate=2": 2, "tp=2": 2, "dp_shard=2,tp=2": 4}
 FEW = {
@@ -330,10 +334,114 @@ def test_ranks_and_alphas_of_patterns_are_read_as_peft_does(tmp_path):
             sw.LoRA.of(tmp_path)
 
 
-def test_of_names_that_mean_a_layer_the_longest_counts():
-    lora = sw.LoRA(ranks={"q": 2, "a.q": 3, "*.a.q": 5})
-    assert [lora.rank_of(name) for name in ("q", "b.q", "a.q", "c.a.q", "v")] == [2, 2, 3, 5, 8]
-    assert [lora.alpha_of(name) for name in ("q", "a.q", "v")] == [4, 6, 16]
+def test_of_patterns_that_mean_a_layer_the_closest_counts_in_any_order():
+    names = {"q": 2, "a.q": 3, "*.a.q": 5, "?.k*": 6, "k": 7, "*v*": 9, "a.*v": 4}
+    for ranks in (names, dict(reversed(names.items()))):
+        lora = sw.LoRA(ranks=ranks)
+        assert [lora.rank_of(name) for name in ("q", "b.q", "a.q", "c.a.q", "o")] == [2, 2, 3, 3, 8]
+        assert [lora.rank_of(name) for name in ("b.k", "b.k2", "c.a.v", "c.v")] == [7, 6, 4, 9]
+        assert [lora.alpha_of(name) for name in ("q", "a.q", "o")] == [4, 6, 16]
+    for alphas in ({"0.*": 4, "*.q": 8}, {"*.q": 8, "0.*": 4}):
+        with pytest.raises(sw.PlanError, match=r"(?s)0\.q: LoRA\(alphas={'\*\.q': 8, '0\.\*': 4}\).*neither is closer"):
+            sw.LoRA(alphas=alphas).alpha_of("0.q")
+        assert sw.LoRA(alphas=alphas | {"0.q": 3}).alpha_of("0.q") == 3
+
+
+class Nested(torch.nn.Module):
+    """A layer by the name of which those of a part within it end."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, inner = name, torch.nn.Module()
+        self.add_module(name, torch.nn.Linear(8, 8))
+        inner.add_module(name, torch.nn.Linear(8, 8))
+        inner.other = torch.nn.Linear(8, 8)
+        self.add_module("1", inner)
+
+    def forward(self, x):
+        inner = self.get_submodule("1")
+        x = getattr(self, self.name)(x)
+        return x + inner.other(torch.tanh(getattr(inner, self.name)(x)))
+
+
+@pytest.mark.parametrize("name", ["0", "Linear", "a[0]"])
+@pytest.mark.parametrize("numbers", [{"alphas": {"%": 6.0}}, {"ranks": {"%": 3, "1.%": 2}}, {"ranks": {"1.%": 3}}])
+def test_a_layer_whose_name_ends_others_has_its_own_numbers_in_pefts_files(tmp_path, name, numbers):
+    import peft
+
+    def build():
+        torch.manual_seed(0)
+        return Nested(name).double()
+
+    given = {key: {text.replace("%", name): value for text, value in of.items()} for key, of in numbers.items()}
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with sw.init("dp_shard=1", device="cpu") as world:
+        module = sw.parallelize(build(), world, lora=sw.LoRA(rank=2, alpha=4, **given), example={"x": x})
+        with torch.no_grad():
+            for key, param in module.named_parameters():
+                param.normal_(std=0.3) if "lora_" in key else None
+            want = module(x)
+            sw.save_adapter(module, tmp_path / "adapter")
+            sw.save_weights(module, tmp_path / "merged")
+            sw.save_weights(module, tmp_path / "base", merge=False)
+            again = sw.parallelize(build(), world, lora=sw.LoRA.of(tmp_path / "adapter"), example={"x": x})
+            sw.load_adapter(again, tmp_path / "adapter")
+            assert torch.equal(again(x), want)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.allclose(peft.PeftModel.from_pretrained(build(), tmp_path / "adapter").eval()(x), want, atol=1e-12)
+    merged = with_adapter(open_source(tmp_path / "base"), tmp_path / "adapter")
+    with OpenFiles() as files:
+        for key, value in load_file(next((tmp_path / "merged").glob("*.safetensors"))).items():
+            assert torch.equal(merged.tensors[key].load(files), value)
+
+
+def test_numbers_are_by_names_as_targets_are():
+    x = torch.ones(1, 8)
+    with sw.init("dp_shard=1", device="cpu") as world:
+        for text, layers in {"0": ["0"], "1.0": ["1.0"], "Linear": ["0", "1.0", "1.other"], "o*": ["1.other"]}.items():
+            for given in ({"targets": text}, {"ranks": {text: 3}}):
+                module = sw.parallelize(Nested("0"), world, lora=sw.LoRA(rank=2, **given), example={"x": x})
+                ranks = {name[:-22]: len(p) for name, p in module.named_parameters() if "lora_A" in name}
+                assert [name for name in ranks if "targets" in given or ranks[name] == 3] == layers
+                lora = sw.recipe_of(module).entry("lora", LoRAEntry).lora
+                assert {name: lora.rank_of(name) for name in ranks} == ranks
+
+
+def test_numbers_of_parameters_are_of_those_that_their_modules_have(tmp_path):
+    shapes = {f"{host}.lora_{part}.weight": (2, 4)[:: 1 if part == "A" else -1] for host in ("a.gate", "a.q", "b.q", "a.experts", "a.experts.base_layer") for part in "AB"}  # fmt: skip
+    texts = ["gate.weight", "up", "down"]
+    config = {"target_modules": ["q"], "target_parameters": texts, "alpha_pattern": {"a.q": 3}, "lora_dropout": 0.0}
+    write(tmp_path, config, shapes)
+    assert sw.LoRA.of(tmp_path).alphas.keys() == {"a.q", "b.q", "a.gate.weight", "a.experts.up", "a.experts.down"}
+
+
+def test_the_copy_of_a_heads_base_in_pefts_files_is_loaded(tmp_path):
+    import peft
+
+    def build():
+        torch.manual_seed(0)
+        return Nested("head").double()
+
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=["head"], init_lora_weights=False))
+        model.save_pretrained(tmp_path)
+        base = model.get_submodule("base_model.model.head.base_layer").weight.mul_(2)
+        want = model.eval()(x)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({**load_file(path), "base_model.model.head.base_layer.weight": base.detach().clone()}, path)
+    with sw.init("dp_shard=1", device="cpu") as world, torch.no_grad():
+        module = sw.parallelize(build(), world, lora=sw.LoRA.of(tmp_path), example={"x": x})
+        sw.save_weights(module, tmp_path / "base", merge=False)
+        sw.load_adapter(module, tmp_path)
+        assert torch.allclose(module(x), want, atol=1e-12)
+        merged = with_adapter(open_source(tmp_path / "base"), tmp_path)
+        sw.save_weights(module, tmp_path / "merged")
+    with OpenFiles() as files:
+        found = merged.tensors["head.weight"].load(files)
+    assert torch.equal(found, load_file(next((tmp_path / "merged").glob("*.safetensors")))["head.weight"])
 
 
 class Ends(torch.nn.Module):

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.config.keywords import public_call
-from shardwise.errors import UsageError
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model.layers import BUFFER, LAYER_FUNCTIONS
 from shardwise.model.names import canonical_modules
 from shardwise.model.nf4 import PackedProduct, Packing, unpack
@@ -290,12 +290,13 @@ def adapters_as(switches: Iterable[tuple[Any, str]], values: Iterable[bool]) -> 
 @contextlib.contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Context manager: layers are computed without their adapters, so that the model gives the answers of its frozen base: a reference
-    model that needs no memory.
+    model that needs no memory. What is trained in full beside them has no base left, but in a model of PEFT, which keeps it.
 
     Args:
         model: with adapters (``parallelize(..., lora=...)``, or PEFT's). Every rank must enter it.
 
     Raises:
+        UnsupportedError: a parameter is trained in full, of which no value of the base is left.
         UsageError: it has no adapters.
 
     Example:
@@ -309,5 +310,25 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             why="none of its layers has an adapter",
             fix="give the model that parallelize(..., lora=sw.LoRA(...)) returned",
         )
+    if name := _trained_base(model):
+        raise UnsupportedError(
+            f"adapter_off of a {type(model).__name__} with more than adapters trained",
+            why="it is trained in full, and its value in the base is not kept: the answers would be those of neither model",
+            fix="train adapters alone: leave LoRA(train=...) out, or name linear layers and embeddings in LoRA(targets=...); or load the base "
+            "into a second model",
+            name=name,
+        )
     with adapters_as(switches, [True] * len(switches)):
         yield
+
+
+def _trained_base(model: nn.Module) -> str | None:
+    """A parameter that is trained and that is no adapter, nor PEFT's copy of a module (``modules_to_save``)."""
+    own: set[int] = set()
+    for layer, _ in adapter_switches(model.modules()):
+        is_of_peft = "_disable_adapters" in vars(layer)
+        for name, child in layer.named_children():
+            if name not in ("base_layer", "original_module") if is_of_peft else name.startswith("lora_"):
+                own.update(map(id, child.parameters()))
+    found = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
+    return next((name for name, param in found if id(param) not in own), None)

@@ -202,6 +202,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 fix="add model.weights, or remove parallel.init",
             )
         self._check_adapters()
+        self._check_folders()
         if self.optim.name in ("adafactor", "muon"):
             self._check_whole_parameters()
         if self.data.tokenizer == "hf" or (self.data.tokenizer is None and self.data.has_records and self.model.hf):
@@ -264,6 +265,21 @@ class RunConfig(Options, frozen=True, kw_only=True):
                         if key == "freeze"
                         else "what is trained in full: parallel.lora.train"
                     ),
+                )
+
+    def _check_folders(self) -> None:
+        """Refuses one folder for two of the things that the run writes at its end."""
+        keys = ("export", "adapter", "base") if self.parallel.lora is not None else ("export",)
+        found: dict[Path, str] = {}
+        for key in keys:
+            if (value := getattr(self.checkpoint, key)) is None:
+                continue
+            other = found.setdefault((Path(self.log.dir) / value).resolve(), key)
+            if other != key:
+                raise ConfigError(
+                    f"checkpoint.{key}={value!r} with checkpoint.{other}={getattr(self.checkpoint, other)!r}",
+                    why="both are one folder, in which the files of one would be taken for those of the other",
+                    fix=f"name another folder: checkpoint.{key}={value}-{key}; or write one of them alone: checkpoint.{key}=null",
                 )
 
     def _check_tokenizer(self) -> None:

@@ -17,7 +17,7 @@ from shardwise.state.merged_parameters import merged_parameters
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.techniques.lora.options import LoRA
-from shardwise.techniques.lora.peft_files import adapter_folder
+from shardwise.techniques.lora.peft_files import PREFIX, adapter_folder
 from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
 
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
@@ -71,7 +71,8 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
             )
         how = Adapter(lora.scale_of(layer.replace(OF_ATTENTION, "")), out_dim=int(is_turned))
         vector = parts.get("lora_magnitude_vector")
-        tensors[name] = _Merged(base.shape, base.dtype, base, low, high, stored[vector] if vector else None, how)
+        copy = stored.get(f"{PREFIX}{layer}.base_layer.weight", base)  # which PEFT loads in place of the base's
+        tensors[name] = _Merged(base.shape, base.dtype, copy, low, high, stored[vector] if vector else None, how)
     if found.stacks:
         tensors |= merged_parameters(source, found, stored, folder, model_of())
     beside = {there[name]: stored[key] for name, key in found.beside.items()}

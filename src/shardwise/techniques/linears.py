@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -10,7 +9,7 @@ from shardwise.errors import PlanError
 from shardwise.model import user_class
 from shardwise.model.adapted import out_dim_of
 from shardwise.model.names import canonical_tensors
-from shardwise.recipe.patterns import ends_so
+from shardwise.recipe.patterns import names_meant
 
 
 def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -33,21 +32,15 @@ def left_out(module: nn.Module, modules: Mapping[str, nn.Module], linear: Mappin
 
 
 def names_matching(names: Iterable[str], pattern: str) -> list[str]:
-    """The names whose last parts match those of a pattern; a whole name means itself alone. Of a mapping to modules, else those of a
-    class of this name."""
-    names = list(names) if not isinstance(names, Mapping) else names
-    if pattern in names:
-        return [pattern]
-    if isinstance(names, Mapping) and (
-        found := [name for name, each in names.items() if name and _is_of(each, pattern)]
-    ):
-        return found
-    return [name for name in names if ends_so(name, pattern)]
+    """The names that a pattern means (:func:`~shardwise.recipe.patterns.names_meant`); classes too, if ``names`` is a mapping to modules."""
+    return names_meant(classes_of(names) if isinstance(names, Mapping) else dict.fromkeys(names, ""), pattern)
 
 
-def _is_of(module: Any, cls: str) -> bool:
-    kind = user_class(module)
-    return cls in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+def classes_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Name -> the user's class with its package; "" of the root."""
+    kinds = {name: user_class(each) for name, each in modules.items() if name}
+    found = {name: f"{kind.__module__}.{kind.__qualname__}" for name, kind in kinds.items()}
+    return {name: found.get(name, "") for name in modules}
 
 
 def matches_nothing(

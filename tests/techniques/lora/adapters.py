@@ -11,6 +11,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise._torch import collectives
 from shardwise._torch.dtensor import local_tensor
+from shardwise.model.adapted import adapter_switches, adapters_as
 from shardwise.techniques.lora.prepare import prepare, values_of_proof
 from shardwise.techniques.lora.rule import LoRAEntry
 
@@ -119,7 +120,8 @@ def trained_beside(layout, remat):
         sw.load_full_state_dict(module, whole("llama", lora).state_dict())
         with sw.window(module, [batch]) as window:
             for each in window:
-                with sw.adapter_off(module):
+                switches = adapter_switches(module.modules())
+                with adapters_as(switches, [True] * len(switches)):
                     output = model.forward(module, each)
                 (model.loss(output, each) / window.num_tokens).backward()
         return {name: sw_full(p.grad) for name, p in module.named_parameters() if p.grad is not None}

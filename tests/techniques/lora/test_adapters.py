@@ -241,6 +241,39 @@ def test_adapter_off_of_a_model_without_adapters():
         pass
 
 
+def test_adapter_off_where_more_than_adapters_is_trained():
+    """Ours keeps no copy of the base; PEFT's does, of whole modules."""
+    import peft
+
+    x = torch.ones(2, 8)
+    with sw.init("dp_shard=1", device="cpu") as world:
+        for train, name in (("1", "1.weight"), ("0.bias", "0.bias")):
+            lora = sw.LoRA(rank=2, targets="0", train=train)
+            module = sw.parallelize(torch.nn.Sequential(*pair()), world, lora=lora, example={"input": x})
+            with pytest.raises(sw.UnsupportedError, match=f"^{name}: adapter_off"), sw.adapter_off(module):
+                pass
+        for bias in ("none", "lora_only"):
+            base = torch.nn.Sequential(*pair())
+            want = base(x)
+            config = peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"], bias=bias)
+            module = sw.parallelize(peft.get_peft_model(base, config), world, example={"input": x})
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.add_(1) if param.requires_grad else None
+            if bias == "none":
+                with sw.adapter_off(module):
+                    assert torch.equal(module(x), want)
+                assert not torch.allclose(module(x), want)
+            else:
+                with pytest.raises(sw.UnsupportedError, match=r"base_layer\.bias: adapter_off"), sw.adapter_off(module):
+                    pass
+
+
+def pair():
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+
 def test_a_frozen_base_is_stored_as_it_is_computed(ranks):
     for layout in ("dp_shard=2", "tp=2"):
         found, loss = ranks.run(adapters.stored, 2, layout, {"lm_head": "fp32"})[0]

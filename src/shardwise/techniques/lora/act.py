@@ -116,7 +116,6 @@ class LoRAAct(Act):
             stacks=parameters_of(recipe),
             trained=[*map(names.bare, trained_beside(recipe))],
             stored={bare: [*map(names.bare, stored[name])] for bare, name in real.items()},
-            tables=[name for name, layer in layers.items() if isinstance(layer, AdaptedEmbedding)],
             modules=[*dict.fromkeys(names.bare(name) for name, _ in runtime.modules if name)],
             is_turned=any(layer.adapter.out_dim == 1 for layer in layers.values()),
             task=_task_of(dict(runtime.modules)[prefix.rstrip(".")], recipe),

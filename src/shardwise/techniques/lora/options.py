@@ -11,19 +11,18 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from shardwise.config.record import Options, doc
 from shardwise.config.torch_options import Replacement
-from shardwise.errors import ConfigError
-from shardwise.recipe.patterns import ends_so
+from shardwise.errors import ConfigError, PlanError
+from shardwise.recipe.patterns import by_name, closeness, names_meant
 
 ALL_LINEAR = "all-linear"
-T = TypeVar("T", int, float)
 
 
 class LoRA(Options, frozen=True, kw_only=True):
@@ -109,7 +108,10 @@ class LoRA(Options, frozen=True, kw_only=True):
     ] = "default"
     ranks: Annotated[
         dict[str, Annotated[int, msgspec.Meta(ge=1)]],
-        doc("layers of another rank: {v_proj: 4}; names as in targets, of which the longest counts"),
+        doc(
+            "layers of another rank: {v_proj: 4}; names as in targets, of which the closest counts: a whole name, then the last parts of one, "
+            "then a pattern, then a class"
+        ),
     ] = msgspec.field(default_factory=dict)
     alphas: Annotated[
         dict[str, float], doc("layers of another alpha: {v_proj: 8}; others: alpha, or 2 x their rank")
@@ -179,22 +181,55 @@ class LoRA(Options, frozen=True, kw_only=True):
 
     def rank_of(self, name: str) -> int:
         """The rank of a layer's adapter, or of that of a parameter."""
-        return _meant(self.ranks, name, self.rank)
+        return self.ranks.get(name) or self._numbers("ranks", {name: ""}).get(name, self.rank)
 
     def alpha_of(self, name: str) -> float:
         """Its alpha."""
-        return float(_meant(self.alphas, name, 2 * self.rank_of(name) if self.alpha is None else self.alpha))
+        found = self.alphas.get(name) or self._numbers("alphas", {name: ""}).get(name)
+        return float(found or (2 * self.rank_of(name) if self.alpha is None else self.alpha))
 
     def scale_of(self, name: str) -> float:
         """The factor of its product."""
         rank = self.rank_of(name)
         return self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank)
 
+    def settled(self, classes: Mapping[str, str]) -> "LoRA":
+        """The option with ``ranks`` and ``alphas`` that say the same without the classes, and without the names beside a name.
 
-def _meant(values: Mapping[str, T], name: str, otherwise: T) -> T:
-    """The value of the longest pattern that means a name: it is the closest one, and a whole name comes before all."""
-    hits = [pattern for pattern in values if ends_so(name, pattern)]
-    return values[max(hits, key=lambda each: (each == name, each.count("."), len(each)))] if hits else otherwise
+        Args:
+            classes: of what has an adapter, name -> its class with the package; "" of a parameter.
+
+        Raises:
+            PlanError: two patterns give a layer different numbers, and neither is closer.
+        """
+        if not self.ranks and not self.alphas:
+            return self
+        ranks = {**dict.fromkeys(classes, self.rank), **self._numbers("ranks", classes)}
+        alphas = {name: float(2 * rank) if self.alpha is None else self.alpha for name, rank in ranks.items()}
+        alphas |= {name: float(alpha) for name, alpha in self._numbers("alphas", classes).items()}
+        numbers = {"ranks": by_name(ranks, self.rank), "alphas": by_name(alphas, self.alpha_used)}
+        return msgspec.structs.replace(self, alpha=self.alpha_used, **numbers)
+
+    def _numbers(self, key: str, classes: Mapping[str, str]) -> dict[str, Any]:
+        """Name -> its number in ``ranks`` or ``alphas``, of those that a pattern there means."""
+        values, hits = getattr(self, key), dict[str, list[str]]()
+        for pattern in values:
+            for name in names_meant(classes, pattern):
+                hits.setdefault(name, []).append(pattern)
+        return {name: values[_closest(key, values, name, patterns)] for name, patterns in hits.items()}
+
+
+def _closest(key: str, values: Mapping[str, float], name: str, patterns: Sequence[str]) -> str:
+    best = max(closeness(name, pattern) for pattern in patterns)
+    first, *others = sorted(pattern for pattern in patterns if closeness(name, pattern) == best)
+    if other := next((pattern for pattern in others if values[pattern] != values[first]), None):
+        raise PlanError(
+            f"LoRA({key}={{{first!r}: {values[first]:g}, {other!r}: {values[other]:g}}})",
+            why="both mean this layer, and neither is closer to its name",
+            fix=f"add the name itself: {key}={{{name!r}: {values[first]:g}}}",
+            name=name,
+        )
+    return first
 
 
 def lora_of(value: Any) -> LoRA | None:

@@ -23,7 +23,9 @@ PREFIX = "base_model.model."
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.(?P<part>lora_A|lora_B)\.weight")
 _OF_TABLE = re.compile(r"(?P<layer>.+)\.(?P<part>lora_embedding_[AB])")
-_TABLE = re.compile(r"(?P<layer>.+)\.base_layer\.weight")  # which PEFT writes beside the adapter of an embedding
+_BASE = re.compile(
+    r"(?P<layer>.+)\.base_layer\.weight"
+)  # which PEFT writes beside the adapter of an embedding, or of a head
 _VECTOR = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(\.weight)?")
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the weights of the base as they are
 _OF_PEFT = (
@@ -56,7 +58,6 @@ def files_of(
     stacks: Mapping[str, Sequence[str]],
     trained: Sequence[str],
     stored: Mapping[str, Sequence[str]],
-    tables: Sequence[str],
     modules: Sequence[str],
     is_turned: bool,
     task: str | None,
@@ -70,7 +71,6 @@ def files_of(
         stacks: module -> those of its parameters that have an adapter, in its order.
         trained: those of parameters that are trained in full.
         stored: canonical name of each parameter and persistent buffer -> its aliases.
-        tables: names of the embeddings with an adapter.
         modules: names of all modules, aliases too.
         is_turned: weights are ``[in, out]``.
         task: PEFT's word for what the model computes; None: it has none.
@@ -127,7 +127,11 @@ def files_of(
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
     }
-    beside = {f"{PREFIX}{name.removeprefix(prefix)}.base_layer.weight": homes[f"{name}.weight"] for name in tables}
+    beside = {
+        f"{PREFIX}{name.removeprefix(prefix)}.base_layer.weight": homes[f"{name}.weight"]
+        for name in entry.layers
+        if f"{name}.weight" in homes
+    }
     check = functools.partial(
         _refuse_other, lora=lora, units=units, keys=keys, beside=beside, stacks=stacks, names=names, prefix=prefix
     )
@@ -154,12 +158,11 @@ def _stored(name: str, adapter: str) -> str:
 
 
 def _patterns(values: Mapping[str, float], otherwise: float) -> dict[str, float]:
-    """Values of layers as PEFT reads them: by the end of a name, or by a whole one."""
+    """Values of layers as PEFT reads them: by the end of a name, or all of them by whole ones. PEFT sorts them, and takes the first that
+    matches: so no two may match one layer."""
     found = by_name(values, otherwise)
-    return {
-        f"^{re.escape(name)}" if name in values and "." in name else re.escape(name): value
-        for name, value in found.items()
-    }
+    are_whole = found.keys() == values.keys()
+    return {f"^{re.escape(name)}" if are_whole else re.escape(name): value for name, value in found.items()}
 
 
 def _number(value: float) -> float:
@@ -310,9 +313,12 @@ def _units(
         )
         for name, parts in layers.items()
     }
-    for host in stacks:
-        own = {f"{host}.{text.rpartition('.')[2]}" for text in config["target_parameters"]}
-        for name in sorted(peft_parameters.meant(config["target_parameters"], own)):
+    for host, parts_of in stacks.items():
+        texts = config["target_parameters"]
+        own = {f"{host}.{text.rpartition('.')[2]}" for text in texts}
+        # A text of one part may mean a parameter of any module: where those that name the module are enough, it means none of this one.
+        named = peft_parameters.meant([text for text in texts if "." in text], own)
+        for name in sorted(named if len(named) == len(parts_of) else peft_parameters.meant(texts, own)):
             found[name] = said("r", "rank_pattern", name), said("lora_alpha", "alpha_pattern", name)
     return found
 
@@ -498,7 +504,9 @@ def _layers_in(
             layers.setdefault(factor["layer"], {})[factor["part"]] = shape
         elif factor := _OF_TABLE.fullmatch(name):
             layers.setdefault(factor["layer"], {})[factor["part"].replace("embedding_", "")] = shape
-        elif (table := _TABLE.fullmatch(name)) and f"{PREFIX}{table['layer']}.lora_embedding_A" in shapes:
+        elif (base := _BASE.fullmatch(name)) and any(
+            f"{PREFIX}{base['layer']}.{part}" in shapes for part in ("lora_embedding_A", "lora_A.weight")
+        ):
             continue
         elif vector := _VECTOR.fullmatch(name):
             layers.setdefault(vector["layer"], {})["lora_magnitude_vector"] = shape

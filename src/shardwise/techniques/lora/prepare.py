@@ -23,8 +23,15 @@ from shardwise.model.adapted_parameters import AdaptedParameters, attach_paramet
 from shardwise.model.adopted import adopt, is_of_peft
 from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.model.packed import is_of_bitsandbytes
-from shardwise.recipe.patterns import ends_so
-from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
+from shardwise.recipe.patterns import names_meant
+from shardwise.techniques.linears import (
+    classes_of,
+    in_no_layer,
+    left_out,
+    matches_nothing,
+    names_matching,
+    without_fast_path,
+)
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
 from shardwise.world import World
@@ -62,9 +69,10 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         param.requires_grad_(False)
     for name in trained:
         module.get_parameter(name).requires_grad_()
-    _refuse_meaningless(
-        lora, [*layers, *attention, *(f"{host}.{each}" for host, of in parameters.items() for each in of)]
-    )
+    inner = [f"{host}.{each}" for host, of in parameters.items() if host not in attention for each in of]
+    classes = classes_of(layers | attention) | dict.fromkeys(inner, "")
+    _refuse_meaningless(lora, classes)
+    lora = lora.settled(classes)
     seed = 0 if world is None else world.seed
     for name, layer in layers.items():
         _attach(layer, name, lora, seed)
@@ -171,12 +179,12 @@ def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
     return found
 
 
-def _refuse_meaningless(lora: LoRA, names: list[str]) -> None:
-    """Refuses a rank or an alpha of what has no adapter. ``names``: of what has one."""
+def _refuse_meaningless(lora: LoRA, classes: Mapping[str, str]) -> None:
+    """Refuses a rank or an alpha of what has no adapter. ``classes``: of what has one, by name."""
     for key in ("ranks", "alphas"):
         for pattern in getattr(lora, key):
-            if not any(ends_so(name, pattern) for name in names):
-                raise matches_nothing("LoRA", key, pattern, names, [], dict.fromkeys(names))
+            if not names_meant(classes, pattern):
+                raise matches_nothing("LoRA", key, pattern, classes, [], classes)
 
 
 _NAMED = nn.Embedding, nn.MultiheadAttention  # which all-linear does not mean

@@ -42,7 +42,9 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, lora: LoRA | None) -> None:
     """Notes the adapters of the draft's module, which ``prepare`` has put there."""
     if lora is not None:
         layers = draft.anatomy.adapted
-        scales = {name: lora.scale_of(name) for name in units_of(layers, _stacks(draft.anatomy.params, layers))}
+        units = units_of(layers, _stacks(draft.anatomy.params, layers))
+        lora = lora.settled({name: draft.anatomy.class_paths.get(name, "") for name in units})
+        scales = {name: lora.scale_of(name) for name in units}
         draft.entries["lora"] = LoRAEntry(
             layers=layers,
             option=msgspec.to_builtins(lora),
