@@ -225,7 +225,7 @@ class Whole:
     def added(self, begin: Mapping[str, Tensor]) -> dict[str, bool | None]:
         """What ranks have added to buffers, whose values were ``begin`` before: see :attr:`Facts.buffers`."""
         found: dict[str, bool | None] = {}
-        for name in {*self.buffers, *itertools.chain(*self.on_rows)}:
+        for name in dict.fromkeys([*self.buffers, *itertools.chain(*self.on_rows)]):
             parts, all_ = [of_rank[name] for of_rank in self.on_rows if name in of_rank], self.buffers.get(name)
             found[name] = None if parts else True
             values = [x for x in (begin.get(name), all_, *parts) if x is not None]
