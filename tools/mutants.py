@@ -277,20 +277,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a default of ours stands where the length of the run is not known",
     ),
     Mutant(
-        "import-default-over-a-given-engine",
-        '    if facts.is_given("strategy") and not facts.is_given("engine"):',
-        "    if False:",
-        "tests/dialects/test_meanings.py -k mean_together",
-        "the engine that is named gives way to a default",
-    ),
-    Mutant(
-        "import-two-engines",
-        '    if facts.is_given("strategy") and facts.is_given("engine") and facts.known["engine"].value == "fsdp":',
-        "    if False:",
-        "tests/dialects/test_meanings.py -k nothing_together",
-        "one of two engines that are named counts",
-    ),
-    Mutant(
         "import-accumulation-of-the-launcher",
         '        if is_beside and old is not None and name in other.table.words("alone"):',
         "        if False:",

@@ -183,10 +183,6 @@ def _check_product(facts: Facts, axes: Iterable[tuple[str, int | str]], ranks: R
 
 def _kind(facts: Facts) -> str:
     """ddp, full, grad_op, hybrid or hybrid_grad_op."""
-    if facts.is_given("strategy") and not facts.is_given("engine"):
-        facts.known.pop("engine", None)  # a default, which what is given takes the place of
-    if facts.is_given("strategy") and facts.is_given("engine") and facts.known["engine"].value == "fsdp":
-        facts.contradicts(facts.known["strategy"].note, facts.known["engine"].note)
     engine, version = facts.take("engine"), facts.take("fsdp_version")
     if words := facts.take("fsdp_words"):
         words = ["full_shard"] if words is True else [str(word) for word in _names(words)]
