@@ -365,7 +365,15 @@ class Nested(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", ["0", "Linear", "a[0]"])
-@pytest.mark.parametrize("numbers", [{"alphas": {"%": 6.0}}, {"ranks": {"%": 3, "1.%": 2}}, {"ranks": {"1.%": 3}}])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"alphas": {"%": 6.0}},
+        {"ranks": {"%": 3, "1.%": 2}},
+        {"ranks": {"1.%": 3}},
+        {"alphas": {"%": 6.0, "1.%": 6.0}},
+    ],
+)
 def test_a_layer_whose_name_ends_others_has_its_own_numbers_in_pefts_files(tmp_path, name, numbers):
     import peft
 
