@@ -1,5 +1,7 @@
 """Models whose sequences are cut over cp train as in one process: loss, norm, every gradient, every update; under each engine."""
 
+import functools
+
 import models
 import pytest
 import torch
@@ -225,7 +227,7 @@ def test_compiled_blocks(ranks, name):
         batches=[micro for micro in steps if micro] * 2,
         loss=loss_of,
         count=count,
-        run=ranks.run,
+        run=functools.partial(ranks.run, timeout_s=240),  # compilers take long on a busy machine
         compile=sw.Compile(backend="aot_eager", fullgraph=True),
     )
 
