@@ -61,9 +61,8 @@ def _of_length(x: Tensor, dim: int, length: int) -> Tensor:
     """``x`` with another size of ``dim``. Each copy, or each sample where dim 0 may be that of samples, has values of its own; those of masks and
     flags are the same."""
     size = x.shape[dim]
-    x = (
-        x.repeat([-(-length // size) if d == dim else 1 for d in range(x.dim())]).narrow(dim, 0, length).contiguous()
-    )  # as code may expect
+    copies = [-(-length // size) if d == dim else 1 for d in range(x.dim())]
+    x = x.repeat(copies).narrow(dim, 0, length).contiguous()  # as code may expect
     number = torch.arange(length, device=x.device) // (1 if dim == 0 else size)
     times = int(number[-1]) + 1
     if times == 1 or not x.numel() or x.dtype == torch.bool or x.is_complex():
@@ -108,10 +107,8 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
     beyond = range(max(wanted, most + 1), 4 * most + 40 * degree)
     found = [length for length in (*within, *beyond) if is_apart(length)]
     found.sort(key=lambda length: (not is_clear(length), length > given))  # stable
-    return [
-        *found[:_LENGTHS],
-        *sorted(found[_LENGTHS:])[:_LENGTHS],
-    ]  # behind the best, the shortest: a model may have places for few
+    # Behind the best, the shortest: a model may have places for few.
+    return [*found[:_LENGTHS], *sorted(found[_LENGTHS:])[:_LENGTHS]]
 
 
 def length_of_example(module: nn.Module, degree: int, order: Order, given: int) -> int | None:

@@ -194,7 +194,7 @@ class _Cuts(CutForward):
         now.rows = self.at.rows if self._entry.masks_of_rows else None
 
     def _refuse_trained(self, given: Mapping[str, Any]) -> None:
-        """Refuses an argument whose gradient somebody wants who is no sharded model: it would be that of this rank's positions."""
+        """Refuses an argument that requires a gradient and does not come from a sharded parameter: it would be that of this rank's positions."""
         for path, x in given.items() if torch.is_grad_enabled() else ():
             if isinstance(x, Tensor) and x.requires_grad and (leaf := self._runtime.other_leaf(x)) is not None:
                 name = path.rpartition("['")[2].removesuffix("']")
