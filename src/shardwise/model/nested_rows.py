@@ -115,4 +115,3 @@ def run_nested(
         mode = NestedRows(outer(), trial, whole, plan, rows, known)
         run_mode(trial, mode)
         yield mode.facts
-    whole.refuse_left()

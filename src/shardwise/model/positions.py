@@ -19,18 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointFunction
 
+from shardwise._torch.autograd import is_of_operator
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.hidden_gradients import (
-    Node,
-    Shown,
-    has_backward_hooks,
-    is_linear,
-    is_users,
-    is_users_hook,
-    seen_by,
-)
+from shardwise.model.hidden_gradients import has_backward_hooks, is_users_hook, seen_by
 from shardwise.model.layers import Layer, LayerCalls, bound
 from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
@@ -39,12 +33,14 @@ from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
 from shardwise.model.products import dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import keyed_leaves, map_keyed, with_own_containers
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
+from shardwise.model.row_gradients import Gradients, Place
+from shardwise.model.run import Run
 from shardwise.model.tensors import same_bytes, version_of
 from shardwise.model.trial import Trial
 
 _OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
 """One number for all that lies behind the first two dims."""
-_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_OF_BACKWARDS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
 _BY_FREQUENCY = {functional.embedding: 5, functional.embedding_bag: 5, torch.embedding: 3}
 """Function -> the number of its argument ``scale_grad_by_freq``."""
 _LAST = 8  # tensors that were compared: more would keep alive what a large model is done with
@@ -60,7 +56,7 @@ class _Frame:
     is_right: bool = True  # its inputs are
     numbers: Numbers = dataclasses.field(default_factory=Numbers)
     num_attentions: int = 0
-    num_applied: int = 0
+    num_looked_up: int = 0
     num_drops: int = 0
 
 
@@ -93,6 +89,7 @@ class Rows(LayerCalls):
             known,
         )
         self.facts = Facts()
+        self.gradients: Gradients | None = None  # that are noted, or compared
         self._draws_all = True  # also what has no rows
         self._has_parts = True  # of its gradient, what every rank has whole
         self._thread, self.has_threads = threading.get_ident(), False
@@ -109,6 +106,11 @@ class Rows(LayerCalls):
         """The positions for whose queries transformers makes its masks; None: all."""
         return self._rows if self._plan.masks_of_rows else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a run on all positions."""
+        return self._rows is None
+
     # ---- modules
 
     def is_elsewhere(self) -> bool:
@@ -116,13 +118,28 @@ class Rows(LayerCalls):
         self.has_threads |= threading.get_ident() != self._thread
         return threading.get_ident() != self._thread
 
+    def _noted(self, what: str, key: tuple[str, int], tree: Any) -> Any:
+        """Arguments of a module, or what it returns, whose gradients are noted if those are looked at."""
+        return tree if self.gradients is None else self.gradients.noted_in(what, key, tree, self.is_part)
+
+    def is_part(self, x: Tensor) -> bool | None:
+        """Whether each rank has a part of the gradient of what they all have, and not the whole gradient; None: it is not known."""
+        return True
+
+    def is_part_of(self, name: str) -> bool | None:
+        """The same of a parameter."""
+        return True
+
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.gradients is not None and self.gradients.is_backward:
+            raise Differs(name, "it runs in the backward, by code that is not torch's")
         if not name:
             self._buffers = {n: (x, 0 if x is None else x._version) for n, x in self._all_buffers()}
         frame = _Frame(name, (name, self._calls.get(name, 0)))
         self._calls[name] = frame.key[1] + 1
         self.frames.append(frame)
         if self._rows is None:
+            args, kwargs = self._noted("in", frame.key, (args, kwargs))
             if self._whole.keeps(name):
                 self._whole.inputs[frame.key] = with_own_containers((args, kwargs))
             return args, kwargs
@@ -138,10 +155,9 @@ class Rows(LayerCalls):
         if name in self._plan.islands:
             dims = self.facts.islands.setdefault(name, [{}, {}])[0]
             known = None if self._known is None else self._known.islands.get(name, [{}, {}])[0]
-            args, kwargs = self._joined(name, (args, kwargs), full, dims, known)
-        else:
-            frame.is_right = self._is_same((args, kwargs), full)
-        return args, kwargs
+            return self._joined("in", frame.key, (args, kwargs), full, dims, known)  # type: ignore[no-any-return]
+        frame.is_right = self._is_same((args, kwargs), full)
+        return self._noted("in", frame.key, (args, kwargs))  # type: ignore[no-any-return]
 
     def after(self, name: str, output: Any) -> Any:
         frame = self.frames.pop()
@@ -149,6 +165,7 @@ class Rows(LayerCalls):
             self._note_buffers()
         self._inside -= name in self._plan.cut
         if self._rows is None:
+            output = self._noted("out", frame.key, output)
             if self._whole.keeps(name):
                 self._whole.outputs[frame.key] = with_own_containers(output)
                 self._whole.versions[frame.key] = {
@@ -160,7 +177,7 @@ class Rows(LayerCalls):
         full = dict(keyed_leaves(self._whole.outputs[frame.key]))
         if name in self._plan.islands:
             dims = self.facts.islands[name][1]
-            output = map_keyed(lambda path, x: self._part(path, x, dims), output)
+            output = map_keyed(lambda path, x: self._part(Place("out", *frame.key, path), x, dims), output)
         if frame.is_right and name not in self._plan.unjudged:
             versions = self._whole.versions[frame.key]
             for path, x in keyed_leaves(output):
@@ -171,12 +188,21 @@ class Rows(LayerCalls):
                     if not name and x.shape != full[path].shape:
                         sizes = zip(x.shape, full[path].shape, strict=True)
                         self.facts.outputs[path] = next(dim for dim, (mine, all_) in enumerate(sizes) if mine != all_)
+        output = self._noted("out", frame.key, output)
         if name in self._plan.join or name in self._plan.keys:
             of_kind = "join" if name in self._plan.join else "keys"
             dims = getattr(self.facts, of_kind).setdefault(name, {})
             known = None if self._known is None else getattr(self._known, of_kind).get(name, {})
-            output = self._joined(name, output, self._whole.outputs[frame.key], dims, known)
+            output = self._joined("out", frame.key, output, self._whole.outputs[frame.key], dims, known)
         return output
+
+    def run_backward(self, seen: Run) -> None:
+        """Called at a run's end with what it has returned and kept."""
+        if self.gradients is not None:
+            ends = list({id(x): x for x in (*seen.output, *(x for _, x in seen.kept))}.values())
+            params = dict(self._trial.module.named_parameters())
+            with self.busy():
+                self.gradients.run_backward(ends, params, self.is_part_of)
 
     def _all_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         for name, owner, attr in canonical_tensors(self._trial.module, "_buffers"):
@@ -232,14 +258,18 @@ class Rows(LayerCalls):
                     on_rows[path] = dim
                 return x
             dims[path] = dim
-            return x.index_select(dim, self._rows)
+            return self.parted(Place("in", *self.frames[-1].key, path), x, x.index_select(dim, self._rows))
 
         return map_keyed(cut, given)
 
-    def _joined(self, name: str, tree: Any, full: Any, dims: Dims, known: Dims | None) -> Any:
+    def parted(self, place: Place, x: Tensor, part: Tensor) -> Tensor:
+        """This rank's part of what every rank has, with a part of its gradient."""
+        return part
+
+    def _joined(self, what: str, key: tuple[str, int], tree: Any, full: Any, dims: Dims, known: Dims | None) -> Any:
         """A tree in which what the whole run had takes the place of its rows, which are compared. Adds to ``dims`` where; ``known``: there
         alone."""
-        of_all = dict(keyed_leaves(full))
+        of_all, name = dict(keyed_leaves(full)), key[0]
 
         def join(path: str, x: Any) -> Any:
             whole = of_all.get(path)
@@ -251,18 +281,22 @@ class Rows(LayerCalls):
             dims[path] = self._dim_of(name, x, whole)
             if known is not None and known[path] != dims[path]:
                 raise Differs(name, f"{path} of it has its positions along dim {dims[path]}")
-            return whole
+            return self.exchanged(Place(what, *key, path), x, whole)
 
         return map_keyed(join, tree)
 
-    def _part(self, path: str, x: Any, dims: Dims) -> Any:
+    def exchanged(self, place: Place, mine: Tensor, whole: Tensor) -> Tensor:
+        """What the whole run had, in the place of this rank's rows; its gradient is a part on each rank."""
+        return whole if self.gradients is None else self.gradients.joined(place, mine, whole)
+
+    def _part(self, place: Place, x: Any, dims: Dims) -> Any:
         assert self._rows is not None
         if not isinstance(x, Tensor) or self._length not in x.shape:
             return x
         at = [dim for dim, size in enumerate(x.shape) if size == self._length]
         if len(at) != 1:  # such as weights of attention: it stays whole
             return x
-        dims[path] = at[0]
+        dims[str(place.path)] = at[0]
         return x.index_select(at[0], self._rows)
 
     def _dim_of(self, name: str, x: Tensor, whole: Tensor) -> int:
@@ -329,20 +363,21 @@ class Rows(LayerCalls):
         func, args, kwargs = lifted(func, args, kwargs or {})
         if is_product(func) and self._is_own_code() and self.frames:
             args, kwargs = self._product(self.frames[-1], func, args, kwargs)
-        if func is Tensor.register_hook and not self._is_busy:
-            self._hooked(*args, **kwargs)
         if func in _BY_FREQUENCY and not self._is_busy:
             self._look_up(args, kwargs, _BY_FREQUENCY[func])
-        result = super().__torch_function__(func, types, args, kwargs)
-        if func == _GRAD_FN and result is not None and not self._is_busy:
-            return Node(result, lambda: self._refuse_hook(args[0]))
-        return result
+        return super().__torch_function__(func, types, args, kwargs)
 
     def _look_up(self, args: Any, kwargs: Any, number: int) -> None:
         """Refuses an embedding that divides gradients by how often an index is there, where it is given some of them."""
-        if kwargs.get("scale_grad_by_freq") or (len(args) > number and args[number]):
-            given = [x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
-            self._refuse_hidden(self._key_of_hook(), given, "an embedding with scale_grad_by_freq")
+        if not (kwargs.get("scale_grad_by_freq") or (len(args) > number and args[number])):
+            return
+        given = [x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
+        frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
+        key, frame.num_looked_up = (*frame.key, frame.num_looked_up), frame.num_looked_up + 1
+        if self._rows is None:
+            self._whole.looked_up[key] = given
+        elif not all(map(_is_equal, given, self._whole.looked_up.get(key, ()))) or key not in self._whole.looked_up:
+            raise Differs(frame.name, "an embedding with scale_grad_by_freq may depend on all positions")
 
     def _product(self, frame: _Frame, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a product in a module's own code: its second factor is that of the whole run where all positions are needed."""
@@ -351,6 +386,9 @@ class Rows(LayerCalls):
         if self._rows is None:
             if self._whole.keeps(frame.name) or frame.name in self._whole.products_of:
                 self._whole.products[key] = factor
+            if self.gradients is not None and isinstance(factor, Tensor):
+                with self.busy():
+                    return with_second(func, args, kwargs, self.gradients.noted(Place("factor", *key), factor))
             return args, kwargs
         full = self._whole.products.get(key)
         if (
@@ -375,25 +413,18 @@ class Rows(LayerCalls):
         made = self.facts.products.setdefault(frame.name, [])
         if [number, dim] not in made:
             made.append([number, dim])
+        with self.busy():
+            full = self.exchanged(Place("factor", *key), factor, full)
         return with_second(func, args, kwargs, full)
 
     def applied(self, kind: type, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """What an autograd function gives: one of the user's own with what its backward does, as values."""
-        if self._is_busy or self.is_elsewhere() or not is_users(kind):
+        """What an autograd function gives."""
+        if self._is_busy or self.is_elsewhere():
             return plain(*args)
-        key, mine = self._key_of_gradient(), [x for x in args if isinstance(x, Tensor)]
-        with self.busy(), saved_tensors_hooks(lambda x: x, lambda x: x):
-            shown = Shown(plain, args)
-            if shown.failed or self._rows is None:
-                self._refuse_hidden(key, mine, f"the backward of {kind.__name__}, which does not run on the CPU,")
-            elif not shown.is_linear:
-                self._refuse_parts(key, mine, f"the backward of {kind.__name__}")
-            self._whole.note_weights(key, kind.__name__, mine, shown.of_weights, is_whole=self._rows is None)
-        for before, x in zip(args, shown.args, strict=True):
-            self.replaced(before, x)
-        result = plain(*shown.args)
-        with self.busy():
-            return shown.result(result)
+        if kind is CheckpointFunction:  # nothing is run again in the backward
+            return args[0](*args[2:])
+        self._note_function(kind.__name__, is_own=is_of_operator(kind) or is_users_hook(kind))
+        return plain(*args)
 
     def replaced(self, before: Any, x: Any) -> None:
         """``x`` takes the place of ``before``."""
@@ -402,42 +433,20 @@ class Rows(LayerCalls):
         """What a function of torch.jit.script gives."""
         return plain(*args, **kwargs)
 
-    def _hooked(self, x: Tensor, hook: Callable[[Tensor], Any]) -> None:
-        """Compares what a hook makes of a gradient."""
-        key = self._key_of_hook()
-        with self.busy():
-            grad = x.detach().cos()
-            made = hook(grad.clone())
-            if self._rows is not None and not is_linear(hook, grad):
-                self._refuse_parts(key, [x], "a hook on a gradient")
-            if self._rows is None or key not in self._whole.gradients:
-                self._refuse_hidden(key, [x, grad if made is None else made], "a hook on a gradient")
-                return
-            full, of_all = self._whole.gradients[key]
-            try:
-                self._compare("", "", x.detach(), full)
-            except Differs:  # they are in another order
-                self._refuse_hidden(key, [x, x], "a hook on a gradient")
-                return
-            self._compare(key[0], "what its hook makes of a gradient", grad if made is None else made.detach(), of_all)
+    def keeps_by(self, hook: Callable[[Tensor], Any]) -> bool:
+        """Whether tensors are kept for backwards by hooks of the model's code; those of torch, as of a checkpoint, keep them as they are."""
+        is_own = is_users_hook(hook)
+        if not self._is_busy and not self.is_elsewhere():
+            self._note_function("saved_tensors_hooks", is_own=is_own)
+        return is_own
 
-    def _refuse_hook(self, x: Tensor) -> None:
-        """Refuses a hook on the node that has made ``x``, but where each rank has all of its gradient."""
-        key, what = self._key_of_hook(), "a hook on a node of the graph"
-        self._refuse_hidden(key, [x], what)
-        if self._rows is not None:
-            self._refuse_parts(key, [x], what)
-
-    def keeps_by(self, hook: Callable[[Tensor], Any]) -> None:
-        """Refuses code of the model that packs what is kept for backwards, as one that compresses it, where that may be of rows."""
-        if self._rows is None or self._is_busy or not is_users_hook(hook) or self.is_elsewhere():
-            return
-        if not any(frame.name in self._plan.islands for frame in self.frames):
-            name = self.frames[-1].name if self.frames else ""
-            raise Differs(name, "what its saved_tensors_hooks keep for the backward may depend on all positions")
+    def _note_function(self, name: str, *, is_own: bool = False) -> None:
+        if self._rows is None:
+            self._whole.functions.append((self.frames[-1].name if self.frames else "", name))
+            self._whole.has_own_backwards |= is_own
 
     def refuse_backward_hooks(self, name: str, given: Any, output: Any) -> None:
-        """Refuses backward hooks of the user's own on a module, but where each rank has all of its gradients."""
+        """Refuses backward hooks of the user's own on a module, which may go by a threshold, but where each rank has all of its gradients."""
         if self._rows is None or not has_backward_hooks(self._trial.module.get_submodule(name)):
             return
         key = name, self._calls[name] - 1
@@ -447,39 +456,6 @@ class Rows(LayerCalls):
         if self._has_parts:
             raise Differs(name, "its backward hook gets a part of a gradient on each rank", is_of_gradients=True)
 
-    def _key_of_hook(self) -> tuple[str, int, int]:
-        key = self._key_of_gradient()
-        if not self._whole.keeps(key[0]):
-            raise Differs(key[0], "it has hooks on gradients, which are not compared where many blocks are run at once")
-        return key
-
-    def _key_of_gradient(self) -> tuple[str, int, int]:
-        frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
-        frame.num_applied += 1
-        return (*frame.key, frame.num_applied)
-
-    def _refuse_parts(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
-        """Raises Differs where gradients are of what every rank has whole, which are then parts of a sum."""
-        full = self._whole.gradients.get(key)
-        if self._has_parts and full is not None and all(x.shape == y.shape for x, y in zip(mine, full, strict=False)):
-            why = f"{what} gets a part of a gradient on each rank, and what it gives for all of it is not the sum of those"
-            raise Differs(key[0], why, is_of_gradients=True)
-
-    def _refuse_hidden(self, key: tuple[str, int, int], mine: list[Tensor], what: str) -> None:
-        """Raises Differs where gradients cannot be compared, unless all that is given is what the whole run had."""
-        if self._rows is None:
-            if self._whole.keeps(key[0]):
-                self._whole.gradients[key] = [x.detach() for x in mine]
-            return
-        full = self._whole.gradients.get(key)
-        if full is None:
-            if self._whole.keeps(key[0]):
-                raise Differs(key[0], f"{what} is there on rows alone")
-            return
-        for x, whole in zip(mine, full, strict=True):
-            if x.shape != whole.shape or not (x.is_meta or torch.equal(x.detach(), whole)):
-                raise Differs(key[0], f"{what} may depend on all positions")
-
     def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         if not all(each.name for each in layer.further):
             return NotImplemented
@@ -487,7 +463,7 @@ class Rows(LayerCalls):
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._rows is None and not self._is_busy:
-            self._whole.functions.append(getattr(func, "__name__", str(func)))
+            self._note_function(getattr(func, "__name__", str(func)), is_own=func in _OF_BACKWARDS)
         if func in DROPOUTS:
             x, chance, _ = bound(DROPOUT, args, kwargs)
             is_of_rows = not self._is_busy and self._note_drop(func, x)
@@ -578,6 +554,7 @@ class Rows(LayerCalls):
         key = (*frame.key, number)
         with self.busy():
             if self._rows is None:
+                call = self._noted_call(key, call)
                 result = call.kernel(call.q, call.k, call.v, None)
                 kept = (call.q[..., :0], None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
                 self._whole.attention[key] = kept[0], call.k, call.v, kept[1]
@@ -604,14 +581,25 @@ class Rows(LayerCalls):
             if call.mask is not None and not call.has_mask_of(keys.shape[-2]):
                 why = f"a mask {tuple(call.mask.shape)} that is made from the length of this rank's rows, for {keys.shape[-2]} keys"
                 raise Differs(frame.name, why, is_mask=True)
+            keys = self.exchanged(Place("keys", *key), call.k, keys)
+            values = self.exchanged(Place("values", *key), call.v, values)
             if self._heads_over > 1:
                 self._compare(frame.name, "what its attention takes for queries", call.q, queries)
+                queries = self.exchanged(Place("queries", *key), call.q, queries)
                 result = self._by_heads(frame.name, call, queries, keys, values)
             else:
                 result = call.kernel(call.q, keys, values, self._rows)
             if whole is not None:  # else what its block returns is compared
                 self._compare(frame.name, "what its attention gives", result, whole)
             return call.finish(result)
+
+    def _noted_call(self, key: tuple[str, int, int], call: Attention) -> Attention:
+        if self.gradients is None:
+            return call
+        given = {"q": "queries", "k": "keys", "v": "values"}
+        return call._replace(
+            **{name: self.gradients.noted(Place(what, *key), getattr(call, name)) for name, what in given.items()}
+        )
 
     def _without_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of torch's attention, without dropout."""
@@ -677,11 +665,15 @@ def whole_run(
     products_of: frozenset[str] = frozenset(),
     heads_over: int = 1,
     kind: "type[Rows] | None" = None,
+    gradients: Gradients | None = None,
+    plan: Plan | None = None,
 ) -> Whole:
     """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
     None: all. ``products_of``: others of which factors are kept. ``heads_over``, ``kind``: as rows will be run."""
     whole = Whole(only, products_of)
-    _run(trial, (kind or Rows)(trial, whole, Plan(), length, None, None, heads_over))
+    mode = (kind or Rows)(trial, whole, plan or Plan(), length, None, None, heads_over)
+    mode.gradients = gradients
+    _run(trial, mode)
     return whole
 
 
@@ -694,6 +686,7 @@ def run_on_rows(
     known: Facts | None = None,
     heads_over: int = 1,
     kind: "type[Rows] | None" = None,
+    gradients: Gradients | None = None,
 ) -> Facts:
     """Runs the model as the rank with these rows would. ``known``: facts that are followed; else they are looked for. ``heads_over``:
     attention is computed in so many parts of its heads, for all positions each. ``kind``: of the run, for other exchanges than those of
@@ -703,6 +696,7 @@ def run_on_rows(
         Differs: a module computes something else, or does not run.
     """
     mode = (kind or Rows)(trial, whole, plan, length, rows, known, heads_over)
+    mode.gradients = gradients
     run_mode(trial, mode)
     return mode.facts
 
@@ -721,12 +715,14 @@ def run_mode(trial: Trial, mode: Rows) -> None:
 def _run(trial: Trial, mode: Rows) -> None:
     """Runs the model within a mode, and compares its output, and what it keeps, with those of the whole run."""
     before = now.attends, now.rows
+    if mode.gradients is not None:
+        mode.gradients.begin(mode)
     mode.facts.masks_of_rows = mode._plan.masks_of_rows
     with _watched(trial.module, mode):
         try:
             now.attends, now.rows = mode, mode.rows_of_masks
             with seen_by(mode), _without_graph() if mode._whole.is_of_some else contextlib.nullcontext():
-                _, seen = trial.run_within(mode, has_gradients=trial.module.training)
+                _, seen = trial.run_within(mode, has_gradients=trial.module.training, then=mode.run_backward)
         finally:
             now.attends, now.rows = before
     if mode.has_threads:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shardwise.model.own_positions import Made
 from shardwise.model.products import Products
-
-_OF_SUMS = 1e-9  # relative to the largest number of a gradient
 
 Dims = dict[str, int]
 """Path of a tensor in arguments, or in an output -> its dim of positions."""
@@ -151,7 +149,8 @@ class Whole:
             unless heads are divided.
         products: and the number of a product in its own code -> its second factor.
         made: module -> its calls that make positions, ``(kind, number)``.
-        functions: the names of the functions that were called, in order.
+        functions: those that were called, in order: module whose code runs, and name.
+        has_own_backwards: code of the model has backwards that are not torch's, or looks at those: functions, operators, hooks.
         ends, kept: tensors that the model returned, and kept.
     """
 
@@ -173,54 +172,20 @@ class Whole:
         self.versions: dict[tuple[str, int], dict[str, int]] = {}
         self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
         self.products: dict[tuple[str, int, int], Any] = {}
-        self.gradients: dict[
-            tuple[str, int, int], list[Tensor]
-        ] = {}  # what hooks, and backwards that do not run, are given
+        self.looked_up: dict[tuple[str, int, int], list[Tensor]] = {}  # indices of embeddings, where they count
         self.made: dict[str, dict[tuple[str, int], None]] = {}
-        self.functions: list[str] = []
+        self.functions: list[tuple[str, str]] = []
+        self.has_own_backwards = False
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
         self.drops: dict[tuple[str, int, int], Any] = {}  # shapes of what was dropped, by the calls of a forward
         self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
         self.buffers: dict[str, Tensor] = {}  # that were written
         self.on_rows: list[dict[str, Tensor]] = []  # the same of each rank, where they are other values
-        self._weights: dict[tuple[str, int, int], tuple[Any, dict[int, Tensor]]] = {}
-        self._left: dict[tuple[str, int, int], tuple[str, dict[int, Tensor]]] = {}
 
-    def note_weights(
-        self, key: tuple[str, int, int], what: str, given: Sequence[Tensor], grads: dict[int, Tensor], *, is_whole: bool
-    ) -> None:
-        """Notes the gradients that a backward of the user's own gives to weights: those of all ranks, each with some rows, are those of the run
-        on all of them; see :meth:`refuse_left`. Where nothing that it is given has rows, each rank's are those.
-
-        Raises:
-            Differs: they are not.
-        """
-        shapes = [x.shape for x in given]
-        if is_whole and grads:
-            self._weights[key] = shapes, grads
-        whole_shapes, whole = self._weights.get(key, (shapes, {}))
-        if not is_whole and shapes == whole_shapes:
-            if any(i not in grads or _differs(grads[i] - grad, grad) for i, grad in whole.items()):
-                raise Differs(
-                    key[0], f"what the backward of {what} gives to a weight is not what it gives for all positions"
-                )
-        elif not is_whole and whole:
-            of_call = self._left.setdefault(key, (what, dict(whole)))[1]
-            of_call |= {i: of_call[i] - grad for i, grad in grads.items() if i in of_call}
-
-    def forget_left(self) -> None:
+    def forget_ranks(self) -> None:
         """Ranks run from the first one on."""
-        self._left.clear()
         self.on_rows.clear()
-
-    def refuse_left(self) -> None:
-        """Raises Differs unless the gradients of weights, of the ranks that have run since, have added up."""
-        for key, (what, of_call) in self._left.items():
-            for i, rest in of_call.items():
-                if _differs(rest, self._weights[key][1][i]):
-                    why = f"what the backward of {what} gives to a weight, added over ranks, is not what it gives for all positions"
-                    raise Differs(key[0], why)
 
     def added(self, begin: Mapping[str, Tensor]) -> dict[str, bool | None]:
         """What ranks have added to buffers, whose values were ``begin`` before: see :attr:`Facts.buffers`."""
@@ -251,13 +216,6 @@ class Whole:
     def keeps(self, name: str) -> bool:
         """Whether what a module has is kept."""
         return self._only is None or name in self._only
-
-
-def _differs(rest: Tensor, grad: Tensor) -> bool:
-    """Whether what is left of a gradient is more than rounding."""
-    if rest.is_meta or not rest.numel():
-        return False
-    return not float(rest.abs().max()) <= _OF_SUMS * max(float(grad.abs().max()), 1e-300)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from shardwise.model.leaves import DROPOUTS
 from shardwise.model.positions import Rows
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan
+from shardwise.model.row_gradients import Place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,9 @@ class StreamRows(Rows):
             dims = self.facts.sites.setdefault(name, {})
             of_all = dict(keyed_leaves(full))
             args, kwargs = map_keyed(
-                lambda path, x: x if path in stay else self._whole_for(name, path, x, of_all.get(path), dims),
+                lambda path, x: (
+                    x if path in stay else self._whole_for(Place("in", *frame.key, path), x, of_all.get(path), dims)
+                ),
                 (args, kwargs),
             )
             frame.is_right = self._is_same((args, kwargs), full)
@@ -150,15 +153,37 @@ class StreamRows(Rows):
         for path, x in keyed_leaves((args, kwargs)):
             if isinstance(x, Tensor) and path in self._plan.parted.get(name, ()) and self._label_of(x).is_rows:
                 raise Differs(name, f"its argument {path} is cut over ranks, and has some positions alone")
-            if isinstance(x, Tensor) and path in self._plan.parts.get(name, ()):
-                self._set(x, _ON_ROWS)
-                self.facts.parts[name] = sorted({*self.facts.parts.get(name, ()), path})
-        return args, kwargs
+        if name not in self._plan.parts:
+            return args, kwargs
+        return map_keyed(lambda path, x: self._summed(Place("in", *frame.key, path), x), (args, kwargs))  # type: ignore[no-any-return]
+
+    def _summed(self, place: Place, x: Any) -> Any:
+        """An argument of which each rank has all, and a part of its gradient, if it is one."""
+        if not isinstance(x, Tensor) or place.path not in self._plan.parts[place.name]:
+            return x
+        self.facts.parts[place.name] = sorted({*self.facts.parts.get(place.name, ()), str(place.path)})
+        x = x if self.gradients is None else self.gradients.joined(place, x, x)
+        self._set(x, _ON_ROWS)
+        return x
+
+    def is_part(self, x: Tensor) -> bool | None:
+        label = self._label_of(x)
+        return True if label.is_rows else False if label.is_whole else None
+
+    def is_part_of(self, name: str) -> bool | None:
+        is_on_rows, is_with_whole = name in self.facts.on_rows, name in self.facts.with_whole
+        return None if is_on_rows == is_with_whole else is_on_rows
+
+    def exchanged(self, place: Place, mine: Tensor, whole: Tensor) -> Tensor:
+        return whole if self.gradients is None else self.gradients.joined(place, mine, whole, is_sum=False)
+
+    def parted(self, place: Place, x: Tensor, part: Tensor) -> Tensor:
+        return part if self.gradients is None else self.gradients.parted(place, x, part)
 
     def after(self, name: str, output: Any) -> Any:
         self._is_within = self._is_cut()
         if self._rows is not None and name in self._plan.plain and self._is_within:
-            output = map_keyed(lambda _, x: self._scattered(name, self._plan.plain[name], x), output)
+            output = self._scattered_tree(name, output)
         key = self.frames[-1].key
         output = super().after(name, output)
         if self._rows is not None and self._whole.keeps(name):
@@ -169,6 +194,11 @@ class StreamRows(Rows):
         if not name and self._rows is not None:
             self._note_ends(output)
         return output
+
+    def _scattered_tree(self, name: str, output: Any) -> Any:
+        weight = self._plan.plain[name]
+        place = Place("from", name, self._layer_calls[weight] - 1, weight)
+        return map_keyed(lambda _, x: self._scattered(place, x), output)
 
     def _is_cut(self) -> bool:
         """Whether the code that runs is in a block, and in no island: what is around the innermost forward."""
@@ -186,12 +216,13 @@ class StreamRows(Rows):
             home, _, attr = name.rpartition(".")
             raise Differs(home, f"its buffer {attr} is written from some positions")
 
-    def _joined(self, name: str, tree: Any, full: Any, dims: Dims, known: Dims | None) -> Any:
+    def _joined(self, what: str, key: tuple[str, int], tree: Any, full: Any, dims: Dims, known: Dims | None) -> Any:
         of_all = dict(keyed_leaves(full))
-        return map_keyed(lambda path, x: self._whole_for(name, path, x, of_all.get(path), dims), tree)
+        return map_keyed(lambda path, x: self._whole_for(Place(what, *key, path), x, of_all.get(path), dims), tree)
 
-    def _whole_for(self, name: str, path: str, x: Any, whole: Any, dims: Dims) -> Any:
+    def _whole_for(self, place: Place, x: Any, whole: Any, dims: Dims) -> Any:
         """What the whole run had in the place of rows ``x``, which are compared."""
+        name, path = place.name, str(place.path)
         if not isinstance(x, Tensor) or not isinstance(whole, Tensor) or x.shape == whole.shape:
             return x
         self._compare(name, f"what is joined there, {path},", x, whole)
@@ -199,17 +230,18 @@ class StreamRows(Rows):
         if len(at) != 1:
             raise Differs(name, f"a tensor {tuple(whole.shape)} has positions along several dims")
         dims[path] = self._place(whole, at[0])
+        whole = self.exchanged(place, x, whole)
         self._note_joined(whole)
         return whole
 
-    def _part(self, path: str, x: Any, dims: Dims) -> Any:
+    def _part(self, place: Place, x: Any, dims: Dims) -> Any:
         if not isinstance(x, Tensor) or not self._is_within:
             return x
         at = [dim for dim, size in enumerate(x.shape) if size and size % self._length == 0]
         if len(at) != 1:  # such as weights of attention: it stays whole
             return x
-        dims[path] = self._place(x, at[0])
-        return self._cut_off(x, at[0])
+        dims[str(place.path)] = self._place(x, at[0])
+        return self.parted(place, x, self._cut_off(x, at[0]))
 
     def _cut_off(self, x: Tensor, dim: int) -> Tensor:
         """This rank's rows, also where samples and positions lie in one dim."""
@@ -234,14 +266,15 @@ class StreamRows(Rows):
         key = layer.weight, self._layer_calls.get(layer.weight, 0)
         self._layer_calls[layer.weight] = key[1] + 1
         self._is_layer = True
+        number = key[1]
         if self._rows is None:
             self._whole.layer_inputs[key] = x.shape, x if self._whole.keeps(layer.weight) else None
-            return super().called(layer, x, compute)
+            return self._noted_layer(layer, number, x, compute)
         name, is_rows = self.frames[-1].name if self.frames else "", self._label_of(x).is_rows
         if layer.weight in self._plan.needs_whole:
             shape, full = self._whole.layer_inputs.get(key, (None, None))
             if layer.weight in self._plan.gathers and full is not None and x.shape != shape:
-                x = self._whole_for(name, layer.weight, x, full, self.facts.gathers)
+                x = self._whole_for(Place("into", name, number, layer.weight), x, full, self.facts.gathers)
             elif is_rows or x.shape != shape:
                 raise NeedsWhole(name, layer.weight)
             is_rows = False
@@ -256,11 +289,22 @@ class StreamRows(Rows):
         self._note_use({name for name in layer.names if name} - bias, uses)
         self._note_use(bias, self.facts.on_rows)
         if is_scattered and layer.weight not in self._plan.plain.values() and self._is_cut():
-            y = self._scattered(name, layer.weight, y)
+            y = self._scattered(Place("from", name, number, layer.weight), y)
         return y
 
-    def _scattered(self, name: str, weight: str, y: Any) -> Any:
+    def _noted_layer(self, layer: Layer, number: int, x: Tensor, compute: Any) -> Any:
+        if self.gradients is None:
+            return super().called(layer, x, compute)
+        name = self.frames[-1].name if self.frames else ""
+        with self.busy():
+            x = self.gradients.noted(Place("into", name, number, layer.weight), x)
+        y = super().called(layer, x, compute)
+        with self.busy():
+            return self.gradients.noted(Place("from", name, number, layer.weight), y)
+
+    def _scattered(self, place: Place, y: Any) -> Any:
         """This rank's rows of the output of a layer."""
+        name, weight = place.name, str(place.path)
         if not isinstance(y, Tensor):
             return y
         at = [dim for dim, size in enumerate(y.shape[:-1]) if size and size % self._length == 0]
@@ -268,7 +312,8 @@ class StreamRows(Rows):
             raise Differs(name, f"{weight} gives a tensor {tuple(y.shape)}, not one of {self._length} positions")
         self.facts.scatters[weight] = self._place(y, at[0])
         self.facts.moved += y.numel() // self._length
-        y = self._cut_off(y, at[0])
+        with self.busy():
+            y = self.parted(place, y, self._cut_off(y, at[0]))
         self._set(y, _ON_ROWS)
         return y
 

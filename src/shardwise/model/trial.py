@@ -189,10 +189,14 @@ class Trial:
         return self._plain[key]
 
     def run_within(
-        self, mode: contextlib.AbstractContextManager[Any], *, has_gradients: bool = False
+        self,
+        mode: contextlib.AbstractContextManager[Any],
+        *,
+        has_gradients: bool = False,
+        then: Callable[[Run], None] = lambda _: None,
     ) -> tuple[Any, Run]:
         """Runs the copy within ``mode``, which makes the calls of its layers. Returns its output, and a record with
-        tensors of the output and of what the run has kept."""
+        tensors of the output and of what the run has kept. ``then`` is called with it before buffers have their values again."""
         gc.collect(1)  # as in run()
         seen = Run()
         with contextlib.ExitStack() as stack:
@@ -203,6 +207,7 @@ class Trial:
             output = self._call(self.module)
             seen.output = _tensors_of(output)
             self._note_kept(seen, attributes)
+            then(seen)
         return output, seen
 
     def _enter(self, stack: contextlib.ExitStack, *, has_gradients: bool) -> list[Attributes | TensorAttributes]:

@@ -20,6 +20,7 @@ from shardwise.model.positions import run_on_rows, whole_run
 from shardwise.model.products import dim_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs, Facts, Plan, Whole
+from shardwise.model.row_gradients import BackwardDiffers, Gradients
 from shardwise.model.rows import Order, rows_of
 from shardwise.model.trial import Trial
 from shardwise.techniques.sequences import Sequences, length_of_example, lengths_of_proof
@@ -29,6 +30,12 @@ _MANY = 8
 _TRIES = 200  # runs of repairs
 _GATHERS = 30  # plans for one module that may write attention out
 _MOST_OWN = 256  # positions of the example, for a run of that length
+_SCALES = (
+    1.0,
+    1e-4,
+    1e4,
+    0.0,
+)  # of gradients, where code has backwards or hooks of its own: they may go by a threshold
 _EXCEPTIONS = 2  # calls of a module that are none of what the others like them are
 
 
@@ -163,6 +170,8 @@ class Search:
         for is_training in (True, False):
             trial.set_training(is_training)
             whole = whole_run(trial, self.length, only, frozenset(facts.products), self.heads_over, self.kind)
+            for blocks in kinds if is_training else ():
+                self._refuse_other_functions(whole, blocks[_SEARCHED - 1 :])
             for rows in () if before is not None and before.is_like(whole) else (parts[0], parts[-1]):
                 found = run_on_rows(trial, whole, plan, self.length, rows, facts, self.heads_over, self.kind)
                 if not _follows(found, facts):
@@ -170,6 +179,16 @@ class Search:
                 facts.add_drops(found)
             before = whole.without_modules()
         _refuse_mixed_drops(facts)
+
+    def _refuse_other_functions(self, whole: Whole, blocks: Sequence[str]) -> None:
+        """Raises Differs unless blocks call the functions of the first of them, whose backward is proved."""
+        found: dict[str, list[tuple[str, str]]] = {block: [] for block in blocks}
+        for name, function in whole.functions:
+            if (block := next((b for b in blocks if name == b or is_in_block(name, b)), None)) is not None:
+                found[block].append((in_block(name, block, ""), function))
+        for block in blocks:
+            if found[block] != found[blocks[0]]:
+                raise Differs(block, "it calls other functions than the blocks like it")
 
     def _compared(self, facts: Facts) -> frozenset[str]:
         """The modules that are compared in a model of many blocks."""
@@ -282,7 +301,7 @@ class Search:
         lists = [[b for b in found.blocks if b in names] for found in find_block_lists(self.module)]
         plan = Plan(cut=tuple(block for blocks in lists for block in blocks))
         for _ in range(_TRIES):
-            wrong = self._first_difference(trial, plan)
+            wrong = self._difference(trial, plan)
             if wrong is None:
                 return plan
             self.met.append(wrong)
@@ -293,6 +312,32 @@ class Search:
     def whole(self) -> Whole:
         """The run on all positions, as the trial and the length are now."""
         return self._whole[self.trial.module.training, self.length]
+
+    def _difference(self, trial: Trial, plan: Plan) -> Differs | None:
+        """What differs forward, or else in the backward."""
+        found = self._first_difference(trial, plan)
+        try:
+            if found is None:
+                self._compare_gradients(trial, plan)
+        except Differs as wrong:
+            return wrong
+        return found
+
+    def _compare_gradients(self, trial: Trial, plan: Plan, known: Facts | None = None) -> None:
+        """Runs the backward too, of training, and raises Differs unless gradients are those of all positions."""
+        if not trial.module.training:
+            trial.set_training(True)
+        scales = _SCALES if self._run_whole(trial, is_training=True).has_own_backwards else _SCALES[:1]
+        for scale in scales:
+            gradients = Gradients(self.degree if self.kind is None else 1, scale)
+            whole = whole_run(
+                trial, self.length, heads_over=self.heads_over, kind=self.kind, gradients=gradients, plan=plan
+            )
+            for rows in rows_of(self.length, self.degree, self.order):
+                run_on_rows(
+                    trial, whole, plan, self.length, rows, known, self.heads_over, self.kind, gradients=gradients
+                )
+            gradients.refuse_wrong()
 
     def _first_difference(self, trial: Trial, plan: Plan) -> Differs | None:
         found = self._tried(trial, plan)
@@ -316,10 +361,9 @@ class Search:
             self._whole[False, self.length] = training  # one is kept
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
-            whole.forget_left()
+            whole.forget_ranks()
             for rows in rows_of(self.length, self.degree, self.order):
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
-            whole.refuse_left()
             found[-1].buffers = whole.added({name: value for name, (*_, value) in trial.written.items()})
         for facts in found[1:]:
             found[0].add(facts)
@@ -370,7 +414,7 @@ class Search:
             if not _follows(found, facts):
                 raise Differs("", f"it does other things on sequences of {own} positions")
             facts.add(found)
-        whole.refuse_left()
+        self._compare_gradients(trial, plan, facts)
         facts.add_buffers(whole.added({name: value for name, (*_, value) in trial.written.items()}))
         self.length, self._whole = before
 
@@ -389,6 +433,8 @@ class Search:
         name = wrong.name
         if wrong.is_of_gradients or (wrong.is_kept and not self.fallback):
             raise wrong
+        if isinstance(wrong, BackwardDiffers):
+            return self._repaired_behind(trial, plan, wrong, lists)
         if plan.masks_of_rows:
             other = dataclasses.replace(plan, masks_of_rows=False)
             if self._goes_further(self._first_difference(trial, other), wrong):
@@ -413,9 +459,31 @@ class Search:
             return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
         if (other := self._unjudged(trial, plan, name, block)) is not None:
             return other
+        return self._with_island(plan, wrong, block)
+
+    def _repaired_behind(
+        self, trial: Trial, plan: Plan, wrong: BackwardDiffers, lists: Sequence[Sequence[str]]
+    ) -> Plan:
+        """The same, where the backward of a module differs."""
+        name = wrong.name
+        if name not in plan.positions:
+            other = dataclasses.replace(plan, positions=(*plan.positions, name))
+            after = self._difference(trial, other)
+            if after is None or (isinstance(after, BackwardDiffers) and after.name != name):
+                return other
+        block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
+        if block is None and not plan.join:
+            return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
+        if block is None or any(name == each or is_in_block(name, each) for each in plan.islands):
+            wrong.is_of_gradients = True
+            raise wrong
+        return self._with_island(plan, wrong, block)
+
+    def _with_island(self, plan: Plan, wrong: Differs, block: str) -> Plan:
+        """A plan in which a module runs on all positions."""
         if not self.fallback or wrong.is_of_heads:
             raise wrong
-        island = name
+        island = wrong.name
         while island in plan.islands:  # it takes more than that module
             if island == block:
                 raise wrong

@@ -127,6 +127,7 @@ PROVED = {
     "mask in attention": {"kind": "mask in attention"},
     "kernel of rows": {"extra": "kernel of rows"},
     "hook of rows": {"extra": "hook of rows"},
+    "norm of a gradient": {"extra": "norm of a gradient"},
 }
 REFUSED = {
     "log of the length": ("blocks.0.attention", {"kind": "log of the length"}),
@@ -135,6 +136,7 @@ REFUSED = {
     "batch norm": ("blocks.0.batch_norm", {"extra": "batch norm"}),
     "running mean": ("blocks.0", {"extra": "running mean"}),
     "best half": ("blocks.0", {"extra": "best half"}),
+    "straight through": ("blocks.0.own", {"extra": "straight through"}),
 }
 """Name -> the module that is named, and the arguments of :class:`Words`."""
 

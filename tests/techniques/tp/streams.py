@@ -103,6 +103,18 @@ class _Normed(torch.autograd.Function):
         return grad / (1e-3 + grad.norm())
 
 
+class _RowNormed(torch.autograd.Function):
+    """Gives each token a gradient of one length."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / (1e-3 + grad.norm(dim=-1, keepdim=True))
+
+
 class _Scaled(torch.autograd.Function):
     """``x * weight``, as a kernel with a backward of its own."""
 
@@ -231,6 +243,14 @@ class OwnGradients(nn.Module):
             return averaged(x, self.gain)
         if self.how == "script":
             return scripted(x, self.gain)
+        if self.how == "straight through":  # the values are those of x
+            mean = (x * self.gain).mean(1, keepdim=True)
+            return x + (mean - mean.detach())
+        if self.how == "stopped by the length":
+            share = 1 / x.shape[1]
+            return (x * share + x.detach() * (1 - share)) * self.gain
+        if self.how == "norm of a gradient":  # each token's, with a backward that is no sum
+            return _RowNormed.apply(x) * self.gain
         if self.how == "vmap":
             return torch.vmap(lambda row: row * self.gain)(x)
         if self.how == "views":
@@ -253,8 +273,19 @@ WHOLE = (
     "hook of a node",
     "hook before a node",
     "packed for backward",
+    "straight through",
+    "stopped by the length",
 )
-BY_ROWS = ("kernel of rows", "hook of rows", "script", "views", "operator of rows", "kept on the CPU", "checkpoint")
+BY_ROWS = (
+    "norm of a gradient",
+    "kernel of rows",
+    "hook of rows",
+    "script",
+    "views",
+    "operator of rows",
+    "kept on the CPU",
+    "checkpoint",
+)
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ from shardwise.model.layers import is_norm
 from shardwise.model.names import canonical_tensors
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs, Facts, Plan
+from shardwise.model.row_gradients import BackwardDiffers
 from shardwise.model.stream_rows import NeedsWhole, StreamFacts, StreamPlan, StreamRows
 from shardwise.model.trial import Trial
 from shardwise.techniques.row_search import Search, spread_over
@@ -103,7 +104,7 @@ class StreamSearch(Search):
         self._sites: dict[int, _Site] = {}  # number of a region -> its site
         for _ in range(_TRIES):
             plan = self._with_sites(trial, self._sites)
-            wrong = self._first_difference(trial, plan)
+            wrong = self._difference(trial, plan)
             if wrong is None:
                 return plan
             self.met.append(wrong)
@@ -260,6 +261,9 @@ class StreamSearch(Search):
             if {*self._base.join} >= {*self._blocks} or isinstance(wrong, NeedsWhole):
                 raise wrong
             self._base = dataclasses.replace(self._base, join=tuple(self._blocks))
+            return
+        if isinstance(wrong, BackwardDiffers):
+            self._make_island(wrong.name, block, wrong)
             return
         if isinstance(wrong, NeedsWhole):
             region = next((r for r in self._regions if wrong.layer in r.layers), None)

@@ -1,0 +1,251 @@
+"""The backward half of the proof on rows: code may compute the same values on rows and give other gradients, by ``detach``, a hook or a
+backward of its own. So the backward is run too, whole and on each rank's rows: where ranks exchange, it goes on with what the whole
+run had there, as the forward does; where every rank has a part of a gradient, the parts of all ranks must add up.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ShardwiseError, UnsupportedError, first_line
+from shardwise.model.pytrees import map_keyed
+from shardwise.model.row_facts import Differs
+
+_ALLOWED = 1e-9  # relative to the largest number of a gradient
+_NOTHING = 1e-12  # relative to the largest of all gradients: what is 0 but for rounding
+
+
+class Place(NamedTuple):
+    """Where a gradient is looked at.
+
+    Attributes:
+        what: ``in`` or ``out`` of a module, or what else of it.
+        name: of the module.
+        call: of it; or of what else.
+        path: in its arguments, or in what it returns.
+    """
+
+    what: str
+    name: str
+    call: int
+    path: str | int = ""
+
+
+class BackwardDiffers(Differs):
+    """A module's backward does on rows what it does not on all."""
+
+
+class Runs(Protocol):
+    """A run, whole or on rows."""
+
+    @property
+    def is_whole(self) -> bool: ...
+
+    def rows_of(self, full: Tensor, shape: Any) -> Tensor | None: ...
+
+    def replaced(self, before: Any, x: Any) -> None: ...
+
+
+@dataclasses.dataclass
+class Gradients:
+    """The gradients of one run on all positions, and what is left of them when those of each rank are taken off.
+
+    Args:
+        num_ranks: what every rank returns gets such a share of the gradient on each; 1: all of it.
+        scale: of the gradients that the output gets. 0: none may arise where a rank has a part, as one without positions would add it too.
+    """
+
+    num_ranks: int
+    scale: float = 1.0
+    mode: Any = None
+    is_backward: bool = False
+
+    def __post_init__(self) -> None:
+        self._full: dict[Place, Tensor] = {}
+        self._left: dict[Place, Tensor] = {}
+        self._wrong: set[Place] = set()
+        self._ended: list[tuple[str, int]] = []
+        self._most = 0.0
+        self._last = ""  # module whose output has got a gradient
+        self._joined: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def begin(self, mode: Runs) -> None:
+        """A run begins."""
+        self.mode = mode
+        self._joined.clear()
+
+    def noted(self, place: Place, x: Any, *, is_part: bool | None = True) -> Any:
+        """``x``, whose gradient by this use is noted, or compared: one that every rank has whole gets a part of it on each (``is_part``), or all
+        of it, or it is not known (None)."""
+        if not _has_gradient(x) or isinstance(x, nn.Parameter):
+            return x
+        y = x.view_as(x)
+        y.register_hook(lambda grad: self._arrived(place, grad, is_part))
+        given = y.view_as(y)  # which the model's code may put hooks on: they are called first
+        self.mode.replaced(x, given)
+        return given
+
+    def noted_in(self, what: str, key: tuple[str, int], tree: Any, is_part: Callable[[Tensor], bool | None]) -> Any:
+        """Arguments of a module, or what it returns, as :meth:`noted`; a tensor that is there twice stays one."""
+        made: dict[int, Any] = {}
+
+        def note(path: str, x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if id(x) not in made:
+                made[id(x)] = self.noted(Place(what, *key, path), x, is_part=is_part(x))
+            return made[id(x)]
+
+        if what == "out" and self.mode.is_whole:
+            self._ended.append(key)
+        return map_keyed(note, tree)
+
+    def joined(self, place: Place, mine: Any, whole: Tensor, *, is_sum: bool = True) -> Tensor:
+        """What the whole run had, in the place of a rank's rows. ``is_sum``: its gradient is a part on each rank; else it is whole. A tensor
+        that is there twice stays one."""
+        if not _has_gradient(mine) or not whole.is_floating_point():
+            return whole
+        key = place[:3], id(mine), id(whole)
+        if key not in self._joined:
+            back = functools.partial(self._exchanged, place, mine.shape, is_sum)
+            self._joined[key] = mine, _Exchanged.apply(mine, whole.detach(), back)
+        return self._joined[key][1]
+
+    def parted(self, place: Place, x: Tensor, part: Tensor) -> Tensor:
+        """A rank's part of a tensor, whose gradient is whole on every rank."""
+        if not _has_gradient(x):
+            return part
+        return _Exchanged.apply(x, part.detach(), functools.partial(self._exchanged, place, x.shape, False))  # type: ignore[no-any-return]
+
+    def run_backward(
+        self, ends: Sequence[Tensor], params: dict[str, Tensor], kind_of: Callable[[str], bool | None]
+    ) -> None:
+        """Runs the backward of a run from gradients that are the same for all runs, and compares those of parameters: each rank has a part
+        (``kind_of`` True), or the whole; None: that is not known.
+
+        Raises:
+            UnsupportedError: it does not run.
+        """
+        found = [(i, x) for i, x in enumerate(ends) if _has_gradient(x)]
+        given = [self._given(i, x) for i, x in found]
+        self.is_backward = True
+        try:
+            if found:
+                torch.autograd.backward([x for _, x in found], given)
+        except (Differs, ShardwiseError):
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                "a backward that does not run on the CPU, where sequences are cut over ranks",
+                why=f"that it gives each position the gradient of the whole sequence is proved by running it: {type(error).__name__}: "
+                f"{first_line(error)[:120]}",
+                fix="give the function a plain form for the CPU; or leave cp, or sequence_parallel, out for this model",
+                name=self._last or None,
+            ) from error
+        finally:
+            self.is_backward = False
+            grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+            for param in params.values():
+                param.grad = None
+        for name, grad in grads.items():
+            home, _, attr = name.rpartition(".")
+            self._arrived(Place("parameter", home, 0, attr), grad, kind_of(name), is_end=True)
+
+    def refuse_wrong(self) -> None:
+        """Raises BackwardDiffers, once all ranks have run, with the module whose backward is given the right gradients and gives others."""
+        wrong = {*self._wrong, *(place for place, x in self._left.items() if _largest(x) > self._allowed(place))}
+        if not wrong:
+            return
+        into = {(place.name, place.call) for place in wrong if place.what == "out"}
+        calls = [key for key in self._ended if key not in into]
+        mixes = {(place.name, place.call) for place in wrong if place.what == "in"}
+        of_params = {place.name: place.path for place in wrong if place.what == "parameter"}
+        inner = next((key for key in calls if key in mixes), None)
+        own = next((key for key in calls if key[0] in of_params), None)
+        if own is not None and (inner is None or self._ended.index(own) < self._ended.index(inner)):
+            raise BackwardDiffers(own[0], f"its backward gives {of_params[own[0]]} another gradient")
+        raise BackwardDiffers("" if inner is None else inner[0], "its backward gives other gradients")
+
+    # ---- what arrives
+
+    def _given(self, number: int, x: Tensor) -> Tensor:
+        """The gradient of one end."""
+        place = Place("end", "", number)
+        if self.mode.is_whole:
+            generator = torch.Generator().manual_seed(number)
+            drawn = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+            self._full[place] = drawn
+            return drawn * self.scale
+        full = self._full[place]
+        share = self.num_ranks if full.shape == x.shape else 1
+        rows = self.mode.rows_of(full, x.shape)
+        return rows * (self.scale / share)  # type: ignore[no-any-return]
+
+    def _arrived(self, place: Place, grad: Tensor, is_part: bool | None, is_end: bool = False) -> None:
+        if not (self.is_backward or is_end) or grad.is_meta:
+            return
+        raw, grad = grad, torch.nan_to_num(grad.detach())
+        self._last = place.name if place.what == "out" else self._last
+        if self.mode.is_whole:
+            self._full[place] = self._full[place] + grad if place in self._full else grad.clone()
+            self._most = max(self._most, _largest(grad))
+            return
+        full = self._full.get(place)
+        if not self.scale:
+            if (is_part or (full is not None and grad.shape != full.shape)) and not _largest(raw) <= 0:
+                self._wrong.add(place)
+            return
+        if full is None:
+            if _largest(grad) > _NOTHING * self._most:
+                self._wrong.add(place)
+        elif grad.shape == full.shape:
+            if is_part:
+                self._left[place] = self._left.get(place, full) - grad
+            elif is_part is not None and _largest(grad - full) > self._allowed(place):
+                self._wrong.add(place)
+        else:
+            rows = self.mode.rows_of(full, grad.shape)
+            if rows is None or _largest(grad - rows) > self._allowed(place):
+                self._wrong.add(place)
+
+    def _exchanged(self, place: Place, shape: Any, is_sum: bool, grad: Tensor) -> Tensor:
+        """What goes on behind an exchange: what the whole run had."""
+        if not self.is_backward:
+            raise BackwardDiffers(place.name, "its forward takes gradients of what other ranks have")
+        self._arrived(place, grad, is_sum)
+        full = self._full.get(place) if self.scale else None
+        rows = None if full is None else self.mode.rows_of(full, shape)
+        return grad.new_zeros(shape) if rows is None else rows
+
+    def _allowed(self, place: Place) -> float:
+        return max(_ALLOWED * _largest(self._full[place]), _NOTHING * self._most)
+
+
+class _Exchanged(torch.autograd.Function):
+    """Another tensor in the place of one, and another gradient in the place of its."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, other: Tensor, back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return other.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return ctx.back(grad), None, None
+
+
+def _has_gradient(x: Any) -> bool:
+    return (
+        isinstance(x, Tensor)
+        and x.requires_grad
+        and torch.is_grad_enabled()
+        and (x.is_floating_point() or x.is_complex())
+    )
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
