@@ -157,7 +157,7 @@ class Rows(LayerCalls):
             known = None if self._known is None else self._known.islands.get(name, [{}, {}])[0]
             return self._joined("in", frame.key, (args, kwargs), full, dims, known)  # type: ignore[no-any-return]
         frame.is_right = self._is_same((args, kwargs), full)
-        return self._noted("in", frame.key, (args, kwargs))  # type: ignore[no-any-return]
+        return self._noted("in", frame.key, (args, kwargs)) if frame.is_right else (args, kwargs)
 
     def after(self, name: str, output: Any) -> Any:
         frame = self.frames.pop()
@@ -188,7 +188,7 @@ class Rows(LayerCalls):
                     if not name and x.shape != full[path].shape:
                         sizes = zip(x.shape, full[path].shape, strict=True)
                         self.facts.outputs[path] = next(dim for dim, (mine, all_) in enumerate(sizes) if mine != all_)
-        output = self._noted("out", frame.key, output)
+            output = self._noted("out", frame.key, output)
         if name in self._plan.join or name in self._plan.keys:
             of_kind = "join" if name in self._plan.join else "keys"
             dims = getattr(self.facts, of_kind).setdefault(name, {})
@@ -386,7 +386,7 @@ class Rows(LayerCalls):
         if self._rows is None:
             if self._whole.keeps(frame.name) or frame.name in self._whole.products_of:
                 self._whole.products[key] = factor
-            if self.gradients is not None and isinstance(factor, Tensor):
+            if self.gradients is not None and isinstance(factor, Tensor) and self.weight_of(factor) is None:
                 with self.busy():
                     return with_second(func, args, kwargs, self.gradients.noted(Place("factor", *key), factor))
             return args, kwargs

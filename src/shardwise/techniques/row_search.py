@@ -30,12 +30,7 @@ _MANY = 8
 _TRIES = 200  # runs of repairs
 _GATHERS = 30  # plans for one module that may write attention out
 _MOST_OWN = 256  # positions of the example, for a run of that length
-_SCALES = (
-    1.0,
-    1e-4,
-    1e4,
-    0.0,
-)  # of gradients, where code has backwards or hooks of its own: they may go by a threshold
+_SCALES = (1.0, 1e-4, 1e4, 0.0)  # of gradients, for backwards and hooks of the model's own: they may go by a threshold
 _EXCEPTIONS = 2  # calls of a module that are none of what the others like them are
 
 

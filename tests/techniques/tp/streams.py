@@ -172,6 +172,11 @@ def copied(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("shardwise_tests::limited", mutates_args=())
+def limited(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
 @torch.library.custom_op("shardwise_tests::gained", mutates_args=())
 def gained(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x * weight
@@ -184,6 +189,8 @@ def _of_weight(ctx, grad):
 
 copied.register_fake(torch.empty_like)
 copied.register_autograd(lambda ctx, grad: grad / (1e-3 + grad.norm()))
+limited.register_fake(torch.empty_like)
+limited.register_autograd(lambda ctx, grad: grad if grad.norm() < 1e3 else grad / grad.norm())
 gained.register_fake(lambda x, weight: torch.empty_like(x))
 gained.register_autograd(_of_weight, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
@@ -214,6 +221,10 @@ class OwnGradients(nn.Module):
             if x.requires_grad:
                 x.register_hook(lambda grad: grad / (1e-3 + grad.norm()))
             return x * self.gain
+        if self.how == "hook of a threshold":
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad if grad.norm() < 1e3 else grad / grad.norm())
+            return x * self.gain
         if self.how == "hook of rows":
             if x.requires_grad:
                 x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
@@ -235,8 +246,12 @@ class OwnGradients(nn.Module):
                 return F.gelu(x) * self.gain
         if self.how == "checkpoint":
             return checkpoint(lambda x: F.gelu(x) * self.gain, x, use_reentrant=False)
+        if self.how == "reentrant checkpoint":
+            return checkpoint(lambda x: F.gelu(x) * self.gain, x, use_reentrant=True)
         if self.how == "operator of one length":
             return copied(x) * self.gain
+        if self.how == "operator of a threshold":
+            return limited(x) * self.gain
         if self.how == "operator of rows":
             return gained(x, self.gain)
         if self.how == "mean for a weight":
@@ -273,6 +288,8 @@ WHOLE = (
     "hook of a node",
     "hook before a node",
     "packed for backward",
+    "hook of a threshold",
+    "operator of a threshold",
     "straight through",
     "stopped by the length",
 )
