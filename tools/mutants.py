@@ -3039,7 +3039,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cp-outputs-of-modules-not-compared",
         "        if frame.is_right and name not in self._plan.unjudged:\n",
         "        if frame.is_right and not name:\n",
-        "tests/techniques/cp/test_proof.py -k 'named_or_runs and manual'",
+        "tests/techniques/cp/test_proof.py -k 'named_or_runs and shift'",
         "the module that mixes positions is not named",
     ),
     Mutant(

@@ -157,6 +157,8 @@ class Rows(LayerCalls):
             known = None if self._known is None else self._known.islands.get(name, [{}, {}])[0]
             return self._joined("in", frame.key, (args, kwargs), full, dims, known)  # type: ignore[no-any-return]
         frame.is_right = self._is_same((args, kwargs), full)
+        if not frame.is_right and self.gradients is not None:
+            self.gradients.unlike.add(name)
         return self._noted("in", frame.key, (args, kwargs)) if frame.is_right else (args, kwargs)
 
     def after(self, name: str, output: Any) -> Any:
@@ -202,7 +204,7 @@ class Rows(LayerCalls):
             ends = list({id(x): x for x in (*seen.output, *(x for _, x in seen.kept))}.values())
             params = dict(self._trial.module.named_parameters())
             with self.busy():
-                self.gradients.run_backward(ends, params, self.is_part_of)
+                self.gradients.run_backward(ends, params, self.is_part_of, self._calls)
 
     def _all_buffers(self) -> Iterator[tuple[str, Tensor | None]]:
         for name, owner, attr in canonical_tensors(self._trial.module, "_buffers"):

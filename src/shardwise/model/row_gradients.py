@@ -5,7 +5,7 @@ run had there, as the forward does; where every rank has a part of a gradient, t
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,6 +69,9 @@ class Gradients:
         self._left: dict[Place, Tensor] = {}
         self._wrong: set[Place] = set()
         self._ended: list[tuple[str, int]] = []
+        self.unlike: set[str] = set()
+        """Modules that ranks call with something else, such as an expert with its tokens: which of their calls are the same is not known."""
+        self._calls: dict[str, int] = {}
         self._most = 0.0
         self._last = ""  # module whose output has got a gradient
         self._joined: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
@@ -122,14 +125,21 @@ class Gradients:
         return _Exchanged.apply(x, part.detach(), functools.partial(self._exchanged, place, x.shape, False))  # type: ignore[no-any-return]
 
     def run_backward(
-        self, ends: Sequence[Tensor], params: dict[str, Tensor], kind_of: Callable[[str], bool | None]
+        self,
+        ends: Sequence[Tensor],
+        params: Mapping[str, Tensor],
+        kind_of: Callable[[str], bool | None],
+        calls: Mapping[str, int],
     ) -> None:
         """Runs the backward of a run from gradients that are the same for all runs, and compares those of parameters: each rank has a part
-        (``kind_of`` True), or the whole; None: that is not known.
+        (``kind_of`` True), or the whole; None: that is not known. ``calls``: how often each module was called.
 
         Raises:
             UnsupportedError: it does not run.
         """
+        if self.mode.is_whole:
+            self._calls = dict(calls)
+        self.unlike |= {name for name in self._calls if self._calls[name] != calls.get(name)}
         found = [(i, x) for i, x in enumerate(ends) if _has_gradient(x)]
         given = [self._given(i, x) for i, x in found]
         self.is_backward = True
@@ -158,10 +168,11 @@ class Gradients:
     def refuse_wrong(self) -> None:
         """Raises BackwardDiffers, once all ranks have run, with the module whose backward is given the right gradients and gives others."""
         wrong = {*self._wrong, *(place for place, x in self._left.items() if _largest(x) > self._allowed(place))}
+        wrong = {place for place in wrong if place.what not in ("in", "out") or place.name not in self.unlike}
         if not wrong:
             return
         into = {(place.name, place.call) for place in wrong if place.what == "out"}
-        calls = [key for key in self._ended if key not in into]
+        calls = [key for key in self._ended if key not in into and key[0] not in self.unlike]
         mixes = {(place.name, place.call) for place in wrong if place.what == "in"}
         of_params = {place.name: place.path for place in wrong if place.what == "parameter"}
         inner = next((key for key in calls if key in mixes), None)

@@ -70,7 +70,7 @@ class Block(nn.Module):
         self.batch_norm = nn.BatchNorm1d(WIDTH, track_running_stats=False) if extra == "batch norm" else None
         self.drop = nn.Dropout(0.4) if extra == "dropout" else nn.Identity()
         self.route = nn.Linear(WIDTH, 1) if extra == "best half" else None
-        self.own = OwnGradients(extra, WIDTH) if extra in {*WHOLE, *BY_ROWS, "reentrant checkpoint"} else nn.Identity()
+        self.own = OwnGradients(extra, WIDTH) if extra in {*WHOLE, *BY_ROWS} else nn.Identity()
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.norm(x), mask)
