@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from shardwise.config.caller import level_of_caller
 from shardwise.model.loggers import NAME as LOGGED
 from shardwise.model.loggers import LoggerState, NewLoggers, loggers, names_loggers, within_logger
-from shardwise.model.module_state import Attributes, ModuleState, changed_values, content_of, put
+from shardwise.model.module_state import Attributes, ModuleState
+from shardwise.model.mutable import changed_values, content_of, put
 from shardwise.model.names import canonical_modules, own_attributes
 from shardwise.model.places import LONGEST, Environment, Key, Place, Space, is_cache, is_opaque, is_place, moves_on
 from shardwise.model.side_effects import Watch
