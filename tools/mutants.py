@@ -2741,7 +2741,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "status-of-a-stopped-job",
-        "raise SystemExit(128 + stop.number)  # it has ended a rank",
+        "raise SystemExit(128 + stopped_by)  # it has ended a rank",
         "raise SystemExit(0)  # it has ended a rank",
         "tests/launch/test_launch_local.py -k 'nothing_to_save'",
         "a job that was ended by a signal is taken for one that is done",
