@@ -130,25 +130,28 @@ def plan_of(
     refuse_untied(matched, opened, files, boxes)
     if rules.check_finite:
         refuse_nonfinite(matched, opened, files, boxes)
+    report = _report_of(matched, wanted, opened.place, rounded)
+    report = replace(report, fresh=runtime.pending is not None, beside=beside, packed=tuple(plain))
+    ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors and name not in weights}
+    extra = {name: value for name, value in given.items() if name not in matched.unexpected}
+    return LoadPlan(report, ordered, plain, extra, opened.folder, opened.verified is not None, own)
+
+
+def _report_of(matched: Matched, wanted: Mapping[str, Wanted], place: str, rounded: set[str]) -> LoadReport:
+    """What the report says of the tensors that were found. ``rounded``: those that the recipe stores in fewer bits."""
     cast = {n: (s.dtype, wanted[n].dtype) for n, s in matched.tensors.items() if s.dtype != wanted[n].dtype}
-    report = LoadReport(
-        place=opened.place,
+    return LoadReport(
+        place=place,
         num_tensors=len(matched.tensors),
         missing=matched.missing,
-        fresh=runtime.pending is not None,
         unexpected=matched.unexpected,
         ignored=matched.ignored,
         renamed=tuple(matched.renamed),
         cast=cast,
         rounded=tuple(sorted({cast[name] for name in rounded & cast.keys()})),
-        beside=beside,
         grown=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, GrownTable)),
-        packed=tuple(plain),
         unpacked=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, DecodedTensor)),
     )
-    ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors and name not in weights}
-    extra = {name: value for name, value in given.items() if name not in matched.unexpected}
-    return LoadPlan(report, ordered, plain, extra, opened.folder, opened.verified is not None, own)
 
 
 def _opened(source: Any, rules: Rules, files: VerifiedFiles) -> Source:

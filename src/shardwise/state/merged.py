@@ -17,8 +17,9 @@ from shardwise.state.merged_parameters import merged_parameters
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.techniques.lora.options import LoRA
-from shardwise.techniques.lora.peft_files import PREFIX, adapter_folder
+from shardwise.techniques.lora.peft_folder import adapter_folder
 from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
+from shardwise.techniques.lora.peft_tensors import PREFIX
 
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
