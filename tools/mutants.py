@@ -1977,8 +1977,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hooks-of-modules-see-parts",
-        "            for whole, part in gathered:\n                _mark(whole, part)",
-        "            for whole, part in ():\n                _mark(whole, part)",
+        "            for whole, part in gathered:\n                mark_part(whole, part)",
+        "            for whole, part in ():\n                mark_part(whole, part)",
         "'tests/techniques/tp/test_read_values.py::test_whenever_a_part_is_read_it_is_refused[dp_shard=2,tp=2]'",
         "a hook of the user's takes the norm of a part that was gathered over dp",
     ),
@@ -3583,8 +3583,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-torchs-clipping-unnoticed",
-        "            raise _refusal(name, part)\n        _mark(each,",
-        "            return result\n        _mark(each,",
+        "            raise refusal(name, part)\n        mark_part(each,",
+        "            return result\n        mark_part(each,",
         "tests/techniques/tp/test_misuse.py",
         "torch clips each rank by the norm of its own parts",
     ),

@@ -34,10 +34,10 @@ from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.lost_writes import refuse_lost_writes
 from shardwise.parallel.module_guards import watch_modules
 from shardwise.parallel.named_gradients import watch_named_gradients
-from shardwise.parallel.part_values import show_parts
 from shardwise.parallel.plain_parts import plain_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
 from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_recipes
+from shardwise.parallel.shown_parts import show_parts
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
