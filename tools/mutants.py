@@ -1742,8 +1742,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "divided-by-ranks-too",
-        'step._scale.scaled(sums["loss"] / self._window.num_tokens)',
-        'step._scale.scaled(sums["loss"] / self._window.num_tokens / step._runtime.world.size)',
+        'self._scale(sums["loss"] / self._window.num_tokens)',
+        'self._scale(sums["loss"] / self._window.num_tokens / self._window.runtime.world.size)',
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-ddp-2-acc1-noclip-default]'",
         "gradients are too small by the number of ranks",
     ),
@@ -1799,7 +1799,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gradients-from-elsewhere",
-        _SELF + "self._refuse_old_gradients()\n",
+        _SELF + "refuse_old_gradients(self._runtime)\n",
         "",
         "tests/step/test_silent.py -k gradients_from_elsewhere",
         "gradients from before the step are stepped unclipped and unchecked",
