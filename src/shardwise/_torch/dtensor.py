@@ -214,9 +214,8 @@ class _Gathered(DTensor):
             versions = [x._version for x in given]
             result = func(*args, **kwargs)
             for each, version in zip(given, versions, strict=True):
-                if each._version != version or (
-                    name[:1] == "_" and name.endswith("_") and name[-2:] != "__"
-                ):  # of lists
+                # Operators of lists (_foreach_add_) are known by their names.
+                if each._version != version or (name[:1] == "_" and name.endswith("_") and name[-2:] != "__"):
                     _refuse(each, name, origin=each.origin)
             for each in tree_flatten(result)[0] if given else ():
                 if type(each) is DTensor and _address(each) == _address(given[0]):

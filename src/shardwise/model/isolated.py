@@ -65,9 +65,8 @@ class Isolated:
         self._places: list[Place] = []
         self._changed: list[Place] | None = None  # by the last call; None: not looked for
         self._plain: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # attributes of functions that have none
-        self._marked: list[
-            tuple[str, dict[str, Any], dict[str, Any]]
-        ] = []  # of which some have changed, as places have
+        # Of which some have changed, as places have.
+        self._marked: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._modules: list[ModuleState | Attributes] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._left = _MOST_COPIED

@@ -210,9 +210,8 @@ def _told(value: Any) -> str:
         return f"partial({_told(value.func)}, {_told(value.args)}, {_told(value.keywords)})"
     if isinstance(value, types.MethodType):
         return _told(value.__func__)
-    if (
-        isinstance(value, types.FunctionType) and "<" in value.__qualname__
-    ):  # its name says little: a lambda, or one made by a call
+    # Its name says little: a lambda, or one made by a call.
+    if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
         return f"{described(value)} with the checksum {zlib.crc32(value.__code__.co_code + _kept(value).encode())}"
     if isinstance(value, (numbers.Number, np.bool_)) and not isinstance(value, enum.Enum):
         number = value.item() if isinstance(value, np.generic) else value

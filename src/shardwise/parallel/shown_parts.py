@@ -143,9 +143,8 @@ def _showing(register: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(register)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if (
-            args and isinstance(args[0], nn.Module) and args[0] not in with_parts
-        ):  # of another model, or not sharded yet
+        # Hooks of another model, or of one that is not sharded yet.
+        if args and isinstance(args[0], nn.Module) and args[0] not in with_parts:
             return register(*args, **kwargs)
         if not (sys._getframe(1).f_globals.get("__name__") or "").startswith(OWN_FRAMES):
             args = tuple(in_hook(x) if callable(x) and not isinstance(x, nn.Module) else x for x in args)

@@ -101,9 +101,8 @@ def _names_in(source: Source, wanted: list[str]) -> dict[str, str]:
     edits += [
         lambda name, first=first: f"{first}.{name}" for first in sorted({n.partition(".")[0] for n in source.tensors})
     ]
-    best = max(
-        edits, key=lambda edit: sum(edit(name) in source.tensors for name in wanted)
-    )  # the first of equals: as they are
+    # The first of equals: as they are.
+    best = max(edits, key=lambda edit: sum(edit(name) in source.tensors for name in wanted))
     return {name: best(name) for name in wanted}
 
 

@@ -321,9 +321,8 @@ class TrainStep:
             # The loop, its own scheduler or a resumed state may have changed them on one rank.
             "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
             **self._scale.entries(),
-            **{
-                f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()
-            },  # an entry per metric: a rank with other metrics is named in the error
+            # An entry per metric: a rank with other metrics is named in the error.
+            **{f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()},
         }
 
     def _step(self, clipping: Clipping, norm: float) -> None:

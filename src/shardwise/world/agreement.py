@@ -320,9 +320,8 @@ class Agreement:
             return self._nameless(where, why)
         self.watch.note_broken_collective()
         if self.watch.alarm is None:
-            self.watch.missing(
-                self.watch.LOST
-            )  # reads the counts of all beats, to compare them with those after the wait
+            # Reads the counts of all beats, to compare them with those after the wait.
+            self.watch.missing(self.watch.LOST)
         alarm = self.watch.wait_for_alarm(_WORD_S)
         if alarm is not None:
             self.watch.is_told = True
@@ -373,9 +372,8 @@ def _wire(tensor: Tensor, how: str) -> Tensor:
     extremes; else numbers that a reduction neither rounds nor overflows further than it must."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if how == "rank0":
-        return tensor.as_strided((tensor.numel(),), (1,)).view(
-            torch.uint8
-        )  # a view of one element keeps a stride above 1
+        # A view of one element keeps a stride above 1.
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     if how in ("min", "max"):
         return _places(tensor.reshape(-1), how)
     if tensor.is_complex():

@@ -313,9 +313,8 @@ class FSDP2Engine:
             self._note(unit.name)
             return
         numbers = self._positions[unit.name]
-        positions = [
-            numbers[i] for i in unit.positions_with_gradient() if numbers[i] >= 0
-        ]  # not one that was unfrozen since
+        # Not one that was unfrozen since.
+        positions = [numbers[i] for i in unit.positions_with_gradient() if numbers[i] >= 0]
         if positions and self._state is State.OUTSIDE and self.world.size > 1:
             raise outside_of_windows(self.world.axis("loss").size)
         self._used[positions] = 1

@@ -72,9 +72,8 @@ class Order:
         self._listener = listener
         self._orders = Orders(len(units.inner), world)
         self._is_held = self._shows_running = False
-        self.micro_batch: int | None = (
-            None  # of the next forwards and backwards, where those of several are interleaved
-        )
+        # Of the next forwards and backwards, where those of several are interleaved.
+        self.micro_batch: int | None = None
         self._num_forwards: dict[int | None, int] = {}  # micro-batch -> forwards with gradients since its last backward
         self._root_version = -1  # version of the root's shards when they were gathered
         self._forget()

@@ -36,9 +36,8 @@ def option_in(folder: Path) -> dict[str, Any]:
     found, beside = layers_in(folder, shapes_in(folder))
     layers, stacks = peft_parameters.split(config, found)
     attention = tuple(f"{name}{peft_parameters.OF_ATTENTION}" for name in layers)
-    if "auto_mapping" in config and not found.keys().isdisjoint(
-        attention
-    ):  # which every file of PEFT has, and ours have not
+    # Every file of PEFT has that word, and ours have not.
+    if "auto_mapping" in config and not found.keys().isdisjoint(attention):
         refuse(folder, "adapters of nn.MultiheadAttention, by PEFT", peft_parameters.TWICE)
     units = _units(folder, config, layers, stacks)
     ranks, alphas = {name: rank for name, (rank, _) in units.items()}, {name: of for name, (_, of) in units.items()}
