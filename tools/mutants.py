@@ -1913,7 +1913,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- step: sums and means -------------------------------------------------------------------------------------
     Mutant(
         "mean-beside-a-sum-taken",
-        'return "part" if abs(self.rest) > max(self.rounding, _APART * bend) else "sum"',
+        'return "part" if abs(self.rest) > max(self.rounding, APART * bend) else "sum"',
         'return "sum"',
         "tests/step/test_sums.py -k no_sum_is_refused",
         "a penalty added to the loss weighs less the more tokens a window has",
@@ -3835,7 +3835,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-loss-shift-unseen",
-        "is_seen and by_first <= _UNCHANGED * by_second",
+        "is_seen and by_first <= UNCHANGED * by_second",
         "False",
         "tests/step/test_loss_check.py -k shift",
         "a model that shifts labels itself is trained on the token after next",
