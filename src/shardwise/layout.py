@@ -355,9 +355,7 @@ def _infer(degrees: dict[str, int], num_ranks: int, given: str) -> dict[str, int
     )
     options = " or ".join(f'"{layout}"' for layout in _nearest(degrees, num_ranks))
     raise LayoutError(
-        given,
-        why=why,
-        fix=f"on {ranks} use {options}" + (f", or start {fixed} ranks" if not free else ""),
+        given, why=why, fix=f"on {ranks} use {options}" + (f", or start {fixed} ranks" if not free else "")
     )
 
 

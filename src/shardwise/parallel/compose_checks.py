@@ -14,9 +14,7 @@ from shardwise.config.caller import level_of_caller
 from shardwise.errors import PlanError, UsageError
 from shardwise.model.tensors import unregistered_parameters
 from shardwise.parallel.runtime import Runtime, has_runtime, is_parallelized
-from shardwise.parallel.unfit_modules import (
-    part_of_another,
-)
+from shardwise.parallel.unfit_modules import part_of_another
 from shardwise.recipe import Anatomy, Recipe, local_shape
 from shardwise.world import World
 

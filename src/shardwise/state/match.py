@@ -165,11 +165,7 @@ def _opened(source: Any, rules: Rules, files: VerifiedFiles) -> Source:
 
 
 def _match_packed(
-    runtime: Runtime,
-    matched: Matched,
-    wanted: dict[str, Wanted],
-    weights: Mapping[str, PackedTensor],
-    source: Source,
+    runtime: Runtime, matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
 ) -> None:
     """Chooses the form in which each packed weight is read.
 

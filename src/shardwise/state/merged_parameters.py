@@ -21,11 +21,7 @@ from shardwise.techniques.lora.peft_parameters import meant
 
 
 def merged_parameters(
-    source: Source,
-    found: AdapterFolder,
-    factors: Mapping[str, TensorSource],
-    folder: Path,
-    model: nn.Module | None,
+    source: Source, found: AdapterFolder, factors: Mapping[str, TensorSource], folder: Path, model: nn.Module | None
 ) -> dict[str, TensorSource]:
     """Name in ``source`` -> its values with an adapter merged into them.
 

@@ -24,13 +24,7 @@ from shardwise.model import dtype_name
 from shardwise.model.peft_names import names_of_peft
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import extra_states
-from shardwise.state.file_layout import (
-    SHARD_BYTES,
-    Form,
-    file_layout_of,
-    made_for_packed,
-    stored_dtypes,
-)
+from shardwise.state.file_layout import SHARD_BYTES, Form, file_layout_of, made_for_packed, stored_dtypes
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.own_values import computed_values, refuse_own_methods, stored_tensors
 from shardwise.state.packed import packed_of

@@ -12,11 +12,7 @@ from shardwise.config.conversion import ENDINGS
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
-from shardwise.state.file_layout import (
-    FileLayout,
-    Part,
-    parts_of,
-)
+from shardwise.state.file_layout import FileLayout, Part, parts_of
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.rounding import refuse_overflow
 from shardwise.state.sidecars import sidecar_files

@@ -31,15 +31,7 @@ from shardwise.step.clip import Clipping, NormType
 from shardwise.step.forward import sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.local_optimizer import has_own_step, local_optimizer
-from shardwise.step.loss import (
-    Batch,
-    Loss,
-    counter_of,
-    forward_of,
-    next_token_loss,
-    refuse_uncallable,
-    with_count,
-)
+from shardwise.step.loss import Batch, Loss, counter_of, forward_of, next_token_loss, refuse_uncallable, with_count
 from shardwise.step.loss_check import LossCheck
 from shardwise.step.loss_errors import agreed_problem
 from shardwise.step.mode import EvalMode

@@ -43,10 +43,7 @@ from shardwise.state.checkpoint.json_state import to_plain, to_text
 from shardwise.state.checkpoint.optimizers import optimizer_state
 from shardwise.state.checkpoint.sharded_files import CUT, ShardedFiles, Take, cut_files, weight_files
 from shardwise.state.extra_state import extra_states
-from shardwise.state.file_layout import (
-    PlannedFile,
-    planned_files,
-)
+from shardwise.state.file_layout import PlannedFile, planned_files
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of

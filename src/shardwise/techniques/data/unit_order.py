@@ -407,10 +407,7 @@ class Order:
         self._ending.call(self._end_backward)
         self._backward_number = current_backward()
         self._backward = Backward(
-            self.units,
-            self._orders.walk(self._situation(), self._pass_backward),
-            self._reduce,
-            self._hook_gradients,
+            self.units, self._orders.walk(self._situation(), self._pass_backward), self._reduce, self._hook_gradients
         )
         self._listener.begins_backward()
         self._backward.begin()
