@@ -1650,7 +1650,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "attributes-of-each-rank",
-        "    _set_rng_state(theirs)\n    try:",
+        "    set_streams(theirs, _CPU)\n    try:",
         "    try:",
         "tests/parallel/test_init_seeded.py tests/parallel/test_init_rank0.py -k 'plain_attributes or real_number or rank_dependent'",
         "numbers that a constructor keeps are other ones on each rank",

@@ -226,7 +226,7 @@ class Order:
         self._forward = self._caught = None
         if forward.walk is not None:
             if forward.walk.has_agreed:
-                self.units.spanning |= self._orders.of_any_rank(forward.resumed, "units that are entered in parts")
+                self.units.spanning |= self._orders.of_any_rank(forward.resumed)
             self._orders.learn(_forward(), forward.walk, range(len(self.units.inner)), self.units.spanning)
             self.units.end_forward(with_gradients=forward.has_gradients)
             # Forwards inside ``whole`` do not count: each rank runs as many of them as it likes.
