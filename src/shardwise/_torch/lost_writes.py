@@ -41,19 +41,8 @@ _LISTS = tuple(f"_foreach_{name}_" for name in ("copy", "add", "sub", "mul", "di
 _DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_", "random_")
 # With out=, each rank would write the whole, or its own sum, in place of its piece of the whole.
 _REDUCTIONS = (
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "prod",
-    "var",
-    "std",
-    "norm",
-    "linalg_vector_norm",
-    "logsumexp",
-    "all",
-    "any",
-)
+    "mean", "sum", "amax", "amin", "prod", "var", "std", "norm", "linalg_vector_norm", "logsumexp", "all", "any",
+)  # fmt: skip
 _NEVER = [
     getattr(packet, kind)
     for packet in (getattr(_aten, name) for name in (*_REDUCTIONS, "mm", "addmm", "cat", "stack", "eye"))

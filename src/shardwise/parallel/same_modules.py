@@ -30,24 +30,9 @@ from shardwise.world.fingerprint import Facts, agree_on, described, differences
 _WHAT = "the ranks' modules"
 _FIX = "build the same module with the same options on every rank"
 _OF_A_PROCESS = {
-    "rank",
-    "device",
-    "devices",
-    "dev",
-    "gpu",
-    "cuda",
-    "seed",
-    "pid",
-    "uuid",
-    "uid",
-    "main",
-    "master",
-    "node",
-    "process",
-    "worker",
-    "port",
-    "verbose",
-}
+    "rank", "device", "devices", "dev", "gpu", "cuda", "seed", "pid", "uuid", "uid", "main", "master", "node",
+    "process", "worker", "port", "verbose",
+}  # fmt: skip
 _FROM_ELSEWHERE = {"path", "dir", "file", "url", "hash", "time", "timestamp", "created"}
 """Words in names of attributes, and at their end, whose values may differ: where a rank runs, where its module came from."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)

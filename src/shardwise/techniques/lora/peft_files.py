@@ -18,14 +18,8 @@ if TYPE_CHECKING:
 
 
 _OF_PEFT = (
-    "base_layer",
-    "lora_A",
-    "lora_B",
-    "lora_dropout",
-    "lora_embedding_A",
-    "lora_embedding_B",
-    "lora_magnitude_vector",
-)
+    "base_layer", "lora_A", "lora_B", "lora_dropout", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
+)  # fmt: skip
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
