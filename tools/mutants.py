@@ -694,7 +694,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "recurrent-weights-flattened",
-        "    _leave_unflattened(module)\n    return",
+        "    leave_unflattened(module)\n    return",
         "    return",
         "tests/techniques/data/test_own_loops.py -k unflattened",
         "on an accelerator recurrent layers compute with the weights of the first step for ever",

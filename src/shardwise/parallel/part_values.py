@@ -15,7 +15,6 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,11 +22,10 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch.autograd import in_backward, without_subclasses
 from shardwise._torch.modules import CALLS
 from shardwise.config.keywords import public_call
-from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
 from shardwise.parallel.part_errors import BY_PLACE, PartOf, beside_whole, refusal
 from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
-from shardwise.parallel.part_wholes import Whole, put_together
+from shardwise.parallel.part_wholes import gathered
 from shardwise.parallel.runtime import Runtime
 
 MARK = "_shardwise_part"
@@ -74,7 +72,7 @@ class Part:
     def full_tensor(self, **options: Any) -> Tensor:
         """The whole value, as of a DTensor; all ranks must call it."""
         with without_subclasses():
-            return _gathered(self, **options)  # type: ignore[arg-type]
+            return gathered(self, part_of(self), **options)  # type: ignore[arg-type]
 
     def to_local(self, **options: Any) -> Tensor:
         """This rank's part, as a plain tensor."""
@@ -309,28 +307,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 # ---- the whole ------------------------------------------------------------------------------------------------
-
-
-def _gathered(tensor: Tensor, **options: Any) -> Tensor:
-    """The whole of a part."""
-    part = part_of(tensor)
-    runtime = None if part is None else part.runtime()
-    if part is None or runtime is None:
-        raise UsageError(
-            "full_tensor() of a part of a model that is no longer there",
-            why="which ranks have the other parts is no longer known",
-            fix="keep the model for as long as its tensors are used",
-        )
-    known = runtime.recipe.params[part.name]
-    param = msgspec.structs.replace(known, cuts=tuple(cut for cut in known.cuts if cut.axis == part.axis))
-    if whole_sizes(tensor, part.cuts) != tuple(param.shape):
-        raise UsageError(
-            f"full_tensor() of a tensor of another shape than {part.name}",
-            why="how parts are put together is known for tensors that have the parameter's shape",
-            fix="take the whole of the parameter, or of its gradient, first: sw.full_tensor(p).t()",
-            name=part.name,
-        )
-    local = tensor.detach()
-    local = DTensor.full_tensor(local, **options) if isinstance(local, DTensor) else local
-    whole = put_together(runtime, param, part.axis, local.as_subclass(Tensor))
-    return Whole.apply(tensor, whole, part) if torch.is_grad_enabled() and tensor.requires_grad else whole

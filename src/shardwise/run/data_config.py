@@ -17,17 +17,8 @@ from shardwise.errors import ConfigError
 MICRO_BATCH = 8  # of a run that says neither data.micro_batch nor data.micro_tokens
 
 _OF_FILES = (
-    "path",
-    "val_path",
-    "tokenizer",
-    "dtype",
-    "seq_len",
-    "pack",
-    "unusable",
-    "chat_template",
-    "eos_token",
-    "cache",
-)
+    "path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "chat_template", "eos_token", "cache",
+)  # fmt: skip
 
 
 class Data(Options, frozen=True, kw_only=True):

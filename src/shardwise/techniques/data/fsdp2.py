@@ -6,7 +6,6 @@ always reduce the same tensors; which parameters were used at all is recorded be
 """
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from shardwise.techniques.data.explain import translated
 from shardwise.techniques.data.fsdp2_units import (
     entry_of,
     groups_of,
+    leave_unflattened,
     offload_of,
     refuse_containers,
     refuse_other_cuts,
@@ -72,22 +72,8 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
         if isinstance(child, FSDPModule):
             sum_gradients(child)
     materialise(module, world.device, cut=torch.device("cpu") if entry_of(recipe).offload else world.device)
-    _leave_unflattened(module)
+    leave_unflattened(module)
     return FSDP2Engine(module, recipe, world)
-
-
-def _leave_unflattened(module: nn.Module) -> None:
-    """Disables ``flatten_parameters`` of recurrent layers. It moves gathered weights into one block of memory for cuDNN
-    once, through ``.data``; later all-gathers do not write there, so from the second step on the layer computed with
-    the first step's weights."""
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase) and any(isinstance(param, DTensor) for param in child.parameters()):
-            child.__dict__["flatten_parameters"] = _nothing
-            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
-
-
-def _nothing() -> None:
-    pass
 
 
 @dataclass

@@ -1,11 +1,13 @@
 """The units of a recipe as FSDP2 wraps them: their parameters by group, what it is told of each, and what it cannot wrap."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from shardwise._torch.fsdp2 import Unit
 from shardwise.errors import UnsupportedError
@@ -113,3 +115,17 @@ def _spanning(units: Sequence[Any], order: list[str]) -> set[int]:
         for name in other.modules
     )
     return {i for i, at in between if ends[i][0] < at < ends[i][1]}
+
+
+def leave_unflattened(module: nn.Module) -> None:
+    """Disables ``flatten_parameters`` of recurrent layers. It moves gathered weights into one block of memory for cuDNN
+    once, through ``.data``; later all-gathers do not write there, so from the second step on the layer computed with
+    the first step's weights."""
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase) and any(isinstance(param, DTensor) for param in child.parameters()):
+            child.__dict__["flatten_parameters"] = _nothing
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+
+
+def _nothing() -> None:
+    pass
