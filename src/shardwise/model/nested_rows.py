@@ -10,10 +10,11 @@ from torch import Tensor
 
 from shardwise.model.attend import SDPA, Attention
 from shardwise.model.own_positions import kind_of
-from shardwise.model.positions import Rows, run_mode
+from shardwise.model.positions import Rows
 from shardwise.model.products import second_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Facts, Plan, Whole
+from shardwise.model.row_runs import run_mode
 from shardwise.model.stream_rows import StreamFacts, StreamRows
 from shardwise.model.trial import Trial
 

@@ -8,43 +8,39 @@ between ranks is "what the whole run had there", so that no rank waits for anoth
 
 import contextlib
 import dataclasses
-import functools
 import threading
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise._torch.autograd import is_of_operator
-from shardwise.errors import ShardwiseError, UnsupportedError, first_line
+from shardwise.errors import UnsupportedError
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.hidden_gradients import has_backward_hooks, is_users_hook, seen_by
-from shardwise.model.layers import Layer, LayerCalls, bound
+from shardwise.model.cheap_layers import cheap
+from shardwise.model.compared_rows import ComparedRows
+from shardwise.model.layers import Layer, bound
 from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
-from shardwise.model.names import canonical_modules, canonical_tensors
+from shardwise.model.names import canonical_tensors
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
 from shardwise.model.products import dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import keyed_leaves, map_keyed, with_own_containers
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.row_gradients import Gradients, Place
 from shardwise.model.run import Run
-from shardwise.model.tensors import same_bytes, version_of
+from shardwise.model.tensors import same_bytes
 from shardwise.model.trial import Trial
+from shardwise.model.unseen_calls import has_backward_hooks, is_users_hook
 
 _OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
 """One number for all that lies behind the first two dims."""
 _OF_BACKWARDS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
 _BY_FREQUENCY = {functional.embedding: 5, functional.embedding_bag: 5, torch.embedding: 3}
 """Function -> the number of its argument ``scale_grad_by_freq``."""
-_LAST = 8  # tensors that were compared: more would keep alive what a large model is done with
-_ALLOWED = 1e-11  # relative to the largest number of a tensor
 
 
 @dataclasses.dataclass
@@ -60,7 +56,7 @@ class _Frame:
     num_drops: int = 0
 
 
-class Rows(LayerCalls):
+class Rows(ComparedRows):
     """Within: a model runs, whole (``rows`` None) or on some rows.
 
     Args:
@@ -78,16 +74,8 @@ class Rows(LayerCalls):
         known: Facts | None = None,
         heads_over: int = 1,
     ):
-        super().__init__(trial.name_of)
-        self._heads_over = heads_over
-        self._trial, self._whole, self._plan, self._length, self._rows, self._known = (
-            trial,
-            whole,
-            plan,
-            length,
-            rows,
-            known,
-        )
+        super().__init__(trial, length, rows)
+        self._heads_over, self._whole, self._plan, self._known = heads_over, whole, plan, known
         self.facts = Facts()
         self.gradients: Gradients | None = None  # that are noted, or compared
         self._draws_all = True  # also what has no rows
@@ -97,9 +85,7 @@ class Rows(LayerCalls):
         self._calls: dict[str, int] = {}
         self._inside = 0  # of modules of the cut
         self._is_busy = False  # a kernel, or a call that makes positions, computes
-        self._num_rows = length if rows is None else len(rows)
         self._buffers: dict[str, tuple[Tensor | None, int]] = {}
-        self._compared = deque[tuple[Tensor, Tensor, tuple[int, int]]](maxlen=_LAST)  # and equal, with their versions
 
     @property
     def rows_of_masks(self) -> Tensor | None:
@@ -301,64 +287,6 @@ class Rows(LayerCalls):
         dims[str(place.path)] = at[0]
         return x.index_select(at[0], self._rows)
 
-    def _dim_of(self, name: str, x: Tensor, whole: Tensor) -> int:
-        at = [dim for dim, (mine, all_) in enumerate(zip(x.shape, whole.shape, strict=True)) if mine != all_]
-        if len(at) != 1 or whole.shape[at[0]] != self._length:
-            raise Differs(
-                name, f"a tensor {tuple(whole.shape)} has positions beside other things in one dim, or in several"
-            )
-        return at[0]
-
-    # ---- comparisons
-
-    def _is_same(self, mine: Any, full: Any) -> bool:
-        of_all = dict(keyed_leaves(full))
-        try:
-            for path, x in keyed_leaves(mine):
-                if isinstance(x, Tensor):
-                    self._compare("", path, x, of_all.get(path))
-        except Differs:
-            return False
-        return True
-
-    def _compare(self, name: str, what: str, mine: Tensor, full: Any) -> None:
-        """Raises Differs unless ``mine`` is this rank's rows of ``full``, along any dims, or all of it."""
-        if not isinstance(full, Tensor):
-            raise Differs(name, f"{what} is a tensor on rows alone")
-        if mine.is_meta or full.is_meta:
-            return
-        versions = version_of(mine), version_of(full)
-        if any(x is mine and y is full and then == versions for x, y, then in self._compared):
-            return  # what one module returns the next one is called with
-        whole = self.rows_of(full, mine.shape)
-        if whole is None:
-            raise Differs(name, f"{what} has the shape {tuple(mine.shape)}, for {tuple(full.shape)} of all positions")
-        if torch.equal(mine, whole):
-            self._compared.append((mine, full, versions))
-            return
-        if not mine.is_floating_point() or mine.dtype != whole.dtype:
-            raise Differs(name, f"{what} differs")
-        off = _largest(mine - whole)
-        if not off <= _ALLOWED * _largest(whole):  # of a rank's rows, which are fewer
-            off /= max(_largest(full), 1e-300)
-            if not off <= _ALLOWED:
-                raise Differs(name, f"{what} is off by {off:.1e}")
-        self._compared.append((mine, full, versions))
-
-    def rows_of(self, full: Tensor, shape: Any) -> Tensor | None:
-        """This rank's rows of ``full``, along each dim in which ``shape`` is another, also where samples and positions lie in one dim;
-        None: it has no such shape."""
-        if full.dim() != len(shape) or self._rows is None:
-            return full if full.shape == shape else None
-        for dim, (mine, all_) in enumerate(zip(shape, full.shape, strict=True)):
-            if mine != all_:
-                times, rest = divmod(all_, self._length)
-                if rest or mine != times * self._num_rows:
-                    return None
-                at = self._rows if times == 1 else (torch.arange(times)[:, None] * self._length + self._rows).flatten()
-                full = full.index_select(dim, at)
-        return full
-
     # ---- functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -461,7 +389,7 @@ class Rows(LayerCalls):
     def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         if not all(each.name for each in layer.further):
             return NotImplemented
-        return _cheap(layer, x, self._trial.num_outputs(layer, x))
+        return cheap(layer, x, self._trial.num_outputs(layer, x))
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._rows is None and not self._is_busy:
@@ -630,179 +558,3 @@ def _is_equal(x: Tensor, y: Tensor | None) -> bool:
 
 def _shapes_of(tree: Any) -> list[tuple[str, torch.Size]]:
     return [(path, x.shape) for path, x in keyed_leaves(tree) if isinstance(x, Tensor)]
-
-
-def _largest(x: Tensor) -> float:
-    """The largest absolute number of a tensor."""
-    return float(torch.linalg.vector_norm(x.detach(), float("inf"))) if x.numel() else 0.0
-
-
-def _cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
-    """A fixed function of each row with as many outputs as a layer has: the sum of two inputs, with signs, for each; of an embedding, a
-    sine of the index."""
-    if layer.is_embedding:
-        generator = torch.Generator().manual_seed(zlib.crc32(layer.weight.encode()))
-        drawn = torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3
-        result = torch.sin((x[..., None] + 1) * drawn)
-        return result.requires_grad_().clone() if torch.is_grad_enabled() else result
-    at, signs = _of_layer(layer.weight, x.shape[-1], num_outputs)
-    return x[..., at[0]] * signs[0] + x[..., at[1]] * signs[1]
-
-
-@functools.lru_cache(maxsize=64)
-def _of_layer(weight: str, num_inputs: int, num_outputs: int) -> tuple[Tensor, Tensor]:
-    """Two inputs, and their signs, for each output of a layer."""
-    generator = torch.Generator().manual_seed(zlib.crc32(weight.encode()))
-    at = torch.randint(0, num_inputs, (2, num_outputs), generator=generator)
-    return at, torch.randn(2, num_outputs, generator=generator, dtype=torch.float64).sign() * 0.7
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-def whole_run(
-    trial: Trial,
-    length: int,
-    only: frozenset[str] | None = None,
-    products_of: frozenset[str] = frozenset(),
-    heads_over: int = 1,
-    kind: "type[Rows] | None" = None,
-    gradients: Gradients | None = None,
-    plan: Plan | None = None,
-) -> Whole:
-    """Runs the model of a trial on all positions of its sequences, of ``length``. ``only``: the modules of which is kept what they have;
-    None: all. ``products_of``: others of which factors are kept. ``heads_over``, ``kind``: as rows will be run."""
-    whole = Whole(only, products_of)
-    mode = (kind or Rows)(trial, whole, plan or Plan(), length, None, None, heads_over)
-    mode.gradients = gradients
-    _run(trial, mode)
-    return whole
-
-
-def run_on_rows(
-    trial: Trial,
-    whole: Whole,
-    plan: Plan,
-    length: int,
-    rows: Tensor,
-    known: Facts | None = None,
-    heads_over: int = 1,
-    kind: "type[Rows] | None" = None,
-    gradients: Gradients | None = None,
-) -> Facts:
-    """Runs the model as the rank with these rows would. ``known``: facts that are followed; else they are looked for. ``heads_over``:
-    attention is computed in so many parts of its heads, for all positions each. ``kind``: of the run, for other exchanges than those of
-    attention.
-
-    Raises:
-        Differs: a module computes something else, or does not run.
-    """
-    mode = (kind or Rows)(trial, whole, plan, length, rows, known, heads_over)
-    mode.gradients = gradients
-    run_mode(trial, mode)
-    return mode.facts
-
-
-def run_mode(trial: Trial, mode: Rows) -> None:
-    """Runs the model as a mode says; see :func:`run_on_rows`."""
-    try:
-        _run(trial, mode)
-    except (Differs, ShardwiseError):
-        raise
-    except Exception as error:
-        name = mode.frames[-1].name if mode.frames else ""
-        raise Differs(name, f"it does not run on rows: {type(error).__name__}: {first_line(error)[:120]}") from error
-
-
-def _run(trial: Trial, mode: Rows) -> None:
-    """Runs the model within a mode, and compares its output, and what it keeps, with those of the whole run."""
-    before = now.attends, now.rows
-    if mode.gradients is not None:
-        mode.gradients.begin(mode)
-    mode.facts.masks_of_rows = mode._plan.masks_of_rows
-    with _watched(trial.module, mode):
-        try:
-            now.attends, now.rows = mode, mode.rows_of_masks
-            with seen_by(mode), _without_graph() if mode._whole.is_of_some else contextlib.nullcontext():
-                _, seen = trial.run_within(mode, has_gradients=trial.module.training, then=mode.run_backward)
-        finally:
-            now.attends, now.rows = before
-    if mode.has_threads:
-        raise UnsupportedError(
-            "a model under cp that runs its modules in threads of its own",
-            why="in which order they run, and where, is not the same on all ranks",
-            fix="run them one after the other; or leave cp out for this model",
-        )
-    whole = mode._whole
-    if mode._rows is None:
-        whole.ends, whole.kept = seen.output, seen.kept
-        return
-    if len(seen.output) != len(whole.ends) or [n for n, _ in seen.kept] != [n for n, _ in whole.kept]:
-        raise Differs("", "it returns, or keeps, other tensors")
-    found = set[str]()
-    ends = [("its output", x, y) for x, y in zip(seen.output, whole.ends, strict=True)]
-    names = {name for name, _ in first_names(trial.module)}
-    for (name, mine), (_, full) in zip(seen.kept, whole.kept, strict=True):
-        if mine.is_floating_point() and mine.shape != full.shape:
-            home = next((name[:end] for end in range(len(name), 0, -1) if name[:end] in names), "")
-            raise Differs(home, f"{name or 'the model'} keeps a tensor of this rank's positions", is_kept=True)
-        ends.append((f"what is kept in {name or 'the model'}", mine, full))
-    for what, mine, full in ends:
-        mode._compare("", what, mine, full)
-        if mine.is_floating_point():
-            found.add("rows" if mine.shape != full.shape else "whole")
-    if len(found) > 1:
-        raise Differs("", "a part of what it returns or keeps is of rows, and another of all positions")
-    mode.facts.output = next(iter(found), "")
-
-
-def _without_graph() -> saved_tensors_hooks:
-    """Within: nothing is kept for a backward, which would be the activations of all blocks. Code that takes gradients itself differs."""
-
-    def refuse(_: Any) -> Any:
-        raise Differs("", "its forward takes gradients, which is not tried where many blocks are run at once")
-
-    return saved_tensors_hooks(lambda _: None, refuse)
-
-
-def first_names(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Each module once, under its first canonical name."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name, child in canonical_modules(module):
-        found.setdefault(id(child), (name, child))
-    return list(found.values())
-
-
-@contextlib.contextmanager
-def _watched(module: nn.Module, mode: Rows) -> Iterator[None]:
-    """Within: ``mode`` sees the calls of all modules."""
-    handles = []
-
-    def before(name: str) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            if mode.is_elsewhere():
-                return None
-            with mode.busy():
-                return mode.before(name, args, kwargs)
-
-        return hook
-
-    def after(name: str) -> Callable[..., Any]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if mode.is_elsewhere():
-                return None
-            with mode.busy():
-                output = mode.after(name, output)
-                mode.refuse_backward_hooks(name, (args, kwargs), output)
-                return output
-
-        return hook
-
-    try:
-        for name, child in first_names(module):
-            handles.append(child.register_forward_pre_hook(before(name), with_kwargs=True))
-            handles.append(child.register_forward_hook(after(name), with_kwargs=True))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

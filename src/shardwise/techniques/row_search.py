@@ -14,15 +14,15 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
-from shardwise.model.hidden_gradients import has_backward_hooks
 from shardwise.model.nested_rows import Exchanges, run_nested
-from shardwise.model.positions import run_on_rows, whole_run
 from shardwise.model.products import dim_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs, Facts, Plan, Whole
 from shardwise.model.row_gradients import BackwardDiffers, Gradients
+from shardwise.model.row_runs import run_on_rows, whole_run
 from shardwise.model.rows import Order, rows_of
 from shardwise.model.trial import Trial
+from shardwise.model.unseen_calls import has_backward_hooks
 from shardwise.techniques.sequences import Sequences, length_of_example, lengths_of_proof
 
 _SEARCHED = 2  # blocks of each kind that are run, where there are many

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import UnsupportedError
-from shardwise.model.positions import run_on_rows
 from shardwise.model.row_facts import Differs
 from shardwise.model.row_gradients import BackwardDiffers
+from shardwise.model.row_runs import run_on_rows
 from shardwise.model.rows import most_rows, rows_of
 from shardwise.techniques.row_search import Search
 from shardwise.techniques.sequences import sequences_in

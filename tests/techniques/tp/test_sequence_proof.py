@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from techniques.tp.streams import BY_ROWS, EXACT, WHOLE, Block, Words, batch, build
 from torch import nn
 
-from shardwise.model.positions import run_on_rows
 from shardwise.model.row_facts import Differs
+from shardwise.model.row_runs import run_on_rows
 from shardwise.model.rows import rows_of
 from shardwise.model.stream_rows import StreamRows
 from shardwise.techniques.sequences import sequences_in
