@@ -36,6 +36,7 @@ from shardwise.techniques.tp.layers import (
 from shardwise.techniques.tp.parts import call_computed, norm_whole, work_on_parts
 from shardwise.techniques.tp.rule import TensorParallelEntry
 from shardwise.techniques.tp.sequence import JoinedStream, SequenceCuts
+from shardwise.techniques.tp.whole_uses import share_whole_uses
 from shardwise.world import World
 from shardwise.world.axis import Axis
 from shardwise.world.streams import PartStream
@@ -137,6 +138,9 @@ class TensorParallelAct(Act):
         trained = [name for name in names if runtime.recipe.params[name].trainable]
         if trained:
             runtime.partial.setdefault("tp", []).extend(trained)
+            axis = runtime.world.axis("tp")
+            check = functools.partial(share_whole_uses, runtime, trained, group_name(axis.group), axis.size)
+            runtime.before_backward.append(check)
         if runtime.recipe.edits_of("tp"):
             if (cuts := runtime.module.__dict__.get(_STATE)) is not None:
                 cuts.begin(runtime)

@@ -16,7 +16,7 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.side_behind = group, (group, "whole")
         return x.detach()  # not a view, which a model could not change in place
 
     @staticmethod
@@ -29,7 +29,7 @@ class SumParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.side_behind = group, (group, "part")
         return sum_over(x, group)
 
     @staticmethod
@@ -43,6 +43,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int, has_part: bool) -> Tensor:
         ctx.group, ctx.size, ctx.rank, ctx.dim, ctx.has_part = group, size, rank, dim, has_part
+        ctx.side_behind = group, "part"
         return _gathered(x, group, size, dim)
 
     @staticmethod
@@ -63,6 +64,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int) -> Tensor:
         ctx.group, ctx.size, ctx.rank, ctx.dim = group, size, rank, dim
+        ctx.side_behind = group, "whole"
         width = x.shape[dim] // size
         return x.narrow(dim, rank * width, width).clone()
 
