@@ -109,13 +109,12 @@ class LeafUse(NamedTuple):
     sides: Collection[Side]
 
 
-def leaf_uses(outputs: Iterable[Any], side_behind: Callable[[Any], Side | None]) -> Iterator[LeafUse]:
-    """The uses of leaves in the graph of ``outputs``, tensors or edges, whose gradients are whole. ``side_behind``: what the gradients are that an
-    autograd function gives; None: as the one that it gets. It is called before each backward, and takes 1 us for a node."""
+def leaf_uses(outputs: Iterable[Any], sides_behind: Callable[[Any], Side | Sequence[Side] | None]) -> Iterator[LeafUse]:
+    """The uses of leaves in the graph of ``outputs``, tensors or edges, whose gradients are whole. ``sides_behind``: what the gradients are that an
+    autograd function gives, all or each of them; None: as the one that it gets. It is called before each backward, and takes 1 us for a node."""
     waiting: list[tuple[Any, Side, Any, int]] = [(node, "whole", None, 0) for node in _begins(outputs)]
     sides: dict[Any, set[Side]] = {}
-    leaves: dict[tuple[Any, int], Tensor] = {}
-    found: dict[Any, Side] = {}
+    uses: dict[tuple[Any, int], tuple[Tensor, set[Side]]] = {}
     while waiting:
         node, side, user, index = waiting.pop()
         known = sides.get(node)
@@ -124,17 +123,22 @@ def leaf_uses(outputs: Iterable[Any], side_behind: Callable[[Any], Side | None])
         inner = node.next_functions
         if not inner:
             if isinstance(leaf := getattr(node, "variable", None), Tensor):
-                leaves[user, index] = leaf
+                uses.setdefault((user, index), (leaf, set()))[1].add(side)
             continue
         if known is None:
             sides[node] = {side}
         else:
             known.add(side)
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and (other := side_behind(node)) is not None:
-            side = found[node] = other
-        waiting += [(each, side, node, i) for i, (each, _) in enumerate(inner) if each is not None]
-    for (user, index), leaf in leaves.items():
-        yield LeafUse(leaf, user, index, (found[user],) if user in found else sides.get(user, ("whole",)))
+        each: Sequence[Side] | None = None
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and (other := sides_behind(node)) is not None:
+            side, each = (other, None) if isinstance(other, str) else (side, other)
+        waiting += [
+            (before, side if each is None else each[i], node, i)
+            for i, (before, _) in enumerate(inner)
+            if before is not None
+        ]
+    for (user, index), (leaf, of_use) in uses.items():
+        yield LeafUse(leaf, user, index, of_use)
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

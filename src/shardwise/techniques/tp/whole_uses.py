@@ -1,7 +1,15 @@
-"""Uses, past the layers that are cut, of parameters of which each rank has a part of the gradient: a penalty in the loss on the norm of each head.
+"""What comes to parameters past the layers that are cut over ``tp``: a penalty in the loss on the norm of each head, a loss of what a hook has seen of a
+rank's heads.
 
-Such gradients are summed over the ranks at the end of a window. What comes to the parameter past the layers, all of it on every rank, would count
-once for each: a rank takes its share of that. What is which shows in the graph: sides change at exchanges alone.
+Each graph shows it before its backward: gradients are the same on every rank, or parts of a sum, and change from one to the other at exchanges alone.
+
+===========================  =====================================  ================================================
+parameter                    gradients that are parts               gradients that are whole
+===========================  =====================================  ================================================
+cut: a rank has a part       as the layers give them                refused: the part was taken for all of it
+whole, summed over ``tp``    summed at the end of a window          each rank takes its share, so that they count once
+whole, not summed            refused: a rank would have a part      as without ``tp``
+===========================  =====================================  ================================================
 """
 
 import functools
@@ -12,47 +20,86 @@ from torch import Tensor
 
 from shardwise._torch.autograd import Backward, Side, leaf_uses
 from shardwise.errors import UnsupportedError
+from shardwise.recipe import Recipe
 
 
-def share_whole_uses(runtime: Any, names: Sequence[str], group: str, size: int, backward: Backward) -> None:
-    """Divides, in a backward that is about to run, what is whole of the gradients of some parameters by the number of ranks.
+class WholeUses:
+    """Looks at each backward of a model that is about to run.
 
     Args:
-        runtime: of the model.
-        names: of the parameters of whose gradient each rank along the axis has a part.
+        recipe: of the model.
+        partial: the parameters of whose gradient each rank has a part.
         group, size: name of the group of the ranks, and their number.
-        backward: is about to run.
-
-    Raises:
-        UnsupportedError: what a parameter gets is in part whole, and in part a part of the sum.
     """
-    of_leaf = {id(runtime.parameters[name]): name for name in names}
-    of_leaf |= {id(copy): of_leaf[id(param)] for copy, param in runtime.engine.gathered() if id(param) in of_leaf}
-    whole: dict[Any, list[int]] = {}
-    for use in leaf_uses(backward.outputs, functools.partial(_side_behind, group)):
-        if (name := of_leaf.get(id(use.leaf))) is None or "whole" not in use.sides:
-            continue
-        if len(use.sides) > 1 or use.node is None:
-            raise UnsupportedError(
-                "a value of a parameter that is used both within layers that are cut over tp and outside of them"
-                if use.node is not None
-                else "a backward of a parameter itself",
-                why="every rank has the whole gradient of the use outside, and within, a part of one that is summed over the ranks",
-                fix="compute the value anew from the parameter for the use outside of the layers; a penalty: sw.parameter_penalty(model, penalty) in a "
-                "window of your own loop, or weight_decay= of the optimizer",
-                name=name,
-            )
-        whole.setdefault(use.node, []).append(use.index)
-    for node, places in whole.items():
-        backward.until_end.callback(node.register_hook(functools.partial(_shared, places, size)).remove)
 
+    def __init__(self, recipe: Recipe, partial: Sequence[str], group: str, size: int):
+        self._group, self._size, self._partial = group, size, frozenset(partial)
+        self._cut = {name for name, param in recipe.params.items() if any(cut.axis == "tp" for cut in param.cuts)}
 
-def _side_behind(group: str, node: Any) -> Side | None:
-    of, side = getattr(node, "side_behind", (None, None))
-    if of is not None:
-        return side if of == group else None
-    return "unknown" if node.name().startswith("CompiledFunction") else None
+    def share(self, runtime: Any, backward: Backward) -> None:
+        """Divides what is whole of the gradients of parameters that are summed over the ranks by their number, and refuses what is wrong on
+        each rank."""
+        names = {id(param): name for name, param in runtime.parameters.items()}
+        names |= {id(copy): names[id(param)] for copy, param in runtime.engine.gathered() if id(param) in names}
+        shared: dict[Any, list[int]] = {}
+        for leaf, node, index, sides in leaf_uses(backward.outputs, self._sides_behind):
+            name = names.get(id(leaf))
+            if name is None:
+                continue
+            if name in self._cut:
+                if "whole" in sides:
+                    raise _taken_for_all(name)
+            elif name not in self._partial:
+                if "part" in sides:
+                    raise _on_parts(name)
+            elif "whole" in sides:
+                if len(sides) > 1 or node is None:
+                    raise _both(name, node is None)
+                shared.setdefault(node, []).append(index)
+        for node, places in shared.items():
+            handle = node.register_hook(functools.partial(_shared, places, self._size))
+            backward.until_end.callback(handle.remove)
+
+    def _sides_behind(self, node: Any) -> Side | Sequence[Side] | None:
+        of, sides = getattr(node, "side_behind", (None, None))
+        if of is not None:
+            return sides if of == self._group else None
+        return "unknown" if node.name().startswith("CompiledFunction") else None
 
 
 def _shared(places: Sequence[int], size: int, grads: Sequence[Tensor | None], _of_results: Any) -> tuple[Any, ...]:
     return tuple(grad / size if i in places and grad is not None else grad for i, grad in enumerate(grads))
+
+
+_PENALTY = "a penalty: sw.parameter_penalty(model, penalty) in a window of your own loop, or weight_decay= of the optimizer"
+
+
+def _taken_for_all(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "a loss that comes to a parameter that is cut over tp past what its layers return",
+        why="this rank has a part of it, and of what lies between the layers that are cut: a hook there, or another way through the code than on the "
+        "example, has taken that for all of it",
+        fix="return the value from the model, in every forward, so that the example shows it; or keep its layers whole: "
+        "tensor_parallel=sw.TensorParallel(plan={...}); a penalty: weight_decay= of the optimizer",
+        name=name,
+    )
+
+
+def _on_parts(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "a parameter that was used between layers that are cut over tp, and on the example was not",
+        why="the code took another way: each rank has the gradient of its part of that use, which nothing sums",
+        fix="pass example= with which the code takes this way; or keep its layers whole: tensor_parallel=sw.TensorParallel(plan={...})",
+        name=name,
+    )
+
+
+def _both(name: str, is_output: bool) -> UnsupportedError:
+    return UnsupportedError(
+        "a backward that begins with a parameter itself"
+        if is_output
+        else "a value of a parameter that is used both between layers that are cut over tp and outside of them",
+        why="its gradients of the layers are parts, which are summed over the ranks, and every rank has the whole gradient of the other use",
+        fix=f"compute the value anew from the parameter for the other use; {_PENALTY}",
+        name=name,
+    )
