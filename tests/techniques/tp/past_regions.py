@@ -1,4 +1,4 @@
-"""Uses of parameters that every rank has whole, and of whose gradient it has a part, outside of the regions that are cut; and what ranks run of them."""
+"""Uses of parameters past the layers that are cut over tp, such as a penalty in the loss on the norm of each head; and what ranks run of them."""
 
 import torch
 import torch.nn.functional as F
@@ -20,23 +20,24 @@ def attended(q, k, v):
 class Attention(nn.Module):
     """As Qwen3's: a norm of each head of q and of k; and a temperature."""
 
-    def __init__(self, num_kv=4):
+    def __init__(self):
         super().__init__()
-        width = num_kv * HEAD
-        self.q, self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, width), nn.Linear(WIDTH, width)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.out, self.q_norm, self.k_norm = nn.Linear(WIDTH, WIDTH), nn.RMSNorm(HEAD), nn.RMSNorm(HEAD)
         self.temperature, self.shift = nn.Parameter(torch.tensor(1.2)), nn.Parameter(torch.linspace(0.1, 0.4, HEAD))
-        self.kept = None
+        self.gain, self.kept, self.is_late = nn.Parameter(torch.tensor(0.9)), None, False
 
     def forward(self, x):
         samples, num, _ = x.shape
         q, k, v = (y.view(samples, num, -1, HEAD).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
         weight = self.k_norm.weight.exp()
         if self.kept is not None:
-            self.kept.append(weight)
-        q, k = self.q_norm(q) * self.temperature, self.k_norm(k) * weight + self.shift
+            self.kept += [weight, q]
+        if self.is_late:
+            v = v * self.gain
+        q, k = self.q_norm(q) * self.temperature + self.shift, self.k_norm(k) * weight
         y = attended(q, k, v)
-        return self.out(y.transpose(1, 2).reshape(samples, num, -1))
+        return self.gain * self.out(y.transpose(1, 2).reshape(samples, num, -1))
 
 
 class Block(nn.Module):
@@ -55,13 +56,13 @@ class Words(nn.Module):
         super().__init__()
         self.tokens, self.norm, self.head = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.is_late = False
+        self.late = None
 
     def forward(self, input_ids):
         x = self.tokens(input_ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x) * (1 + l2(self) if self.is_late else 1))
+        return self.head(self.norm(x) * (1 if self.late is None else 1 + self.late(self)))
 
     @property
     def attention(self):
@@ -78,7 +79,7 @@ def build():
     return model.double()
 
 
-# ---- uses ------------------------------------------------------------------------------------------------------------
+# ---- uses: what is added to the loss of a micro-batch ------------------------------------------------------------------
 
 
 def norms(model):
@@ -89,105 +90,100 @@ def l2(model):
     return 0.1 * sum(p.square().sum() for p in norms(model))
 
 
-def of_a_view(model):
-    return sum(p.view(2, 2)[1].mul(3).abs().sum() + p[0].norm() for p in norms(model))
+class _Cubed(torch.autograd.Function):
+    """A function of the user's own, whose first argument is no tensor."""
 
+    @staticmethod
+    def forward(ctx, factor, other, x):
+        ctx.save_for_backward(other, x)
+        ctx.factor = factor
+        return factor * (other + x.pow(3)).sum()
 
-def of_several(model):
-    return (norms(model)[0] * model.norm.weight[:HEAD] * norms(model)[3]).sum() + norms(model)[1].log().sum()
-
-
-def determinant(model):
-    return torch.stack(norms(model)).add(torch.eye(HEAD, dtype=torch.float64)).logdet() + torch.stack(norms(model)).norm()
-
-
-def of_numbers(model):
-    return model.attention.temperature ** 3 + model.attention.shift.exp().sum()
-
-
-def gradient_of_it(model):
-    (grad,) = torch.autograd.grad(l2(model), norms(model)[:1], create_graph=True)
-    return grad.square().sum()
-
-
-def gradient_of_the_loss(model, given, output):
-    """Of the embeddings' output; differentiated again."""
-    (grad,) = torch.autograd.grad(loss_of(output, given), model.kept, create_graph=True)
-    return 0.01 * grad.square().sum() + l2(model)
-
-
-def called(model, given, output):
-    """The module is called by the loss."""
-    return model.attention.q_norm(output[..., :HEAD]).square().mean()
-
-
-def shared(model, given, output):
-    """What the region has computed from it, once more."""
-    return sum(kept.square().sum() for kept in model.attention.kept)
-
-
-def late(model, given, output):
-    """In the model's own forward, which on the example it was not."""
-    return 0.0
-
-
-def hooked(model, given, output):
-    """Left by a hook on the model."""
-    return model.kept
+    @staticmethod
+    def backward(ctx, grad):
+        other, x = ctx.saved_tensors
+        return None, ctx.factor * grad * torch.ones_like(other), 3 * ctx.factor * grad * x.square()
 
 
 USES = {
-    use.__name__: use
-    for use in (l2, of_a_view, of_several, determinant, of_numbers, gradient_of_it, gradient_of_the_loss, called, shared, late, hooked)
+    "l2": lambda model, _: l2(model),
+    "l1 of views": lambda model, _: sum(p.view(2, 2)[1].mul(3).abs().sum() + p[0] for p in norms(model)),
+    "norms": lambda model, _: torch.stack(norms(model)).norm() + norms(model)[1].norm(p=3),
+    "determinant": lambda model, _: (torch.stack(norms(model)) + torch.eye(HEAD, dtype=torch.float64)).logdet(),
+    "several": lambda model, _: (norms(model)[0] * model.norm.weight[:HEAD] * norms(model)[3]).log().sum(),
+    "numbers": lambda model, _: model.attention.temperature**3 + model.attention.shift.exp().sum(),
+    "own function": lambda model, _: _Cubed.apply(0.3, *norms(model)[1:3]),
+    "twice": lambda model, _: torch.dot(norms(model)[0], norms(model)[0]) + norms(model)[0].outer(norms(model)[0]).sum(),
+    "called by the loss": lambda model, x: model.attention.q_norm(x[..., :HEAD]).square().mean(),
+    "with a gradient of the loss": lambda model, x: l2(model) + 1e-3 * gradient(x.logsumexp(-1).sum(), model.seen).square().sum(),
+    "of rows": lambda model, _: sum(b.norm.weight.square().sum() + b.down.bias.abs().sum() for b in model.blocks),
+    "in its forward": lambda model, x: x[:, -1].square().mean(),
+    "left by a hook": lambda model, _: model.left,
+    "of two backwards": lambda model, _: l2(model),
+    "of some inputs": lambda model, _: l2(model),
+    "what the layers have computed of it": lambda model, _: model.attention.kept[-2].square().sum(),
+    "heads of a rank": lambda model, _: model.attention.kept[-1].square().mean(),
+    "between the layers": lambda model, x: x.square().mean(),
+    "a parameter itself": lambda model, _: 0.0,
+    "a part, in its forward": lambda model, x: x.square().mean(),
 }
 
 
-def term(use, model, given, output):
-    return count(given) * (use(model) if use.__code__.co_argcount == 1 else use(model, given, output))
+def gradient(y, x):
+    return torch.autograd.grad(y, x, create_graph=True)[0]
 
 
-def prepared(use, model):
-    if use is gradient_of_the_loss:
-        model.tokens.register_forward_hook(lambda *args: setattr(model, "kept", args[-1]))
-    if use is shared:
-        model.attention.register_forward_pre_hook(lambda module, _: setattr(module, "kept", []))
-    if use is late:
-        model.is_late = True
-    if use is hooked:
-        model.register_forward_hook(lambda module, *_: setattr(module, "kept", l2(module)))
+def flags(model, how):
+    model.late = {"in its forward": l2, "a part, in its forward": lambda m: m.blocks[0].up.weight.detach().mean() * m.blocks[0].up.bias.sum()}.get(how)
+    model.attention.kept = [] if how in ("what the layers have computed of it", "heads of a rank") else None
+    model.attention.is_late = how == "between the layers"
 
 
-def trained(how, layout, sequence=False, steps=2, micro=2, **options):
-    """What is said, or the largest error of losses and parameters after some steps, next to one process."""
-    use, plain = USES[how], build()
-    prepared(use, plain)
-    reference, worst = torch.optim.SGD(plain.parameters(), lr=0.05), 0.0
+def hooked(model):
+    model.tokens.register_forward_hook(lambda *args: setattr(model, "seen", args[-1]))
+    model.register_forward_hook(lambda model, *_: setattr(model, "left", l2(model)))
+    return model
+
+
+def backward(how, model, given, total):
+    """Of a micro-batch."""
+    output = model(given["input_ids"])
+    loss = (loss_of(output, given) + count(given) * USES[how](model, output)) / total
+    if how == "of two backwards":
+        loss.backward(retain_graph=True)
+    if how == "a parameter itself":
+        torch.autograd.backward([loss, model.attention.temperature])
+    else:
+        loss.backward(inputs=[*norms(model)[:3], model.tokens.weight] if how == "of some inputs" else None)
+
+
+def gradients_off(layout, sequence, hows, **options):
+    """For each use the largest error of the gradients of a window of two micro-batches next to one process, or what is said."""
+    found, plain, micro = {}, hooked(build()), [batch(1, 9), batch(2, 13)]
+    total = sum(int(count(given)) for given in micro)
     with sw.init(layout, device="cpu", timeout_s=60, seed=0) as world:
+        parallel = sw.TensorParallel(sequence_parallel=sequence)
         example = {"input_ids": batch(1, 24)["input_ids"]}
         with searched_once(build):
-            model = sw.parallelize(
-                build(), world, example=example, tensor_parallel=sw.TensorParallel(sequence_parallel=sequence), **options
-            )
-        prepared(use, model)
-        optim = torch.optim.SGD(model.parameters(), lr=0.05)
-        loss = lambda output, given: loss_of(output, given) + term(use, model, given, output)
-        step = sw.TrainStep(model, optim, loss=loss, count=count)
-        for number in range(steps):
-            window = [batch(10 * number + i, 9 + 4 * i) for i in range(micro)]
-            total, of_all = sum(int(count(given)) for given in window), 0.0
-            for given in window:
-                output = plain(given["input_ids"])
-                part = (loss_of(output, given) + term(use, plain, given, output)) / total
-                part.backward()
-                of_all += part.item()
-            reference.step()
-            reference.zero_grad()
+            model = hooked(sw.parallelize(build(), world, example=example, tensor_parallel=parallel, **options))
+        for how in hows:
+            for each in (plain, model):
+                flags(each, how)
+                each.zero_grad()
+            for given in micro:
+                backward(how, plain, given, total)
             try:
-                found = float(step(window).loss)
+                with sw.window(model, micro) as window:
+                    for given in window:
+                        backward(how, model, given, window.num_tokens)
+                grads = {name: p.grad if p.grad is None else sw.full_tensor(p.grad) for name, p in model.named_parameters()}
+                found[how] = off(grads, plain)
             except ShardwiseError as error:
-                return str(error)
-            state = sw.full_state_dict(model)
-            worst = max(worst, abs(found - of_all) / of_all)
-            if world.is_main:
-                worst = max(worst, largest_error(state, dict(plain.named_parameters())))
-    return worst
+                found[how] = str(error)
+    return found
+
+
+def off(grads, plain):
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert {n for n, x in expected.items() if x is None} == {n for n, x in grads.items() if x is None}
+    return largest_error(grads, {name: x for name, x in expected.items() if x is not None and bool(x.any())})
