@@ -109,9 +109,11 @@ class LeafUse(NamedTuple):
     sides: Collection[Side]
 
 
-def leaf_uses(outputs: Iterable[Any], sides_behind: Callable[[Any], Side | Sequence[Side] | None]) -> Iterator[LeafUse]:
+def leaf_uses(
+    outputs: Iterable[Any], sides_behind: Callable[[Any, Side], Side | Sequence[Side] | None]
+) -> Iterator[LeafUse]:
     """The uses of leaves in the graph of ``outputs``, tensors or edges, whose gradients are whole. ``sides_behind``: what the gradients are that an
-    autograd function gives, all or each of them; None: as the one that it gets. It is called before each backward, and takes 1 us for a node."""
+    autograd function gives for one of such a side, all or each of them; None: as that. It is called before each backward, and takes 1 us for a node."""
     waiting: list[tuple[Any, Side, Any, int]] = [(node, "whole", None, 0) for node in _begins(outputs)]
     sides: dict[Any, set[Side]] = {}
     uses: dict[tuple[Any, int], tuple[Tensor, set[Side]]] = {}
@@ -130,7 +132,9 @@ def leaf_uses(outputs: Iterable[Any], sides_behind: Callable[[Any], Side | Seque
         else:
             known.add(side)
         each: Sequence[Side] | None = None
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and (other := sides_behind(node)) is not None:
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and (
+            other := sides_behind(node, side)
+        ) is not None:
             side, each = (other, None) if isinstance(other, str) else (side, other)
         waiting += [
             (before, side if each is None else each[i], node, i)

@@ -235,7 +235,7 @@ def test_backwards_of_ones_own(ranks, how):
 
 
 REFUSED = {
-    "late": "a parameter that each holds whole",
+    "late": "own: a parameter of whose gradient each rank along tp gets a part",
     "statistics": "into a module of its own",
     "two lengths": "with sequences of two lengths that differ",
     "compiled dropout": "ranks draw numbers of their own for their positions",

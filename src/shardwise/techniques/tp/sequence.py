@@ -121,7 +121,7 @@ class _Again(torch.autograd.Function):
         ctx: Any, x: Tensor, whole: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], dim: int
     ) -> Tensor:
         ctx.save_for_backward(rows, places)
-        ctx.ranks, ctx.dim, ctx.side_behind = ranks, dim, (ranks[0], "part")
+        ctx.ranks, ctx.dim, ctx.sides = ranks, dim, (ranks[0], "part", "part")
         return whole.detach()
 
     @staticmethod

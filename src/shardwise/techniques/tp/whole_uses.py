@@ -34,6 +34,7 @@ class WholeUses:
 
     def __init__(self, recipe: Recipe, partial: Sequence[str], group: str, size: int):
         self._group, self._size, self._partial = group, size, frozenset(partial)
+        self._is_mixed = False  # an exchange of the graph gets another gradient than it sums, or hands on
         self._cut = {name for name, param in recipe.params.items() if any(cut.axis == "tp" for cut in param.cuts)}
 
     def share(self, runtime: Any, backward: Backward) -> None:
@@ -42,6 +43,7 @@ class WholeUses:
         names = {id(param): name for name, param in runtime.parameters.items()}
         names |= {id(copy): names[id(param)] for copy, param in runtime.engine.gathered() if id(param) in names}
         shared: dict[Any, list[int]] = {}
+        self._is_mixed = False
         for leaf, node, index, sides in leaf_uses(backward.outputs, self._sides_behind):
             name = names.get(id(leaf))
             if name is None:
@@ -56,15 +58,20 @@ class WholeUses:
                 if len(sides) > 1 or node is None:
                     raise _both(name, node is None)
                 shared.setdefault(node, []).append(index)
+        if self._is_mixed:
+            raise _mixed()
         for node, places in shared.items():
             handle = node.register_hook(functools.partial(_shared, places, self._size))
             backward.until_end.callback(handle.remove)
 
-    def _sides_behind(self, node: Any) -> Side | Sequence[Side] | None:
-        of, sides = getattr(node, "side_behind", (None, None))
-        if of is not None:
-            return sides if of == self._group else None
-        return "unknown" if node.name().startswith("CompiledFunction") else None
+    def _sides_behind(self, node: Any, side: Side) -> Side | Sequence[Side] | None:
+        of, expected, sides = getattr(node, "sides", (None, None, None))
+        if of is None:
+            return "unknown" if node.name().startswith("CompiledFunction") else None
+        if of != self._group:
+            return None
+        self._is_mixed |= side not in (expected, "unknown")
+        return sides
 
 
 def _shared(places: Sequence[int], size: int, grads: Sequence[Tensor | None], _of_results: Any) -> tuple[Any, ...]:
@@ -85,10 +92,19 @@ def _taken_for_all(name: str) -> UnsupportedError:
     )
 
 
+def _mixed() -> UnsupportedError:
+    return UnsupportedError(
+        "a loss of what lies between layers that are cut over tp",
+        why="this rank has its part of that, or of the gradient: a hook there, or another way through the code than on the example, has taken it for all",
+        fix="return the value from the model, in every forward, so that the example shows it; or keep the layers around it whole: "
+        "tensor_parallel=sw.TensorParallel(plan={...})",
+    )
+
+
 def _on_parts(name: str) -> UnsupportedError:
     return UnsupportedError(
-        "a parameter that was used between layers that are cut over tp, and on the example was not",
-        why="the code took another way: each rank has the gradient of its part of that use, which nothing sums",
+        "a parameter of whose gradient each rank along tp gets a part, and on the example got all",
+        why="the code took another way: it is used between layers that are cut, or with this rank's positions, and nothing sums these parts",
         fix="pass example= with which the code takes this way; or keep its layers whole: tensor_parallel=sw.TensorParallel(plan={...})",
         name=name,
     )
