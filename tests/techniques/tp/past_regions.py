@@ -32,7 +32,7 @@ class Attention(nn.Module):
         q, k, v = (y.view(samples, num, -1, HEAD).transpose(1, 2) for y in (self.q(x), self.k(x), self.v(x)))
         weight = self.k_norm.weight.exp()
         if self.kept is not None:
-            self.kept += [weight, q]
+            self.kept += [weight, q, k]
         if self.is_late:
             v = v * self.gain
         q, k = self.q_norm(q) * self.temperature + self.shift, self.k_norm(k) * weight
@@ -76,6 +76,7 @@ def build():
         for name, param in model.named_parameters():
             if "attention" in name and "_norm" in name:
                 param.copy_(torch.rand(HEAD) + 0.5)
+    model.attention.q.requires_grad_(False)
     return model.double()
 
 
@@ -121,8 +122,9 @@ USES = {
     "left by a hook": lambda model, _: model.left,
     "of two backwards": lambda model, _: l2(model),
     "of some inputs": lambda model, _: l2(model),
-    "what the layers have computed of it": lambda model, _: model.attention.kept[-2].square().sum(),
+    "what the layers have computed of it": lambda model, _: model.attention.kept[-3].square().sum(),
     "heads of a rank": lambda model, _: model.attention.kept[-1].square().mean(),
+    "heads of a rank, not trained": lambda model, _: model.attention.kept[-2].square().mean(),
     "between the layers": lambda model, x: x.square().mean(),
     "a parameter itself": lambda model, _: 0.0,
     "a part, in its forward": lambda model, x: x.square().mean(),
@@ -135,7 +137,7 @@ def gradient(y, x):
 
 def flags(model, how):
     model.late = {"in its forward": l2, "a part, in its forward": lambda m: m.blocks[0].up.weight.detach().mean() * m.blocks[0].up.bias.sum()}.get(how)
-    model.attention.kept = [] if how in ("what the layers have computed of it", "heads of a rank") else None
+    model.attention.kept = [] if how.startswith(("what the layers have computed of it", "heads of a rank")) else None
     model.attention.is_late = how == "between the layers"
 
 

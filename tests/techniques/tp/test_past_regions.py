@@ -7,7 +7,8 @@ import shardwise as sw
 
 REFUSED = {
     "what the layers have computed of it": "blocks.1.attention.k_norm.weight: a value of a parameter that is used both",
-    "heads of a rank": "blocks.1.attention.q.weight: a loss that comes to a parameter that is cut over tp past",
+    "heads of a rank": "blocks.1.attention.k.weight: a loss that comes to a parameter that is cut over tp past",
+    "heads of a rank, not trained": "a loss of what lies between layers that are cut over tp",
     "between the layers": "blocks.1.attention.gain: a parameter of whose gradient each rank along tp gets a part",
     "a parameter itself": "blocks.1.attention.temperature: a backward that begins with a parameter itself",
     "a part, in its forward": "blocks.0.up.bias: a loss that comes to a parameter that is cut over tp past",
