@@ -132,9 +132,10 @@ def leaf_uses(
         else:
             known.add(side)
         each: Sequence[Side] | None = None
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and (
-            other := sides_behind(node, side)
-        ) is not None:
+        if (
+            isinstance(node, torch.autograd.function.BackwardCFunction)
+            and (other := sides_behind(node, side)) is not None
+        ):
             side, each = (other, None) if isinstance(other, str) else (side, other)
         waiting += [
             (before, side if each is None else each[i], node, i)

@@ -114,9 +114,13 @@ USES = {
     "several": lambda model, _: (norms(model)[0] * model.norm.weight[:HEAD] * norms(model)[3]).log().sum(),
     "numbers": lambda model, _: model.attention.temperature**3 + model.attention.shift.exp().sum(),
     "own function": lambda model, _: _Cubed.apply(0.3, *norms(model)[1:3]),
-    "twice": lambda model, _: torch.dot(norms(model)[0], norms(model)[0]) + norms(model)[0].outer(norms(model)[0]).sum(),
+    "twice": lambda model, _: (
+        torch.dot(norms(model)[0], norms(model)[0]) + norms(model)[0].outer(norms(model)[0]).sum()
+    ),
     "called by the loss": lambda model, x: model.attention.q_norm(x[..., :HEAD]).square().mean(),
-    "with a gradient of the loss": lambda model, x: l2(model) + 1e-3 * gradient(x.logsumexp(-1).sum(), model.seen).square().sum(),
+    "with a gradient of the loss": lambda model, x: (
+        l2(model) + 1e-3 * gradient(x.logsumexp(-1).sum(), model.seen).square().sum()
+    ),
     "of rows": lambda model, _: sum(b.norm.weight.square().sum() + b.down.bias.abs().sum() for b in model.blocks),
     "in its forward": lambda model, x: x[:, -1].square().mean(),
     "left by a hook": lambda model, _: model.left,
@@ -136,7 +140,10 @@ def gradient(y, x):
 
 
 def flags(model, how):
-    model.late = {"in its forward": l2, "a part, in its forward": lambda m: m.blocks[0].up.weight.detach().mean() * m.blocks[0].up.bias.sum()}.get(how)
+    model.late = {
+        "in its forward": l2,
+        "a part, in its forward": lambda m: m.blocks[0].up.weight.detach().mean() * m.blocks[0].up.bias.sum(),
+    }.get(how)
     model.attention.kept = [] if how.startswith(("what the layers have computed of it", "heads of a rank")) else None
     model.attention.is_late = how == "between the layers"
 
@@ -178,7 +185,9 @@ def gradients_off(layout, sequence, hows, **options):
                 with sw.window(model, micro) as window:
                     for given in window:
                         backward(how, model, given, window.num_tokens)
-                grads = {name: p.grad if p.grad is None else sw.full_tensor(p.grad) for name, p in model.named_parameters()}
+                grads = {
+                    name: p.grad if p.grad is None else sw.full_tensor(p.grad) for name, p in model.named_parameters()
+                }
                 found[how] = off(grads, plain)
             except ShardwiseError as error:
                 found[how] = str(error)

@@ -15,7 +15,9 @@ REFUSED = {
 }
 GATHERED = ["called by the loss", "in its forward", *REFUSED]  # other uses are refused beside shards, whatever tp does
 COMPILED = {"compile": sw.Compile(backend="aot_eager")}
-SHOWN = [how for how in USES if how not in (*REFUSED, "of two backwards", "with a gradient of the loss")]  # torch's limits
+SHOWN = [
+    how for how in USES if how not in (*REFUSED, "of two backwards", "with a gradient of the loss")
+]  # torch's limits
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,9 @@ SHOWN = [how for how in USES if how not in (*REFUSED, "of two backwards", "with 
 def test_it_counts_once_or_is_refused(ranks, layout, sequence, hows, options):
     # On rows, that parameter is summed over the ranks, and so are parts of it.
     refused = {how: text for how, text in REFUSED.items() if not (sequence and how == "between the layers")}
-    for found in ranks.run(gradients_off, 4 if "," in layout or "4" in layout else 2, layout, sequence, hows, timeout_s=240, **options):
+    for found in ranks.run(
+        gradients_off, 4 if "," in layout or "4" in layout else 2, layout, sequence, hows, timeout_s=240, **options
+    ):
         for how in hows:
             if how in refused:
                 assert str(found[how]).startswith(refused[how]), (how, found[how])

@@ -78,7 +78,9 @@ def _shared(places: Sequence[int], size: int, grads: Sequence[Tensor | None], _o
     return tuple(grad / size if i in places and grad is not None else grad for i, grad in enumerate(grads))
 
 
-_PENALTY = "a penalty: sw.parameter_penalty(model, penalty) in a window of your own loop, or weight_decay= of the optimizer"
+_PENALTY = (
+    "a penalty: sw.parameter_penalty(model, penalty) in a window of your own loop, or weight_decay= of the optimizer"
+)
 
 
 def _taken_for_all(name: str) -> UnsupportedError:
