@@ -268,6 +268,7 @@ class Backward(NamedTuple):
         accumulates: into ``.grad``; ``torch.autograd.grad`` does not.
         makes_graph: of its own computation (``create_graph=True``).
         until_end: is closed when it has run.
+        is_inner: another one has started it, as torch's reentrant checkpoint does.
     """
 
     outputs: Sequence[Any]
@@ -275,11 +276,12 @@ class Backward(NamedTuple):
     accumulates: bool
     makes_graph: bool
     until_end: contextlib.ExitStack
+    is_inner: bool
 
 
-def before_backward(look: Callable[[Backward], Any]) -> None:
-    """Calls ``look`` before each backward that is not started by another one. May be called again with the same function. Gradients that
-    are part of a graph are marked by what ``look`` returns, unless it is None; see :func:`mark_output`."""
+def before_backward(look: Callable[[Backward], Any], look_at_inner: Callable[[Backward], None] | None = None) -> None:
+    """Calls ``look`` before each backward, and ``look_at_inner`` before one that another one has started. May be called again with the same function.
+    Gradients that are part of a graph are marked by what ``look`` returns, unless it is None; see :func:`mark_output`."""
     if look in _lookers:
         return
     _lookers.append(look)
@@ -289,8 +291,10 @@ def before_backward(look: Callable[[Backward], Any]) -> None:
     def run_backward(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         accumulates = bool(kwargs.get("accumulate_grad"))
         with contextlib.ExitStack() as until_end:
-            given = Backward(outputs, inputs or (), accumulates, bool(create), until_end)
-            mark = None if in_backward() else look(given)
+            given = Backward(outputs, inputs or (), accumulates, bool(create), until_end, in_backward())
+            mark = None if given.is_inner else look(given)
+            if given.is_inner and look_at_inner is not None:
+                look_at_inner(given)
             found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
         for grad in found or () if mark is not None and create else ():
             if isinstance(grad, Tensor):

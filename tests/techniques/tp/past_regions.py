@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from techniques.tp.searches import searched_once
 from techniques.tp.streams import batch, count, largest_error, loss_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
@@ -131,6 +132,7 @@ USES = {
     "heads of a rank, not trained": lambda model, _: model.attention.kept[-2].square().mean(),
     "between the layers": lambda model, x: x.square().mean(),
     "a parameter itself": lambda model, _: 0.0,
+    "in a reentrant checkpoint": lambda model, x: checkpoint(lambda y: y.mean() * l2(model), x, use_reentrant=True),
     "a part, in its forward": lambda model, x: x.square().mean(),
 }
 

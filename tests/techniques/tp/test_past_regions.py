@@ -11,9 +11,14 @@ REFUSED = {
     "heads of a rank, not trained": "a loss of what lies between layers that are cut over tp",
     "between the layers": "blocks.1.attention.gain: a parameter of whose gradient each rank along tp gets a part",
     "a parameter itself": "blocks.1.attention.temperature: a backward that begins with a parameter itself",
+    "in a reentrant checkpoint": "blocks.1.attention.k_norm.weight: a parameter of whose gradient each rank along tp has a part, used in",
     "a part, in its forward": "blocks.0.up.bias: a loss that comes to a parameter that is cut over tp past",
 }
-GATHERED = ["called by the loss", "in its forward", *REFUSED]  # other uses are refused beside shards, whatever tp does
+GATHERED = [
+    "called by the loss",
+    "in its forward",
+    *(how for how in REFUSED if "checkpoint" not in how),
+]  # other uses are refused beside shards, whatever tp does
 COMPILED = {"compile": sw.Compile(backend="aot_eager")}
 SHOWN = [
     how for how in USES if how not in (*REFUSED, "of two backwards", "with a gradient of the loss")

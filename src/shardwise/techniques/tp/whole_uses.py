@@ -55,6 +55,8 @@ class WholeUses:
                 if "part" in sides:
                     raise _on_parts(name)
             elif "whole" in sides:
+                if backward.is_inner:
+                    raise _checkpointed(name)
                 if len(sides) > 1 or node is None:
                     raise _both(name, node is None)
                 shared.setdefault(node, []).append(index)
@@ -108,6 +110,15 @@ def _on_parts(name: str) -> UnsupportedError:
         "a parameter of whose gradient each rank along tp gets a part, and on the example got all",
         why="the code took another way: it is used between layers that are cut, or with this rank's positions, and nothing sums these parts",
         fix="pass example= with which the code takes this way; or keep its layers whole: tensor_parallel=sw.TensorParallel(plan={...})",
+        name=name,
+    )
+
+
+def _checkpointed(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "a parameter of whose gradient each rank along tp has a part, used in a reentrant checkpoint",
+        why="what its backward is of is not known when it runs: all of a gradient, or a part of a sum over the ranks",
+        fix="torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
         name=name,
     )
 
