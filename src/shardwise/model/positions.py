@@ -486,7 +486,8 @@ class Rows(ComparedRows):
             if self._rows is None:
                 call = self._noted_call(key, call)
                 result = call.kernel(call.q, call.k, call.v, None)
-                kept = (call.q[..., :0], None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
+                of_shape = call.q.new_empty(*call.q.shape[:-1], 0)
+                kept = (of_shape, None) if self._whole.is_of_some and self._heads_over == 1 else (call.q, result)
                 self._whole.attention[key] = kept[0], call.k, call.v, kept[1]
                 return call.finish(result)
             if key not in self._whole.attention:

@@ -80,7 +80,7 @@ def _run(trial: Trial, mode: Rows) -> None:
     with _watched(trial.module, mode):
         try:
             now.attends, now.rows = mode, mode.rows_of_masks
-            with seen_by(mode), _without_graph() if mode._whole.is_of_some else contextlib.nullcontext():
+            with _without_graph() if mode._whole.is_of_some else contextlib.nullcontext(), seen_by(mode):
                 _, seen = trial.run_within(mode, has_gradients=trial.module.training, then=mode.run_backward)
         finally:
             now.attends, now.rows = before

@@ -173,6 +173,7 @@ class Search:
                     raise Differs("", "some blocks do other things than those like them")
                 facts.add_drops(found)
             before = whole.without_modules()
+            del whole  # before the next one is made
         _refuse_mixed_drops(facts)
 
     def _refuse_other_functions(self, whole: Whole, blocks: Sequence[str]) -> None:
