@@ -399,6 +399,14 @@ def penalised(when: str) -> dict[str, Tensor]:
     return want
 
 
+@pytest.mark.quick(
+    "dp_replicate=2-None-accumulate",
+    "dp_replicate=2-None-twice",
+    "dp_shard=2-0-before",
+    "dp_shard=2-0-with nothing else",
+    "dp_shard=2-None-after",
+    "dp_shard=2-None-accumulate",
+)
 @pytest.mark.parametrize("when", PENALTIES)
 @pytest.mark.parametrize(("layout", "unit"), [*WHERE, pytest.param(*HSDP, marks=pytest.mark.soak)])
 def test_a_weight_penalty_counts_once(ranks, layout, unit, when):

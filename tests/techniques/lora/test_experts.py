@@ -60,6 +60,7 @@ def test_experts_that_are_computed_by_one_product(ranks, implementation):
     compared(ranks, "mixtral", "dp_shard=2", sw.LoRA(rank=2, targets=(), experts="down_proj"), build=build)
 
 
+@pytest.mark.quick("Encoder-dp_shard=2", "Outer-tp=2", "Turned-tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("build", [experts.Outer, experts.Encoder, experts.Turned])
 def test_matrices_in_no_layer_and_stacks_that_are_turned(ranks, build, layout):

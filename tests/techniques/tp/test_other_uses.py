@@ -56,6 +56,14 @@ LEFT = {
 }
 
 
+@pytest.mark.quick(
+    "other uses: computed, layer",
+    "other uses: ComputedElsewhere",
+    "other uses: HookedBackward",
+    "other uses: Reversed",
+    "other uses: GateInLoss",
+    "other uses: returns integer",
+)
 @pytest.mark.parametrize(  # that the same stays whole is seen of each below
     "name",
     [pytest.param(n, marks=pytest.mark.soak if i % 3 else ()) for i, n in enumerate(models.select("other uses"))],
@@ -79,6 +87,7 @@ def test_it_stays_whole_and_nothing_else_does(name):
     assert attention == []
 
 
+@pytest.mark.quick("Reversed-None", "Rotated-rank0", "Swapped-None")
 @pytest.mark.parametrize("init", [None, "rank0"])
 @pytest.mark.parametrize("name", ["Reversed", "Rotated", "Swapped"])
 def test_a_model_that_is_built_on_meta_is_tried_with_its_own_indices(ranks, name, init):

@@ -16,6 +16,11 @@ OPTIONS = {
 }
 
 
+@pytest.mark.quick(
+    "offload, clipped by value-qwen3",
+    "sums after every micro-batch-vocabularies: tied, with a bias",
+    "blocks, without logits-qwen3",
+)
 @pytest.mark.parametrize(
     ("case", "name"),
     [

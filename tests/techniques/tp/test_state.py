@@ -12,6 +12,7 @@ def equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.quick("linears: qkv-kv-1")
 @pytest.mark.parametrize("name", ["linears: qkv-kv-1", "linears: slopes", pytest.param("t5", marks=pytest.mark.soak)])
 def test_initial_values_do_not_depend_on_the_layout(ranks, name):
     seeded = ranks.run(states.initial, 1, name, ONE[0])[0]
