@@ -109,6 +109,7 @@ def test_a_model_with_a_tokenizer_is_fine_tuned_on_its_tokens(ranks, small, tmp_
     assert AutoTokenizer.from_pretrained(tmp_path / "tuned")("import self")["input_ids"] == [2, 3]
 
 
+@pytest.mark.soak
 def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_loss(ranks, small, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

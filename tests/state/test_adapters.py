@@ -64,7 +64,7 @@ def bases(tmp_path_factory):
     return folder
 
 
-@pytest.mark.quick("dora", "tied", "own", "ranks", "gpt2")
+@pytest.mark.quick("dora", "tied", "own", "ranks")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
     refused = ranks.run(saved, 2, case, "dp_shard=2", str(tmp_path), bases(case))[0]

@@ -37,6 +37,7 @@ def test_training_is_that_of_one_process_with_logits(ranks, name, layout):
     assert report
 
 
+@pytest.mark.quick("{'remat': 'full'}")
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"compile": sw.Compile(backend="aot_eager")}], ids=str)
 def test_with_other_options(ranks, options):
     model = models.get("llama")

@@ -48,6 +48,7 @@ def test_the_numbers_are_those_of_plain_torch(ranks, name, layout):
         assert float((state[key] - value).abs().max()) <= 1e-12 * scale, key
 
 
+@pytest.mark.quick("{'remat': 'full'}")
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"compile": sw.Compile(backend="aot_eager")}], ids=str)
 def test_with_other_options(ranks, options):
     losses, _, _ = model_losses.in_one_process("tuple")

@@ -29,7 +29,7 @@ _ONCE = {("fsdp-2", remat) for remat in (None, "full", "selective")} | {("ddp-2"
 _OTHERS = {("ddp-2", "full"), ("ddp-2", "selective"), ("ddp-4", "full"), ("fsdp-4", None)}
 
 
-@pytest.mark.quick("ddp-2-None", "fsdp-2-selective")
+@pytest.mark.quick("fsdp-2-selective")
 @pytest.mark.parametrize(
     ("layout", "remat"),
     [*sorted(_ONCE, key=str), *(pytest.param(*pair, marks=pytest.mark.soak) for pair in sorted(_OTHERS, key=str))],

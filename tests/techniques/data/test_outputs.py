@@ -112,7 +112,7 @@ def cells(kinds: list[tuple[str, str]], loops: list[tuple[str, int]]) -> list[tu
     return [(*kind, *loop) for kind in kinds for loop in loops]
 
 
-@pytest.mark.quick("hsdp-None", "one rank-bf16", "replicas-None")
+@pytest.mark.quick("one rank-bf16", "replicas-None")
 @pytest.mark.parametrize(("where", "precision"), list(SAMPLE))
 def test_a_models_output(ranks, where, precision):
     """A distribution, a closure, features caught by a hook: FSDP2 looks into outputs for what to wait for, and did not train

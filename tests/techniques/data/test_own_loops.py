@@ -639,6 +639,7 @@ def in_one_graph():
         return bool(torch.allclose(each, model(given["x"])))
 
 
+@pytest.mark.soak
 def test_replicas_are_compiled_and_mapped_as_they_are(ranks):
     """Hooks on what parts return, which show a loss from a penalty, break no graph."""
     assert ranks.run(in_one_graph, 2) == [True, True]

@@ -31,6 +31,7 @@ def test_parity(ranks, name, layout, kind):
     compared(ranks, name, layout, None, build=building(name, **KINDS[kind]), max_grad_norm=0.05)
 
 
+@pytest.mark.soak
 def test_no_sum_is_added_under_tp(ranks):
     num_sums, cut = ranks.run(wrapped.sums, 2, "tp=2", "llama", ())[0]
     assert num_sums == 13 and cut > 20  # as of sw.LoRA(rank=2)
@@ -193,6 +194,7 @@ def test_files_and_merged_weights_are_those_of_peft(ranks, tmp_path, layout, cas
     assert (read - answer).abs().max() < 1e-12
 
 
+@pytest.mark.soak
 def test_checkpoints_resume_under_another_layout(ranks, tmp_path):
     name, options = CASES["dora"]
     given = (str(tmp_path), name, tuple(options.items()))

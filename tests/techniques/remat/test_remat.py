@@ -27,7 +27,7 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=100, **options)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("ddp-2-full", "fsdp-2-every-2", "fsdp-2-selective")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [

@@ -76,6 +76,27 @@ def test_training_is_that_of_one_process(ranks, name):
     assert report
 
 
+@pytest.mark.quick(
+    "other uses: BiasElsewhere",
+    "other uses: NormElsewhere",
+    "other uses: TrainsElse",
+    "other uses: OneBias",
+    "other uses: LateHalf",
+    "other uses: MixedBackward",
+    "other uses: HookedAround",
+    "other uses: HookedBackward",
+    "other uses: LastIsElse",
+    "other uses: LastIsRead",
+    "other uses: RunningMean",
+    "other uses: GateInLoss",
+    "other uses: GateInSecondHalf",
+    "other uses: Reversed",
+    "other uses: Swapped",
+    "other uses: ComputedElsewhere",
+    "other uses: computed, layer",
+    "other uses: computed, by another",
+    "other uses: computed, two names",
+)
 @pytest.mark.parametrize("name", models.select("other uses"))
 def test_it_stays_whole_and_nothing_else_does(name):
     torch.manual_seed(0)
