@@ -26,7 +26,7 @@ CASES = [
     for late in (False, True)
 ]
 QUICK = {  # training on ranks; the search alone, where it is seen too, has the others below
-    ("attribute", "cut", False), ("class_dict", "cut", True), ("module_global", "cut", False), 
+    ("attribute", "cut", False), ("class_dict", "cut", True), ("module_global", "cut", False),
     ("context_variable", "cut", True), ("second_count", "outside", False), ("out_list", "cut", True),
     ("out_layer", "cut", True), ("out_shape", "cut", False), ("in_environ", "cut", False), ("in_text", "cut", False),
     ("put_together", "outside", False), ("put_together_elsewhere", "cut", True), ("inside", "cut", True), ("of_row", "cut", True),
