@@ -20,6 +20,7 @@ def table() -> tuple[int, str]:
     return status, printed.getvalue()
 
 
+@pytest.mark.soak
 def test_the_peers_train_on_the_same_batches(fresh_ranks):
     ((status, printed),) = fresh_ranks.run(table, 1, timeout_s=110)
     assert status == 0
