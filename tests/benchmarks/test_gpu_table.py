@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 
+import pytest
 from benchmarks.scripts import script
 
 PEERS = "accelerate,Fabric,Trainer in bf16"

@@ -1,5 +1,6 @@
 """The benchmark of tensor parallelism checks that its contenders are equal, and writes what it counted."""
 
+import pytest
 from benchmarks.scripts import script
 
 
