@@ -694,7 +694,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "recurrent-weights-flattened",
-        "    _leave_unflattened(module)\n    return",
+        "    leave_unflattened(module)\n    return",
         "    return",
         "tests/techniques/data/test_own_loops.py -k unflattened",
         "on an accelerator recurrent layers compute with the weights of the first step for ever",
@@ -1650,7 +1650,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "attributes-of-each-rank",
-        "    _set_rng_state(theirs)\n    try:",
+        "    set_streams(theirs, _CPU)\n    try:",
         "    try:",
         "tests/parallel/test_init_seeded.py tests/parallel/test_init_rank0.py -k 'plain_attributes or real_number or rank_dependent'",
         "numbers that a constructor keeps are other ones on each rank",
@@ -1742,8 +1742,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "divided-by-ranks-too",
-        'step._scale.scaled(sums["loss"] / self._window.num_tokens)',
-        'step._scale.scaled(sums["loss"] / self._window.num_tokens / step._runtime.world.size)',
+        'self._scale(sums["loss"] / self._window.num_tokens)',
+        'self._scale(sums["loss"] / self._window.num_tokens / self._window.runtime.world.size)',
         "'tests/verify/test_parity.py::test_sharded_equals_one_process[reference-ddp-2-acc1-noclip-default]'",
         "gradients are too small by the number of ranks",
     ),
@@ -1799,7 +1799,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gradients-from-elsewhere",
-        _SELF + "self._refuse_old_gradients()\n",
+        _SELF + "refuse_old_gradients(self._runtime)\n",
         "",
         "tests/step/test_silent.py -k gradients_from_elsewhere",
         "gradients from before the step are stepped unclipped and unchecked",
@@ -1913,7 +1913,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # ---- step: sums and means -------------------------------------------------------------------------------------
     Mutant(
         "mean-beside-a-sum-taken",
-        'return "part" if abs(self.rest) > max(self.rounding, _APART * bend) else "sum"',
+        'return "part" if abs(self.rest) > max(self.rounding, APART * bend) else "sum"',
         'return "sum"',
         "tests/step/test_sums.py -k no_sum_is_refused",
         "a penalty added to the loss weighs less the more tokens a window has",
@@ -1977,8 +1977,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hooks-of-modules-see-parts",
-        "            for whole, part in gathered:\n                _mark(whole, part)",
-        "            for whole, part in ():\n                _mark(whole, part)",
+        "            for whole, part in gathered:\n                mark_part(whole, part)",
+        "            for whole, part in ():\n                mark_part(whole, part)",
         "'tests/techniques/tp/test_read_values.py::test_whenever_a_part_is_read_it_is_refused[dp_shard=2,tp=2]'",
         "a hook of the user's takes the norm of a part that was gathered over dp",
     ),
@@ -2741,7 +2741,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "status-of-a-stopped-job",
-        "raise SystemExit(128 + stop.number)  # it has ended a rank",
+        "raise SystemExit(128 + stopped_by)  # it has ended a rank",
         "raise SystemExit(0)  # it has ended a rank",
         "tests/launch/test_launch_local.py -k 'nothing_to_save'",
         "a job that was ended by a signal is taken for one that is done",
@@ -3583,8 +3583,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "tp-torchs-clipping-unnoticed",
-        "            raise _refusal(name, part)\n        _mark(each,",
-        "            return result\n        _mark(each,",
+        "            raise refusal(name, part)\n        mark_part(each,",
+        "            return result\n        mark_part(each,",
         "tests/techniques/tp/test_misuse.py",
         "torch clips each rank by the norm of its own parts",
     ),
@@ -3835,7 +3835,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "model-loss-shift-unseen",
-        "is_seen and by_first <= _UNCHANGED * by_second",
+        "is_seen and by_first <= UNCHANGED * by_second",
         "False",
         "tests/step/test_loss_check.py -k shift",
         "a model that shifts labels itself is trained on the token after next",

@@ -71,14 +71,7 @@ def linear_cross_entropy(
             why="without axis= the weight has a row for each class",
             fix="leave vocab_size out, or pass axis=world.axis('tp')",
         )
-    return of_share(
-        hidden,
-        weight,
-        labels,
-        bias,
-        share,
-        _Options(ignore_index, label_smoothing, z_loss, chunk_size),
-    )
+    return of_share(hidden, weight, labels, bias, share, _Options(ignore_index, label_smoothing, z_loss, chunk_size))
 
 
 _MOST_LOGITS = 2**26  # that are held at once
