@@ -254,9 +254,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick(
-    "late", "statistics", "two lengths", "penalty in the loss", "left out", "another drop", "another flag", "no blocks"
-)
+@pytest.mark.quick("late", "statistics", "two lengths", "left out", "another drop", "another flag", "no blocks")
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_is_refused(ranks, case):
     for told in ranks.run(refused, 2, case):
