@@ -16,9 +16,12 @@ def cheap(layer: Layer, x: Tensor, num_outputs: int) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(layer.weight.encode()))
         drawn = torch.rand(num_outputs, generator=generator, dtype=torch.float64) * 3
         result = torch.sin((x[..., None] + 1) * drawn)
-        return result.requires_grad_().clone() if torch.is_grad_enabled() else result
-    at, signs = _of_layer(layer.weight, x.shape[-1], num_outputs)
-    return x[..., at[0]] * signs[0] + x[..., at[1]] * signs[1]
+    else:
+        at, signs = _of_layer(layer.weight, x.shape[-1], num_outputs)
+        result = x[..., at[0]] * signs[0] + x[..., at[1]] * signs[1]
+    if result.requires_grad or not torch.is_grad_enabled():
+        return result
+    return result.requires_grad_().clone()  # as of a weight that is trained
 
 
 @functools.lru_cache(maxsize=64)

@@ -106,7 +106,13 @@ class Rows(ComparedRows):
 
     def _noted(self, what: str, key: tuple[str, int], tree: Any) -> Any:
         """Arguments of a module, or what it returns, whose gradients are noted if those are looked at."""
-        return tree if self.gradients is None else self.gradients.noted_in(what, key, tree, self.is_part)
+        if self.gradients is None:
+            return tree
+        return self.gradients.noted_in(what, key, tree, self.is_part, copies=what == "out" or self._exchanges(key[0]))
+
+    def _exchanges(self, name: str) -> bool:
+        """Whether the arguments of a module are exchanged, and so copies."""
+        return name in self._plan.cut or name in self._plan.islands
 
     def is_part(self, x: Tensor) -> bool | None:
         """Whether each rank has a part of the gradient of what they all have, and not the whole gradient; None: it is not known."""
@@ -389,7 +395,8 @@ class Rows(ComparedRows):
     def called(self, layer: Layer, x: Tensor, compute: Any = None) -> Any:
         if not all(each.name for each in layer.further):
             return NotImplemented
-        return cheap(layer, x, self._trial.num_outputs(layer, x))
+        y = cheap(layer, x, self._trial.num_outputs(layer, x))
+        return y if self.gradients is None else self.gradients.weighted(layer.weight, y)
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._rows is None and not self._is_busy:

@@ -15,8 +15,8 @@ from shardwise.errors import ShardwiseError, UnsupportedError, first_line
 from shardwise.model.pytrees import map_keyed
 from shardwise.model.row_facts import Differs
 
-_ALLOWED = 1e-9  # relative to the largest number of a gradient
-_NOTHING = 1e-12  # relative to the largest of all gradients: what is 0 but for rounding
+_ALLOWED = 1e-9  # relative to the largest number of a gradient, along its last dim
+_NOTHING = 1e-12  # relative to what a gradient is made of: what is 0 but for rounding
 
 
 class Place(NamedTuple):
@@ -72,7 +72,10 @@ class Gradients:
         self.unlike: set[str] = set()
         """Modules that ranks call with something else, such as an expert with its tokens: which of their calls are the same is not known."""
         self._calls: dict[str, int] = {}
-        self._most = 0.0
+        self._weights: dict[tuple[str, int], Tensor] = {}  # of layers, which have none: factors of their outputs
+        self._pending: dict[Place, tuple[Any, bool | None]] = {}  # of a rank, until its gradient arrives
+        self._sizes: dict[Place, float] = {}
+        self._middle = 0.0
         self._last = ""  # module whose output has got a gradient
         self._joined: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
@@ -80,19 +83,34 @@ class Gradients:
         """A run begins."""
         self.mode = mode
         self._joined.clear()
+        self._weights.clear()
+        self._pending.clear()
 
-    def noted(self, place: Place, x: Any, *, is_part: bool | None = True) -> Any:
+    def weighted(self, weight: str, y: Tensor) -> Tensor:
+        """The outputs of a layer, times a factor that has its weight's place: its gradient depends on those of all outputs."""
+        if not torch.is_grad_enabled():
+            return y
+        key = weight, y.shape[-1]
+        if key not in self._weights:
+            self._weights[key] = torch.ones(y.shape[-1], dtype=y.dtype, requires_grad=True)
+        return y * self._weights[key]
+
+    def noted(self, place: Place, x: Any, *, is_part: bool | None = True, copies: bool = False) -> Any:
         """``x``, whose gradient by this use is noted, or compared: one that every rank has whole gets a part of it on each (``is_part``), or all
-        of it, or it is not known (None)."""
+        of it, or it is not known (None). ``copies``: what may be written in place: of a view that is, the graph leaves the hook out."""
         if not _has_gradient(x) or isinstance(x, nn.Parameter):
             return x
-        y = x.view_as(x)
+        y = x.clone() if copies else x.view_as(x)
         y.register_hook(lambda grad: self._arrived(place, grad, is_part))
+        if not self.mode.is_whole:
+            self._pending[place] = x.shape, is_part
         given = y.view_as(y)  # which the model's code may put hooks on: they are called first
         self.mode.replaced(x, given)
         return given
 
-    def noted_in(self, what: str, key: tuple[str, int], tree: Any, is_part: Callable[[Tensor], bool | None]) -> Any:
+    def noted_in(
+        self, what: str, key: tuple[str, int], tree: Any, is_part: Callable[[Tensor], bool | None], *, copies: bool
+    ) -> Any:
         """Arguments of a module, or what it returns, as :meth:`noted`; a tensor that is there twice stays one."""
         made: dict[int, Any] = {}
 
@@ -100,7 +118,7 @@ class Gradients:
             if not isinstance(x, Tensor):
                 return x
             if id(x) not in made:
-                made[id(x)] = self.noted(Place(what, *key, path), x, is_part=is_part(x))
+                made[id(x)] = self.noted(Place(what, *key, path), x, is_part=is_part(x), copies=copies)
             return made[id(x)]
 
         if what == "out" and self.mode.is_whole:
@@ -158,16 +176,24 @@ class Gradients:
             ) from error
         finally:
             self.is_backward = False
-            grads = {name: param.grad for name, param in params.items() if param.grad is not None}
+            leaves = {(name, 0): param for name, param in params.items()} | self._weights
+            grads = {key: leaf.grad for key, leaf in leaves.items()}
             for param in params.values():
                 param.grad = None
-        for name, grad in grads.items():
+        for (name, number), grad in grads.items():
             home, _, attr = name.rpartition(".")
-            self._arrived(Place("parameter", home, 0, attr), grad, kind_of(name), is_end=True)
+            place = Place("parameter", home, number, attr)
+            if grad is None and place in self._full:
+                grad = torch.zeros_like(self._full[place])
+            if grad is not None:
+                self._arrived(place, grad, kind_of(name), is_end=True)
+        for place, (shape, is_part) in list(self._pending.items()):  # where none has come, it is 0
+            if place in self._full:
+                self._arrived(place, self._full[place].new_zeros(shape), is_part, is_end=True)
 
     def refuse_wrong(self) -> None:
         """Raises BackwardDiffers, once all ranks have run, with the module whose backward is given the right gradients and gives others."""
-        wrong = {*self._wrong, *(place for place, x in self._left.items() if _largest(x) > self._allowed(place))}
+        wrong = {*self._wrong, *(place for place, x in self._left.items() if self._is_off(place, x, self._full[place]))}
         wrong = {place for place in wrong if place.what not in ("in", "out") or place.name not in self.unlike}
         if not wrong:
             return
@@ -199,29 +225,49 @@ class Gradients:
     def _arrived(self, place: Place, grad: Tensor, is_part: bool | None, is_end: bool = False) -> None:
         if not (self.is_backward or is_end) or grad.is_meta:
             return
-        raw, grad = grad, torch.nan_to_num(grad.detach())
+        grad = grad.detach()
+        self._pending.pop(place, None)
         self._last = place.name if place.what == "out" else self._last
         if self.mode.is_whole:
             self._full[place] = self._full[place] + grad if place in self._full else grad.clone()
-            self._most = max(self._most, _largest(grad))
             return
         full = self._full.get(place)
         if not self.scale:
-            if (is_part or (full is not None and grad.shape != full.shape)) and not _largest(raw) <= 0:
-                self._wrong.add(place)
+            is_wrong = (is_part or (full is not None and grad.shape != full.shape)) and not _largest(grad) <= 0
+        elif full is None:  # of an argument or output: written in place, which hides it
+            is_wrong = place.what not in ("in", "out") and self._is_off(place, grad, grad.new_zeros(grad.shape))
+        elif grad.shape == full.shape and is_part:
+            self._left[place] = self._left.get(place, full) - grad
             return
-        if full is None:
-            if _largest(grad) > _NOTHING * self._most:
-                self._wrong.add(place)
         elif grad.shape == full.shape:
-            if is_part:
-                self._left[place] = self._left.get(place, full) - grad
-            elif is_part is not None and _largest(grad - full) > self._allowed(place):
-                self._wrong.add(place)
+            is_wrong = is_part is not None and self._is_off(place, grad - full, full)
         else:
             rows = self.mode.rows_of(full, grad.shape)
-            if rows is None or _largest(grad - rows) > self._allowed(place):
-                self._wrong.add(place)
+            is_wrong = rows is None or self._is_off(place, grad - rows, rows)
+        if is_wrong:
+            self._wrong.add(place)
+
+    def _is_off(self, place: Place, off: Tensor, full: Tensor) -> bool:
+        """Whether a difference is more than rounding, along the last dim; of numbers, where ``full`` has some."""
+        if place.what == "parameter" and not bool(torch.isfinite(full).all()):
+            return True
+        if not full.numel():
+            return False
+        sizes = _of_numbers(full).abs()
+        allowed = _ALLOWED * (sizes.amax(-1, keepdim=True) if full.dim() else sizes)
+        given = self._scale_of(place)
+        off = off.masked_fill(~torch.isfinite(full), 0.0)
+        return bool((~(off.abs() <= allowed + _NOTHING * given)).any())
+
+    def _scale_of(self, place: Place) -> float:
+        """How large the gradients are that one is made of: what is given to a parameter's module, or what gradients are like in the middle."""
+        if not self._sizes:
+            self._sizes = {at: _largest(_of_numbers(x)) for at, x in self._full.items()}
+            self._middle = sorted(self._sizes.values())[len(self._sizes) // 2]
+        if place.what != "parameter":
+            return self._middle
+        of_home = [size for at, size in self._sizes.items() if at.what == "out" and at.name == place.name]
+        return max(self._middle, *of_home, self._sizes.get(place, 0.0))
 
     def _exchanged(self, place: Place, shape: Any, is_sum: bool, grad: Tensor) -> Tensor:
         """What goes on behind an exchange: what the whole run had."""
@@ -231,9 +277,6 @@ class Gradients:
         full = self._full.get(place) if self.scale else None
         rows = None if full is None else self.mode.rows_of(full, shape)
         return grad.new_zeros(shape) if rows is None else rows
-
-    def _allowed(self, place: Place) -> float:
-        return max(_ALLOWED * _largest(self._full[place]), _NOTHING * self._most)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -256,6 +299,10 @@ def _has_gradient(x: Any) -> bool:
         and torch.is_grad_enabled()
         and (x.is_floating_point() or x.is_complex())
     )
+
+
+def _of_numbers(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, 0.0, 0.0, 0.0)
 
 
 def _largest(x: Tensor) -> float:

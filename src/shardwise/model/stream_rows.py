@@ -166,6 +166,9 @@ class StreamRows(Rows):
         self._set(x, _ON_ROWS)
         return x
 
+    def _exchanges(self, name: str) -> bool:
+        return super()._exchanges(name) or name in self._plan.sites
+
     def is_part(self, x: Tensor) -> bool | None:
         label = self._label_of(x)
         return True if label.is_rows else False if label.is_whole else None
@@ -181,10 +184,10 @@ class StreamRows(Rows):
         return part if self.gradients is None else self.gradients.parted(place, x, part)
 
     def after(self, name: str, output: Any) -> Any:
-        self._is_within = self._is_cut()
+        self._is_within, key = self._is_cut(), self.frames[-1].key
         if self._rows is not None and name in self._plan.plain and self._is_within:
-            output = self._scattered_tree(name, output)
-        key = self.frames[-1].key
+            weight = self._plan.plain[name]
+            output = map_keyed(lambda path, x: self._scattered(Place("out", *key, path), weight, x), output)
         output = super().after(name, output)
         if self._rows is not None and self._whole.keeps(name):
             self._label_ends(output, self._whole.outputs[key])
@@ -194,11 +197,6 @@ class StreamRows(Rows):
         if not name and self._rows is not None:
             self._note_ends(output)
         return output
-
-    def _scattered_tree(self, name: str, output: Any) -> Any:
-        weight = self._plan.plain[name]
-        place = Place("from", name, self._layer_calls[weight] - 1, weight)
-        return map_keyed(lambda _, x: self._scattered(place, x), output)
 
     def _is_cut(self) -> bool:
         """Whether the code that runs is in a block, and in no island: what is around the innermost forward."""
@@ -289,7 +287,7 @@ class StreamRows(Rows):
         self._note_use({name for name in layer.names if name} - bias, uses)
         self._note_use(bias, self.facts.on_rows)
         if is_scattered and layer.weight not in self._plan.plain.values() and self._is_cut():
-            y = self._scattered(Place("from", name, number, layer.weight), y)
+            y = self._scattered(Place("from", name, number, layer.weight), layer.weight, y)
         return y
 
     def _noted_layer(self, layer: Layer, number: int, x: Tensor, compute: Any) -> Any:
@@ -302,9 +300,9 @@ class StreamRows(Rows):
         with self.busy():
             return self.gradients.noted(Place("from", name, number, layer.weight), y)
 
-    def _scattered(self, place: Place, y: Any) -> Any:
+    def _scattered(self, place: Place, weight: str, y: Any) -> Any:
         """This rank's rows of the output of a layer."""
-        name, weight = place.name, str(place.path)
+        name = place.name
         if not isinstance(y, Tensor):
             return y
         at = [dim for dim, size in enumerate(y.shape[:-1]) if size and size % self._length == 0]

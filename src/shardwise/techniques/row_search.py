@@ -21,6 +21,7 @@ from shardwise.model.row_facts import Differs, Facts, Plan, Whole
 from shardwise.model.row_gradients import BackwardDiffers, Gradients
 from shardwise.model.row_runs import run_on_rows, whole_run
 from shardwise.model.rows import Order, rows_of
+from shardwise.model.tensors import same_bytes
 from shardwise.model.trial import Trial
 from shardwise.model.unseen_calls import has_backward_hooks
 from shardwise.techniques.sequences import Sequences, length_of_example, lengths_of_proof
@@ -157,6 +158,8 @@ class Search:
         for name, child in self.module.named_modules():
             if has_backward_hooks(child):
                 raise Differs(name, "its backward hook is not one of all blocks that are alike")
+        for blocks in kinds:
+            _refuse_other_buffers(self.module, blocks[_SEARCHED - 1 :])
         self._whole.clear()
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
         only = self._compared(facts)
@@ -618,6 +621,15 @@ def _follows(done: Facts, facts: Facts) -> bool:
         for some, known in calls
     )
     return is_within and dataclasses.replace(done, cut=facts.cut) == facts
+
+
+def _refuse_other_buffers(root: nn.Module, blocks: Sequence[str]) -> None:
+    """Raises Differs where a block's buffers hold other values than the first one's, whose backward is proved: they may be factors of it."""
+    first = dict(root.get_submodule(blocks[0]).named_buffers())
+    for block in blocks[1:]:
+        for name, x in root.get_submodule(block).named_buffers():
+            if not x.is_meta and not (x is first[name] or same_bytes(x.detach(), first[name].detach())):
+                raise Differs(block, f"its buffer {name} is another than in the blocks like it")
 
 
 def _refuse_mixed_drops(facts: Facts) -> None:
