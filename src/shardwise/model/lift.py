@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 _WIDER = {Tensor.float: torch.float64, getattr(Tensor, "cfloat"): torch.complex128}  # noqa: B009 - missing in torch's type stubs
 
+_NARROW = (Tensor.half, Tensor.bfloat16)
+
 
 class LiftFloat32(TorchFunctionMode):
     """Within: ``.float()``, ``.to(torch.float32)`` and ``dtype=torch.float32`` mean float64, complex64 means
@@ -23,19 +25,28 @@ class LiftFloat32(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The call of a function that takes the place of one that asks for float32."""
+def lifted(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, narrow: bool = False
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The call of a function that takes the place of one that asks for float32; ``narrow``: or for bfloat16 or float16."""
     if func in _WIDER:
         return Tensor.to, (args[0], _WIDER[func]), {}
+    if narrow and func in _NARROW:
+        return Tensor.to, (args[0], torch.float64), {}
     if getattr(func, "__name__", "") == "_grouped_mm" and args[0].dtype == torch.float64:
         return _grouped_mm, args, kwargs
     for value in (*args, *kwargs.values()) if kwargs else args:  # no generator: of each function that a model calls
-        if value is _FLOAT or value is _COMPLEX:
-            return func, tuple(map(_wider, args)), {key: _wider(value) for key, value in kwargs.items()}
+        if value is _FLOAT or value is _COMPLEX or (narrow and (value is _HALF or value is _BFLOAT)):
+            wider = _widest if narrow else _wider
+            return func, tuple(map(wider, args)), {key: wider(value) for key, value in kwargs.items()}
     return func, args, kwargs
 
 
-_FLOAT, _COMPLEX = torch.float32, torch.complex64
+_FLOAT, _COMPLEX, _HALF, _BFLOAT = torch.float32, torch.complex64, torch.float16, torch.bfloat16
+
+
+def _widest(value: Any) -> Any:
+    return torch.float64 if value is _HALF or value is _BFLOAT else _wider(value)
 
 
 def _wider(value: Any) -> Any:

@@ -9,7 +9,7 @@ between ranks is "what the whole run had there", so that no rank waits for anoth
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from shardwise.model.unseen_calls import has_backward_hooks, is_users_hook
 _OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
 """One number for all that lies behind the first two dims."""
 _OF_BACKWARDS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
+_CUTS_OFF = ("detach", "detach_", "__get__")  # the last one: of Tensor.data
 _BY_FREQUENCY = {functional.embedding: 5, functional.embedding_bag: 5, torch.embedding: 3}
 """Function -> the number of its argument ``scale_grad_by_freq``."""
 
@@ -54,6 +55,7 @@ class _Frame:
     num_attentions: int = 0
     num_looked_up: int = 0
     num_drops: int = 0
+    given: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)  # and how often it was written
 
 
 class Rows(ComparedRows):
@@ -108,7 +110,8 @@ class Rows(ComparedRows):
         """Arguments of a module, or what it returns, whose gradients are noted if those are looked at."""
         if self.gradients is None:
             return tree
-        return self.gradients.noted_in(what, key, tree, self.is_part, copies=what == "out" or self._exchanges(key[0]))
+        copies = what == "out" or key[0] not in self.gradients.writes or self._exchanges(key[0])
+        return self.gradients.noted_in(what, key, tree, self.is_part, copies=copies)
 
     def _exchanges(self, name: str) -> bool:
         """Whether the arguments of a module are exchanged, and so copies."""
@@ -132,6 +135,7 @@ class Rows(ComparedRows):
         self.frames.append(frame)
         if self._rows is None:
             args, kwargs = self._noted("in", frame.key, (args, kwargs))
+            frame.given = [(x, x._version) for _, x in keyed_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if self._whole.keeps(name):
                 self._whole.inputs[frame.key] = with_own_containers((args, kwargs))
             return args, kwargs
@@ -159,6 +163,9 @@ class Rows(ComparedRows):
             self._note_buffers()
         self._inside -= name in self._plan.cut
         if self._rows is None:
+            if any(x._version != version for x, version in frame.given):
+                self._whole.writes.add(name)
+            frame.given.clear()
             output = self._noted("out", frame.key, output)
             if self._whole.keeps(name):
                 self._whole.outputs[frame.key] = with_own_containers(output)
@@ -296,7 +303,7 @@ class Rows(ComparedRows):
     # ---- functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, args, kwargs = lifted(func, args, kwargs or {})
+        func, args, kwargs = lifted(func, args, kwargs or {}, narrow=True)
         if is_product(func) and self._is_own_code() and self.frames:
             args, kwargs = self._product(self.frames[-1], func, args, kwargs)
         if func in _BY_FREQUENCY and not self._is_busy:
@@ -376,10 +383,14 @@ class Rows(ComparedRows):
             self._note_function("saved_tensors_hooks", is_own=is_own)
         return is_own
 
-    def _note_function(self, name: str, *, is_own: bool = False) -> None:
+    def _note_function(self, name: str, *, is_own: bool = False, args: Sequence[Any] = ()) -> None:
         if self._rows is None:
-            self._whole.functions.append((self.frames[-1].name if self.frames else "", name))
+            module = self.frames[-1].name if self.frames else ""
+            self._whole.functions.append((module, name))
             self._whole.has_own_backwards |= is_own
+            given = args if name in _CUTS_OFF or not torch.is_grad_enabled() else ()
+            if is_own or any(isinstance(x, Tensor) and x.requires_grad for x in given):
+                self._whole.hides.add(module)
 
     def refuse_backward_hooks(self, name: str, given: Any, output: Any) -> None:
         """Refuses backward hooks of the user's own on a module, which may go by a threshold, but where each rank has all of its gradients."""
@@ -400,7 +411,7 @@ class Rows(ComparedRows):
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._rows is None and not self._is_busy:
-            self._note_function(getattr(func, "__name__", str(func)), is_own=func in _OF_BACKWARDS)
+            self._note_function(getattr(func, "__name__", str(func)), is_own=func in _OF_BACKWARDS, args=args)
         if func in DROPOUTS:
             x, chance, _ = bound(DROPOUT, args, kwargs)
             is_of_rows = not self._is_busy and self._note_drop(func, x)

@@ -150,6 +150,8 @@ class Whole:
         products: and the number of a product in its own code -> its second factor.
         made: module -> its calls that make positions, ``(kind, number)``.
         functions: those that were called, in order: module whose code runs, and name.
+        hides: modules whose code computes with values apart from their gradients.
+        writes: modules that write what they are called with.
         has_own_backwards: code of the model has backwards that are not torch's, or looks at those: functions, operators, hooks.
         ends, kept: tensors that the model returned, and kept.
     """
@@ -176,6 +178,8 @@ class Whole:
         self.made: dict[str, dict[tuple[str, int], None]] = {}
         self.functions: list[tuple[str, str]] = []
         self.has_own_backwards = False
+        self.hides: set[str] = set()
+        self.writes: set[str] = set()
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
         self.drops: dict[tuple[str, int, int], Any] = {}  # shapes of what was dropped, by the calls of a forward

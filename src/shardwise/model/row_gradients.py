@@ -5,7 +5,7 @@ run had there, as the forward does; where every rank has a part of a gradient, t
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -56,11 +56,13 @@ class Gradients:
 
     Args:
         num_ranks: what every rank returns gets such a share of the gradient on each; 1: all of it.
+        writes: modules that write what they are called with.
         scale: of the gradients that the output gets. 0: none may arise where a rank has a part, as one without positions would add it too.
     """
 
     num_ranks: int
     scale: float = 1.0
+    writes: Collection[str] = ()
     mode: Any = None
     is_backward: bool = False
 
@@ -104,7 +106,7 @@ class Gradients:
         y.register_hook(lambda grad: self._arrived(place, grad, is_part))
         if not self.mode.is_whole:
             self._pending[place] = x.shape, is_part
-        given = y.view_as(y)  # which the model's code may put hooks on: they are called first
+        given = y.clone() if copies else y.view_as(y)  # which the model's code may put hooks on: they are called first
         self.mode.replaced(x, given)
         return given
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardwiseError, UsageError
+from shardwise.errors import ShardwiseError, UsageError, first_line
 from shardwise.model.attend import catch_transformers, now
 from shardwise.model.block_kinds import block_kinds, in_block, is_in_block
 from shardwise.model.blocks import find_block_lists
@@ -158,7 +158,12 @@ class Search:
         for name, child in self.module.named_modules():
             if has_backward_hooks(child):
                 raise Differs(name, "its backward hook is not one of all blocks that are alike")
+        hides = self._run_whole(self.trial, is_training=True).hides
         for blocks in kinds:
+            if name := next((n for n in hides for b in blocks if n == b or is_in_block(n, b)), None):
+                raise Differs(
+                    name, "it computes apart from gradients, which is not compared where blocks stand for others"
+                )
             _refuse_other_buffers(self.module, blocks[_SEARCHED - 1 :])
         self._whole.clear()
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
@@ -326,12 +331,18 @@ class Search:
         """Runs the backward too, of training, and raises Differs unless gradients are those of all positions."""
         if not trial.module.training:
             trial.set_training(True)
-        scales = _SCALES if self._run_whole(trial, is_training=True).has_own_backwards else _SCALES[:1]
-        for scale in scales:
-            gradients = Gradients(self.degree if self.kind is None else 1, scale)
-            whole = whole_run(
-                trial, self.length, heads_over=self.heads_over, kind=self.kind, gradients=gradients, plan=plan
-            )
+        values = self._run_whole(trial, is_training=True)
+        for scale in _SCALES if values.has_own_backwards else _SCALES[:1]:
+            gradients = Gradients(self.degree if self.kind is None else 1, scale, values.writes)
+            try:
+                whole = whole_run(
+                    trial, self.length, heads_over=self.heads_over, kind=self.kind, gradients=gradients, plan=plan
+                )
+            except (ShardwiseError, Differs):
+                raise
+            except Exception as error:  # code that looks at a tensor as an object: it gets copies
+                why = f"its gradients cannot be compared: {type(error).__name__}: {first_line(error)}"
+                raise BackwardDiffers("", why) from error
             for rows in rows_of(self.length, self.degree, self.order):
                 run_on_rows(
                     trial, whole, plan, self.length, rows, known, self.heads_over, self.kind, gradients=gradients
