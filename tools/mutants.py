@@ -3163,15 +3163,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "proof-thresholds-of-gradients-not-met",
-        "_SCALES = (1.0, 1e-4, 1e4, 0.0)",
+        "_SCALES = (1.0, 1e-4, 1e8, 0.0)",
         "_SCALES = (1.0, 0.0)",
         "tests/techniques/tp/test_sequence_proof.py -k 'ones_own and threshold'",
         "a hook that changes large gradients goes by the norm of a rank's part",
     ),
     Mutant(
         "proof-gradients-out-of-nothing",
-        "_SCALES = (1.0, 1e-4, 1e4, 0.0)",
-        "_SCALES = (1.0, 1e-4, 1e4)",
+        "_SCALES = (1.0, 1e-4, 1e8, 0.0)",
+        "_SCALES = (1.0, 1e-4, 1e8)",
         "tests/techniques/tp/test_sequence_proof.py -k 'ones_own and sum'",
         "a rank without positions adds a loss of the position that stands for them",
     ),

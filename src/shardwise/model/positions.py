@@ -32,14 +32,14 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed, with_own_containers
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
 from shardwise.model.row_gradients import Gradients, Place
 from shardwise.model.run import Run
-from shardwise.model.tensors import same_bytes
+from shardwise.model.tensors import same_bytes, version_of
 from shardwise.model.trial import Trial
 from shardwise.model.unseen_calls import has_backward_hooks, is_users_hook
 
 _OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.feature_alpha_dropout)
 """One number for all that lies behind the first two dims."""
 _OF_BACKWARDS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
-_CUTS_OFF = ("detach", "detach_", "__get__")  # the last one: of Tensor.data
+_CUTS_OFF = (Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 _BY_FREQUENCY = {functional.embedding: 5, functional.embedding_bag: 5, torch.embedding: 3}
 """Function -> the number of its argument ``scale_grad_by_freq``."""
 
@@ -135,7 +135,7 @@ class Rows(ComparedRows):
         self.frames.append(frame)
         if self._rows is None:
             args, kwargs = self._noted("in", frame.key, (args, kwargs))
-            frame.given = [(x, x._version) for _, x in keyed_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            frame.given = [(x, version_of(x)) for _, x in keyed_leaves((args, kwargs)) if isinstance(x, Tensor)]
             if self._whole.keeps(name):
                 self._whole.inputs[frame.key] = with_own_containers((args, kwargs))
             return args, kwargs
@@ -163,14 +163,14 @@ class Rows(ComparedRows):
             self._note_buffers()
         self._inside -= name in self._plan.cut
         if self._rows is None:
-            if any(x._version != version for x, version in frame.given):
+            if any(version_of(x) != version for x, version in frame.given):
                 self._whole.writes.add(name)
             frame.given.clear()
             output = self._noted("out", frame.key, output)
             if self._whole.keeps(name):
                 self._whole.outputs[frame.key] = with_own_containers(output)
                 self._whole.versions[frame.key] = {
-                    path: x._version for path, x in keyed_leaves(output) if isinstance(x, Tensor)
+                    path: version_of(x) for path, x in keyed_leaves(output) if isinstance(x, Tensor)
                 }
             return output
         if not self._whole.keeps(name):
@@ -182,7 +182,7 @@ class Rows(ComparedRows):
         if frame.is_right and name not in self._plan.unjudged:
             versions = self._whole.versions[frame.key]
             for path, x in keyed_leaves(output):
-                if isinstance(x, Tensor) and (path not in versions or full[path]._version == versions[path]):
+                if isinstance(x, Tensor) and (path not in versions or version_of(full[path]) == versions[path]):
                     self._compare(name, f"its output {path}".rstrip(), x, full.get(path))
                     if x.shape == full[path].shape and self._length in x.shape and self._gathers(name):
                         raise Differs(name, "what it returns is of all positions, and not of this rank's")
@@ -383,13 +383,12 @@ class Rows(ComparedRows):
             self._note_function("saved_tensors_hooks", is_own=is_own)
         return is_own
 
-    def _note_function(self, name: str, *, is_own: bool = False, args: Sequence[Any] = ()) -> None:
+    def _note_function(self, name: str, *, is_own: bool = False, cut_off: Sequence[Any] = ()) -> None:
         if self._rows is None:
             module = self.frames[-1].name if self.frames else ""
             self._whole.functions.append((module, name))
             self._whole.has_own_backwards |= is_own
-            given = args if name in _CUTS_OFF or not torch.is_grad_enabled() else ()
-            if is_own or any(isinstance(x, Tensor) and x.requires_grad for x in given):
+            if is_own or any(isinstance(x, Tensor) and x.requires_grad for x in cut_off):
                 self._whole.hides.add(module)
 
     def refuse_backward_hooks(self, name: str, given: Any, output: Any) -> None:
@@ -411,7 +410,8 @@ class Rows(ComparedRows):
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._rows is None and not self._is_busy:
-            self._note_function(getattr(func, "__name__", str(func)), is_own=func in _OF_BACKWARDS, args=args)
+            given = args if func in _CUTS_OFF or not torch.is_grad_enabled() else ()
+            self._note_function(getattr(func, "__name__", str(func)), is_own=func in _OF_BACKWARDS, cut_off=given)
         if func in DROPOUTS:
             x, chance, _ = bound(DROPOUT, args, kwargs)
             is_of_rows = not self._is_busy and self._note_drop(func, x)

@@ -31,7 +31,8 @@ _MANY = 8
 _TRIES = 200  # runs of repairs
 _GATHERS = 30  # plans for one module that may write attention out
 _MOST_OWN = 256  # positions of the example, for a run of that length
-_SCALES = (1.0, 1e-4, 1e4, 0.0)  # of gradients, for backwards and hooks of the model's own: they may go by a threshold
+_OF_LONGER = 128  # positions of that run for longer examples
+_SCALES = (1.0, 1e-4, 1e8, 0.0)  # of gradients, for backwards and hooks of the model's own: they may go by a threshold
 _EXCEPTIONS = 2  # calls of a module that are none of what the others like them are
 
 
@@ -413,8 +414,9 @@ class Search:
     def _add_of_example(self, trial: Trial, plan: Plan, facts: Facts) -> None:
         """Adds what training does besides at the length of the example, or the next shorter one that is no size of the model; raises Differs unless
         the facts are right there."""
-        own = length_of_example(self.module, self.degree, self.order, self.sequences.length)
-        if own is None or own in self._run_lengths or self.sequences.length > _MOST_OWN:
+        given = self.sequences.length
+        own = length_of_example(self.module, self.degree, self.order, given if given <= _MOST_OWN else _OF_LONGER)
+        if own is None or own in self._run_lengths:
             return
         before = self.length, self._whole
         self.length, self._whole = own, {}
