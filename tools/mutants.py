@@ -4527,6 +4527,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/techniques/quantize/test_packed.py -k magnitudes",
         "DoRA's magnitudes are the norms of the weight before it is packed",
     ),
+    Mutant(
+        "mean-losses-of-parts-as-torch",
+        "        handlers |= dict.fromkeys(_LOSSES, _averaged)\n",
+        "",
+        "tests/step/test_penalty_losses.py",
+        "a mean-squared distance of a cut parameter is divided by the elements of each rank, and its gradient counts once for each",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -145,6 +145,17 @@ _NEVER = [
     for kind in packet.overloads()
     if kind.endswith("out")
 ]
+# Losses with reduction="mean": torch's rules divide by the elements that this rank has, forward or backward.
+_LOSSES = [
+    getattr(_aten, f"{name}{which}").default
+    for name in (
+        *("mse_loss", "huber_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"),
+        "binary_cross_entropy_with_logits",
+    )
+    for which in ("", "_backward")
+    if hasattr(_aten, f"{name}{which}")
+]
+_MEAN = 1  # as an operator gets the reduction
 _WORDS = (
     "sharding strateg",
     "got mixed torch.Tensor and DTensor",
@@ -175,6 +186,7 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
             packets = [getattr(_aten, name) for name in names]
             handlers |= {getattr(packet, kind): run for packet in packets for kind in packet.overloads()}
         handlers |= {_aten.fill_.Tensor: _filled, _aten.fill_.Scalar: _filled, **dict.fromkeys(_NEVER, _never)}
+        handlers |= dict.fromkeys(_LOSSES, _averaged)
         dispatcher.redistribute_local_args = _before_redistribution
         dispatcher._propagate_op_sharding_dispatch_slow_path = _with_reasons(
             dispatcher._propagate_op_sharding_dispatch_slow_path
@@ -335,6 +347,19 @@ def _never(op: Any, _args: Any, kwargs: Any) -> Any:
         _refuse(kwargs["out"], op.overloadpacket.__name__)
     with _without_handler(op):
         return op(*_args, **kwargs)
+
+
+def _averaged(op: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a loss on whole tensors where it takes a mean over what is cut: the same result on every rank, and a gradient that is cut later."""
+    named = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    given = [x for x in named.values() if isinstance(x, DTensor)]
+    mesh = given[0].device_mesh
+    is_ours = mesh._get_root_mesh() in _on_lost_write and all(x.device_mesh == mesh for x in given)
+    if not is_ours or named.get("reduction", _MEAN) != _MEAN or not any(any(_cuts(x)) for x in given):
+        with _without_handler(op):
+            return op(*args, **kwargs)
+    whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
+    return DTensor.from_local(op(**whole), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _before_redistribution(info: Any, wanted: Any, *rest: Any) -> None:
