@@ -4534,6 +4534,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_penalty_losses.py",
         "a mean-squared distance of a cut parameter is divided by the elements of each rank, and its gradient counts once for each",
     ),
+    Mutant(
+        "shared-memory-unnoticed",
+        "if other.memory != one.memory or other.start >= one.end:",
+        "if other.memory != one.memory or other.start >= one.start:",
+        "tests/parallel/test_shared_memory.py -k overlaps",
+        "two weights tied by .data = get memory of their own when they are sharded, and train apart",
+    ),
+    Mutant(
+        "shared-memory-without-elements",
+        "    if not has_gaps or other.tensor.element_size() != size or apart % size:",
+        "    if size:",
+        "tests/parallel/test_shared_memory.py -k overlaps",
+        "parameters that are the even and the odd columns of one matrix are refused, though they share nothing",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {

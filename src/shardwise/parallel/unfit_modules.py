@@ -13,6 +13,7 @@ from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.closures import functions_with_parameters
 from shardwise.model.own_methods import has_only_extra_states, own_methods
 from shardwise.model.own_state import OwnState
+from shardwise.model.shared_memory import overlapping
 from shardwise.model.tensors import tensors_of
 from shardwise.parallel.runtime import is_parallelized
 from shardwise.recipe import Recipe
@@ -68,6 +69,26 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="leave max_norm out, and scale the rows it returns, or the weight after optim.step()",
                 name=name or None,
             )
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Raises UnsupportedError for a parameter whose memory another parameter, a buffer or an attribute has too: they would get memory of their own."""
+    found = overlapping(module)
+    if found is None:
+        return
+    param, beside = found
+    layouts = [(each.start, each.tensor.shape, each.tensor.stride()) for each in found]
+    is_tie = beside.kind == "parameter" and layouts[0] == layouts[1]
+    raise UnsupportedError(
+        f"a parameter in the memory of {beside.name}, which is another {beside.kind}"
+        if beside.kind == "parameter"
+        else f"a parameter whose memory {beside.name}, {'a buffer' if beside.kind == 'buffer' else 'an attribute'}, shares",
+        why="each gets memory of its own, and the one would no longer follow the other in training",
+        fix=f"tie them as one Parameter: the module of {beside.name} gets it by an assignment, b.weight = a.weight, without .data"
+        if is_tie
+        else "let forward compute it from the parameter (self.weight.t(), self.weight.detach()); or take a copy: .clone()",
+        name=param.name,
+    )
 
 
 def own_state_of(module: nn.Module, recipe: Recipe) -> OwnState | None:
