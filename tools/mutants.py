@@ -4548,6 +4548,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_shared_memory.py -k overlaps",
         "parameters that are the even and the odd columns of one matrix are refused, though they share nothing",
     ),
+    Mutant(
+        "replaced-parameters-computed-with",
+        "            tensor.__class__ = _Replaced\n",
+        "            pass\n",
+        "tests/parallel/test_replaced_parameters.py -k holds",
+        "a functools.partial or a global that holds a parameter computes with it as it was before sharding, without a gradient",
+    ),
+    Mutant(
+        "views-of-replaced-parameters",
+        "            tensor.register_hook(functools.partial(_refuse_gradient, name))\n",
+        "",
+        "tests/parallel/test_replaced_parameters.py -k holds",
+        "a view of a parameter, made before sharding and kept elsewhere, takes its gradient and is never updated",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {

@@ -235,6 +235,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         act.check(module, recipe, world)
     refuse_unfit_parts(module, recipe, world)
     own_state = own_state_of(module, recipe)
+    given_parameters = tensors_of(module, "_parameters")
     for act in acts():
         act.inside(module, recipe, world)
     before = tensors_of(module, "_parameters")
@@ -249,7 +250,8 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     _refuse_other_shapes(runtime)
     runtime.explainers += [act.explain for act in acts()]
     follow_parameters(module, before, runtime.parameters)
-    mark_stale(before, runtime.parameters)
+    for replaced in (given_parameters, before):
+        mark_stale(replaced, runtime.parameters)
     watch_steps(runtime)
     watch_backwards()
     watch_named_gradients()
