@@ -4562,6 +4562,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_replaced_parameters.py -k holds",
         "a view of a parameter, made before sharding and kept elsewhere, takes its gradient and is never updated",
     ),
+    Mutant(
+        "attributes-of-shards-lost",
+        '            vars(param).update(vars(parameters[name]))  # what the user has set on it, such as "no weight decay"\n',
+        "            pass\n",
+        "tests/parallel/test_parameter_attributes.py -k stay",
+        "parameters marked _no_weight_decay, as those of Mamba are, decay under dp_shard",
+    ),
+    Mutant(
+        "attributes-of-gathered-parameters-lost",
+        "            vars(param._unsharded_param).update(users)\n",
+        "            pass\n",
+        "tests/parallel/test_parameter_attributes.py -k stay",
+        "a forward that asks a parameter for a mark that was set on it does not find it",
+    ),
+    Mutant(
+        "classes-of-parameters-dropped",
+        "        if is_replaced and issubclass(type(param), nn.Parameter) and type(param) is not nn.Parameter:",
+        "        if is_replaced and type(param) is Tensor:",
+        "tests/parallel/test_parameter_attributes.py -k class",
+        "a parameter of a class of its own becomes a plain one, and what asks for the class passes it by",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {

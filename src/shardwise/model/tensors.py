@@ -172,9 +172,7 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
         if id(tensor) not in made:
             value = make(tensor)
             if isinstance(tensor, nn.Parameter) and value is not tensor:
-                value = value.detach()
-                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                value.__dict__.update(vars(tensor))  # attributes that a library set on it, such as "no weight decay"
+                value = parameter_like(tensor, value.detach(), tensor.requires_grad)
                 share_hooks(tensor, value)
             # A module with two names is visited twice. What was put into it the first time is not made again, or the
             # tensors tied to it would keep the old one.
@@ -187,6 +185,13 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
             getattr(owner, kind)[attr] = new(getattr(owner, kind)[attr])
     for hidden in list(hidden_tensors(module)):
         hidden.put(new(hidden.tensor))
+
+
+def parameter_like(param: nn.Parameter, value: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter with another value and the attributes that were set on ``param``, such as "no weight decay"."""
+    made = nn.Parameter(value, requires_grad)
+    vars(made).update(vars(param))
+    return made
 
 
 def like_parameter(value: Any, param: nn.Parameter) -> Any:

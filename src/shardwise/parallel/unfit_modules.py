@@ -34,6 +34,14 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="let the function take it from its module when it is called (m.weight, not weight); or " + _WHOLE,
                 name=name,
             )
+        is_replaced = recipe.is_cut or recipe.params[name].cuts or param.device != world.device
+        if is_replaced and issubclass(type(param), nn.Parameter) and type(param) is not nn.Parameter:
+            raise UnsupportedError(
+                f"a parameter of the class {type(param).__name__}",
+                why="another tensor takes its place, an nn.Parameter, which has none of the methods of that class, and is no instance of it",
+                fix=f"make it an nn.Parameter; what is known of it can be an attribute, weight.is_scale = True, which stays; or {_WHOLE}",
+                name=name,
+            )
         on_tensor, after = num_hooks(param)
         if after and world.size > 1 and is_parallelized(param):  # Shardwise's own hook, of the other model
             raise part_of_another(name)
