@@ -4583,6 +4583,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_parameter_attributes.py -k class",
         "a parameter of a class of its own becomes a plain one, and what asks for the class passes it by",
     ),
+    Mutant(
+        "reductions-over-no-dims-as-torch",
+        '    if named.get("dim") == []:\n',
+        '    if named.get("dim") == [0, 0]:\n',
+        "tests/step/test_penalty_losses.py",
+        "the gradient of amax() of a cut parameter is NaN if its largest element is not on the first rank",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""Losses of torch as penalties on parameters that are cut: values and gradients of one process."""
+"""Losses and reductions of torch as penalties on parameters that are cut: values and gradients of one process."""
 
 import pytest
 import torch
@@ -18,13 +18,20 @@ LOSSES = {
     "cross entropy of bits": lambda p, s: F.binary_cross_entropy(p.sigmoid(), s.sigmoid(), weight=s.abs()),
     "with logits": lambda p, s: F.binary_cross_entropy_with_logits(p, s.sigmoid()),
     "soft margin": lambda p, s: F.soft_margin_loss(p, s.sign()),
+    "largest": lambda p, s: p.amax(),
+    "smallest": lambda p, s: p.amin(),
+    "largest of all": lambda p, s: (p / p.norm(float("inf"))).square().sum(),
+    "over all dims": lambda p, s: p.sum(dim=()) * p.square().sum(dim=()),
     "beside others": lambda p, s: F.mse_loss(p, s) * p.square().sum() + p.norm(),
 }
 
 
 def linear(rows: int) -> nn.Linear:
     torch.manual_seed(rows)
-    return nn.Linear(4, rows, bias=False, dtype=torch.float64)
+    layer = nn.Linear(4, rows, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight[-1, 1:3] = torch.tensor([9.0, -9.0])  # the extremes are on the last rank, and norm(inf) has two
+    return layer
 
 
 def target(weight: Tensor) -> Tensor:
@@ -49,7 +56,8 @@ def penalised(layout: str, rows: int):
 @pytest.mark.parametrize("layout", ["dp_shard=2", pytest.param("dp_replicate=2,dp_shard=2", marks=pytest.mark.soak)])
 def test_a_loss_of_torch_as_a_penalty(ranks, layout):
     """torch's rules divide a mean by the elements of this rank: gradients were those of one process times the number of ranks, and
-    values were wrong too where ranks have unequal numbers of rows."""
+    values were wrong too where ranks have unequal numbers of rows. They take dim=[], which the backward of amax() has, for no dim: gradients
+    were NaN where the largest element was not on the first rank."""
     num = 2 if layout == "dp_shard=2" else 4
     for rows in (6, 5) if num == 2 else (5,):
         for found in ranks.run(penalised, num, layout, rows):

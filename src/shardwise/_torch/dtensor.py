@@ -156,6 +156,17 @@ _LOSSES = [
     if hasattr(_aten, f"{name}{which}")
 ]
 _MEAN = 1  # as an operator gets the reduction
+# dim=[], as amax() and norm(inf) have it in their backward, means all dims: torch's rules take it for none.
+_BY_DIMS = [
+    getattr(getattr(_aten, name), kind)
+    for name in ({*_REDUCTIONS, "nansum", "var_mean", "std_mean", "count_nonzero"} - {"all", "any"})
+    for kind in getattr(_aten, name).overloads()
+    if any(
+        each.name == "dim" and "List[int]" in str(each.type)
+        for each in getattr(getattr(_aten, name), kind)._schema.arguments
+    )
+    and not kind.endswith("out")
+]
 _WORDS = (
     "sharding strateg",
     "got mixed torch.Tensor and DTensor",
@@ -186,7 +197,7 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
             packets = [getattr(_aten, name) for name in names]
             handlers |= {getattr(packet, kind): run for packet in packets for kind in packet.overloads()}
         handlers |= {_aten.fill_.Tensor: _filled, _aten.fill_.Scalar: _filled, **dict.fromkeys(_NEVER, _never)}
-        handlers |= dict.fromkeys(_LOSSES, _averaged)
+        handlers |= dict.fromkeys(_LOSSES, _averaged) | dict.fromkeys(_BY_DIMS, _over_all_dims)
         dispatcher.redistribute_local_args = _before_redistribution
         dispatcher._propagate_op_sharding_dispatch_slow_path = _with_reasons(
             dispatcher._propagate_op_sharding_dispatch_slow_path
@@ -349,9 +360,22 @@ def _never(op: Any, _args: Any, kwargs: Any) -> Any:
         return op(*_args, **kwargs)
 
 
+def _over_all_dims(op: Any, args: Any, kwargs: Any) -> Any:
+    named = _named(op, args, kwargs)
+    if named.get("dim") == []:
+        named["dim"] = list(range(args[0].dim()))
+    with _without_handler(op):
+        return op(**named)
+
+
+def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operator by name."""
+    return dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+
+
 def _averaged(op: Any, args: Any, kwargs: Any) -> Any:
     """Runs a loss on whole tensors where it takes a mean over what is cut: the same result on every rank, and a gradient that is cut later."""
-    named = dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs
+    named = _named(op, args, kwargs)
     given = [x for x in named.values() if isinstance(x, DTensor)]
     mesh = given[0].device_mesh
     is_ours = mesh._get_root_mesh() in _on_lost_write and all(x.device_mesh == mesh for x in given)
