@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from shardwise.model.tensors import hidden_tensors, tensors_of
 
@@ -73,8 +72,11 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _region(kind: str, name: str, tensor: Tensor) -> Region:
-    if tensor.is_meta or is_fake(tensor):
-        memory, start = f"storage {tensor.untyped_storage()._cdata}", tensor.storage_offset() * tensor.element_size()
+    if tensor.untyped_storage().device.type == "meta":  # also of a fake tensor
+        memory, start = (
+            f"storage {tensor.untyped_storage()._cdata}",
+            int(tensor.storage_offset()) * tensor.element_size(),
+        )
     else:
         memory, start = str(tensor.device), tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
