@@ -694,8 +694,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "recurrent-weights-flattened",
-        "    leave_unflattened(module)\n    return",
-        "    return",
+        "    leave_unflattened(module)\n    for name",
+        "    for name",
         "tests/techniques/data/test_own_loops.py -k unflattened",
         "on an accelerator recurrent layers compute with the weights of the first step for ever",
     ),
@@ -3646,8 +3646,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "kept-parameters-unnoticed",
-        "if id(param) in kept and (recipe.is_cut or recipe.params[name].cuts):",
-        "if id(param) in kept and recipe.params[name].dtype == name:",
+        "    if id(param) in kept:",
+        "    if name in kept:",
         "tests/parallel/test_unfit.py -k keeps",
         "a parameter that a function keeps is replaced, and gets no gradient",
     ),
@@ -4024,7 +4024,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gathered-views-unmarked",
-        "            if cuts != _cuts(each) and not is_fake(tensor._local_tensor):",
+        "            if cuts != cuts_of(each) and not is_fake(tensor._local_tensor):",
         "            if False:",
         "tests/parallel/test_lost_writes.py -k no_write_is_lost",
         "under dp_shard, what is written into a row of a parameter is lost",
@@ -4066,7 +4066,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gathered-for-a-write",
-        "isinstance(then, DTensorSpec) and _cuts(given) != _cuts(then):",
+        "isinstance(then, DTensorSpec) and cuts_of(given) != cuts_of(then):",
         "False:",
         "tests/parallel/test_lost_writes.py -k no_write_is_lost",
         "under dp_shard, index_copy_ and index_add_ of a parameter are lost, and its placements are wrong from then on",
@@ -4571,8 +4571,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "mean-losses-of-parts-as-torch",
-        "        handlers |= dict.fromkeys(_LOSSES, _averaged)\n",
-        "",
+        "    handlers |= dict.fromkeys(_LOSSES, _averaged) | dict",
+        "    handlers |= dict",
         "tests/step/test_penalty_losses.py",
         "a mean-squared distance of a cut parameter is divided by the elements of each rank, and its gradient counts once for each",
     ),
@@ -4620,8 +4620,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "classes-of-parameters-dropped",
-        "        if is_replaced and issubclass(type(param), nn.Parameter) and type(param) is not nn.Parameter:",
-        "        if is_replaced and type(param) is Tensor:",
+        "    if issubclass(type(param), nn.Parameter) and type(param) is not nn.Parameter:",
+        "    if type(param) is Tensor:",
         "tests/parallel/test_parameter_attributes.py -k class",
         "a parameter of a class of its own becomes a plain one, and what asks for the class passes it by",
     ),
@@ -4631,6 +4631,27 @@ MUTANTS: tuple[Mutant, ...] = (
         '    if named.get("dim") == [0, 0]:\n',
         "tests/step/test_penalty_losses.py",
         "the gradient of amax() of a cut parameter is NaN if its largest element is not on the first rank",
+    ),
+    Mutant(
+        "hooks-on-nodes-unnoticed",
+        "    return sys.getrefcount(node) > 2 and any(",
+        "    return sys.getrefcount(node) > 99 and any(",
+        "tests/techniques/data/test_hooks.py -k node",
+        "a hook on the node that accumulates a gradient is never called",
+    ),
+    Mutant(
+        "nodes-of-a-graph-taken-for-hooks",
+        "    return sys.getrefcount(node) > 2 and any(not isinstance(each, FrameType) for each in gc.get_referrers(node))",
+        "    return sys.getrefcount(node) > 2",
+        "tests/techniques/data/test_hooks.py -k node",
+        "a model that was run before parallelize, and whose output is kept, is refused",
+    ),
+    Mutant(
+        "rank0-built-modules-replaced-unseen",
+        "    refuse_to_replace(module)\n    held",
+        "    held",
+        "tests/parallel/test_shared_memory.py -k rank_0",
+        "weights tied by .data in a model that rank 0 alone builds come apart",
     ),
 )
 

@@ -150,3 +150,20 @@ def test_refused_where_they_come_apart(ranks, layout):
             as_module, as_function = found[share.__name__]
             assert name in as_function and what in as_function and fix in as_function, as_function
             assert (as_module is None) == (layout == "dp_replicate=2"), (share.__name__, as_module)
+
+
+def built_on_rank_0():
+    found = []
+    with sw.init("dp_replicate=2", device="cpu", timeout_s=20) as world:
+        for share in (tied_by_data, buffer):
+            try:
+                sw.parallelize(lambda share=share: Two(share), world, init="rank0")
+            except UnsupportedError as error:
+                found.append(str(error))
+    return found
+
+
+def test_built_on_rank_0(ranks):
+    """Its tensors are moved off, and the ties with them, before the module is read."""
+    for first, second in ranks.run(built_on_rank_0, 2):
+        assert "in the memory of b.weight" in first and "whose memory live, a buffer, shares" in second

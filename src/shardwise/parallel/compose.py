@@ -47,6 +47,7 @@ from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
 from shardwise.parallel.unfit_modules import (
     own_state_of,
+    refuse_held_accumulators,
     refuse_numbers_of_parts,
     refuse_shared_memory,
     refuse_unfit_parts,
@@ -250,6 +251,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     watch_modules(runtime)
     refuse_states_of_parts(module, recipe)
     show_parts(runtime, plain_parts(recipe))
+    runtime.before_first_step.append(functools.partial(refuse_held_accumulators, runtime))
     runtime.before_first_step.append(functools.partial(refuse_other_copies, runtime))
     for act in acts():
         act.begin(runtime)
