@@ -49,7 +49,6 @@ from shardwise.parallel.unfit_modules import (
     own_state_of,
     refuse_held_accumulators,
     refuse_numbers_of_parts,
-    refuse_shared_memory,
     refuse_unfit_parts,
     refuse_whole_values,
 )
@@ -176,9 +175,6 @@ def shard(
     if source.note is not None:
         recipe = msgspec.structs.replace(recipe, notes=(*recipe.notes, source.note))
     refuse_unfit_parts(module, recipe, world)
-    gets_memory = recipe.is_cut or not isinstance(model, nn.Module) or world.device.type != "cpu"
-    if gets_memory or any(param.cuts for param in recipe.params.values()):
-        refuse_shared_memory(module)
     refuse_other_recipes(recipe, world)
     source.release(module, recipe)
     without_memory = {name for name, tensor in all_tensors(module).items() if tensor.device.type == "meta"}

@@ -27,11 +27,15 @@ _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
     """Raises UnsupportedError for hooks on parameters that would not run, or would see only a part of the gradient, for
     functions that keep a parameter which is replaced, and for embeddings that write their own weight in forward."""
+    parameters = tensors_of(module, "_parameters")
+    replaced = {n for n, p in parameters.items() if recipe.is_cut or recipe.params[n].cuts or p.device != world.device}
+    if replaced:
+        _refuse_shared_memory(module)
     kept = functions_with_parameters(module)
-    for name, param in tensors_of(module, "_parameters").items():
+    for name, param in parameters.items():
         if replaced_name(param) is not None:
             raise part_of_another(name)
-        if recipe.is_cut or recipe.params[name].cuts or param.device != world.device:
+        if name in replaced:
             _refuse_to_replace(name, param, kept)
         on_tensor, after = num_hooks(param)
         if after and world.size > 1 and is_parallelized(param):  # Shardwise's own hook, of the other model
@@ -72,7 +76,7 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
 
 def refuse_to_replace(module: nn.Module) -> None:
     """Raises UnsupportedError for what would go on with the parameters of ``module`` if others took their places."""
-    refuse_shared_memory(module)
+    _refuse_shared_memory(module)
     kept = functions_with_parameters(module)
     for name, param in tensors_of(module, "_parameters").items():
         _refuse_to_replace(name, param, kept)
@@ -113,7 +117,7 @@ def _held_accumulator(name: str) -> UnsupportedError:
     )
 
 
-def refuse_shared_memory(module: nn.Module) -> None:
+def _refuse_shared_memory(module: nn.Module) -> None:
     """Raises UnsupportedError for a parameter whose memory another parameter, a buffer or an attribute has too: they would get memory of their own."""
     found = overlapping(module)
     if found is None:
