@@ -4653,6 +4653,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_shared_memory.py -k rank_0",
         "weights tied by .data in a model that rank 0 alone builds come apart",
     ),
+    Mutant(
+        "gather-of-other-rows-as-torch",
+        "    handlers[_aten.gather.default] = _taken\n",
+        "",
+        "tests/step/test_penalty_losses.py",
+        "gather and scatter by places of fewer rows than a cut parameter has take the rows of another rank",
+    ),
 )
 
 EQUIVALENT: Mapping[str, str] = {

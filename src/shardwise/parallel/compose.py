@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor, nn
 
-from shardwise._torch.reductions import mend_reductions
+from shardwise._torch.wrong_rules import mend_rules
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.record import Options
@@ -231,7 +231,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         refuse_whole_values(module)
         refuse_numbers_of_parts(world)
         refuse_lost_writes(world)
-        mend_reductions()
+        mend_rules()
     for act in acts():
         act.around(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)

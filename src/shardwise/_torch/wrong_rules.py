@@ -1,4 +1,4 @@
-"""Reductions of DTensors for which torch has wrong rules: each gives what it gives of the whole tensor."""
+"""Operators of DTensors for which torch has wrong rules: each gives what it gives of the whole tensor."""
 
 from typing import Any
 
@@ -33,10 +33,11 @@ _BY_DIMS = [
 ]
 
 
-def mend_reductions() -> None:
+def mend_rules() -> None:
     """Makes these operators give what they give of the whole tensor, from now on in this process."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers |= dict.fromkeys(_LOSSES, _averaged) | dict.fromkeys(_BY_DIMS, _over_all_dims)
+    handlers[_aten.gather.default] = _taken
 
 
 def _over_all_dims(op: Any, args: Any, kwargs: Any) -> Any:
@@ -48,14 +49,27 @@ def _over_all_dims(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _averaged(op: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a loss on whole tensors where it takes a mean over what is cut: the same result on every rank, and a gradient that is cut later."""
+    """Runs a loss on whole tensors where it takes a mean."""
     named = _named(op, args, kwargs)
+    return _of_wholes(op, named, named.get("reduction", _MEAN) == _MEAN)
+
+
+def _taken(op: Any, args: Any, kwargs: Any) -> Any:
+    """Runs ``gather``, which the backward of ``scatter`` calls too, on whole tensors where the places are of fewer rows: those of a rank are
+    not of the rows that it has."""
+    named = _named(op, args, kwargs)
+    tensor, dim, index = named["self"], named["dim"], named["index"]
+    sizes = [(a, b) for i, (a, b) in enumerate(zip(tensor.shape, index.shape, strict=False)) if i != dim % tensor.dim()]
+    return _of_wholes(op, named, any(a != b for a, b in sizes))
+
+
+def _of_wholes(op: Any, named: dict[str, Any], is_wrong: bool) -> Any:
+    """Runs ``op`` on whole tensors if torch ``is_wrong`` on cut ones: the same result on every rank, and a gradient that is cut later."""
     given = [x for x in named.values() if isinstance(x, DTensor)]
     mesh = given[0].device_mesh
-    is_cut = any(any(cuts_of(x)) for x in given) and all(x.device_mesh == mesh for x in given)
-    if not is_cut or named.get("reduction", _MEAN) != _MEAN:
+    if not is_wrong or not any(any(cuts_of(x)) for x in given) or any(x.device_mesh != mesh for x in given):
         with without_handler(op):
-            return op(*args, **kwargs)
+            return op(**named)
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in named.items()}
     return DTensor.from_local(op(**whole), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
