@@ -97,7 +97,9 @@ def _refuse_to_replace(name: str, param: Tensor, kept: Mapping[int, str]) -> Non
             fix=f"make it an nn.Parameter; what is known of it can be an attribute, weight.is_scale = True, which stays; or {_WHOLE}",
             name=name,
         )
-    if accumulator_is_held(param):
+    if accumulator_is_held(param) and not any(
+        num_hooks(param)
+    ):  # what has put a hook on the tensor may hold the node too
         raise _held_accumulator(name)
 
 
