@@ -2519,6 +2519,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/state/test_optimizer.py -k settings_by_the_names",
         "groups in another order get each other's learning rates, or are refused",
     ),
+    Mutant(
+        "rest-of-an-optimizer-dropped",
+        "set_rest(self.runtime, self.optim, self._rest)",
+        "pass",
+        "tests/state/test_optimizer_rest.py -k goes_through",
+        "a resumed optimizer counts its steps anew",
+    ),
+    Mutant(
+        "rest-of-an-optimizer-not-in-its-dict",
+        "lambda: set_rest(runtime, optim, rest)",
+        "lambda: None",
+        "tests/state/test_optimizer_rest.py -k goes_through",
+        "an optimizer that loads a full state dict counts its steps anew",
+    ),
+    Mutant(
+        "state-beside-the-parameters-taken-for-known",
+        "all(values is known[\"state\"][number] for number, values in numbers.items())",
+        "True",
+        "tests/state/test_optimizer_rest.py -k cannot_be_kept",
+        "the moments of an optimizer that another wraps begin at zero after a resume",
+    ),
+    Mutant(
+        "share-of-a-sum-saved",
+        "any(placement.is_partial() for placement in value.placements)",
+        "False",
+        "tests/state/test_optimizer_rest.py -k cannot_be_kept",
+        "the state dict of an optimizer has rank 0's share of a sum in place of the sum",
+    ),
     # ---- state: checkpoints ----------------------------------------------------------------------------------------
     Mutant(
         "load-through-a-transpose",
