@@ -14,6 +14,7 @@ from shardwise.data.labels import compare_labels, judge_labels
 from shardwise.data.loader import Loader, mark_used
 from shardwise.errors import UsageError
 from shardwise.model.calling import call
+from shardwise.model.mode import eval_mode
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.argument_checks import refuse_torch_loss
@@ -30,7 +31,6 @@ from shardwise.step.loss import (
     with_count,
 )
 from shardwise.step.loss_check import LossCheck
-from shardwise.step.mode import eval_mode
 from shardwise.step.no_gradient import refuse_autocast
 from shardwise.step.same_data import digest_of_dataset, other_datasets
 from shardwise.step.step_state import StepState
