@@ -1162,10 +1162,24 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "packing-not-tried",
-        "if (one - two).abs().max() > 1e-6 * one.abs().max():",
-        "if False:",
+        "return bool((one - two).abs().max() > 1e-6 * one.abs().max())",
+        "return False",
         "tests/data/sft/test_packing.py -k refused",
         "a model whose attention goes from document to document trains on packed samples",
+    ),
+    Mutant(
+        "packing-tried-with-one-sample",
+        "if not _crosses(model, forward, num_samples):",
+        "if not _crosses(model, forward, 1):",
+        "tests/data/sft/test_packing.py -k flash",
+        "with a flash kernel and larger micro-batches packed documents attend to each other",
+    ),
+    Mutant(
+        "parts-put-into-train-mode",
+        "module.training = mode\n",
+        "module.training = model.training or any(modes.values())\n",
+        "tests/run/test_reference.py -k eval_mode",
+        "frozen norms and dropout that are kept in eval mode are trained",
     ),
     # ---- run: figures, loggers, traces ------------------------------------------------------------------------------
     Mutant(

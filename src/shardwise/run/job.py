@@ -98,7 +98,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         with checkpoints.opened(step, run.last, emit):
             run.resume(checkpoints)
             if corpus.records is not None and config.data.pack:
-                corpus.records.check_attention(model, functions_of(config).get("forward", call))
+                num = min(config.data.samples_at_least, 2)  # more cross where two do
+                corpus.records.check_attention(model, functions_of(config).get("forward", call), micro_batch=num)
             run.output.open(run.done)
             run.output.introduce(corpus, run.steps)
             run.complete("before")
