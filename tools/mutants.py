@@ -2132,10 +2132,31 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "state-of-holders-stays",
-        "written = with_holders(written, self._modules.values(), attributes)",
-        "pass",
+        "        if self.attributes is not None:\n            self.attributes.restore()",
+        "        if self.attributes is not None and self.buffers:\n            self.attributes.restore()",
         "tests/model/test_module_state.py -k holds_a_written",
         "after a skipped step a parent takes a cache for filled that was put back",
+    ),
+    Mutant(
+        "tensors-of-attributes-stay",
+        "self.attributes = Attributes(module, all_tensors=True)",
+        "self.attributes = Attributes(module)",
+        "tests/model/test_module_state.py -k without_a_buffer",
+        "a trial of the loss, or a skipped step, is counted by a module that keeps a tensor as an attribute",
+    ),
+    Mutant(
+        "second-run-counts-where-no-buffer-is",
+        "| changed.keys()",
+        "",
+        "tests/techniques/remat/test_second_runs.py -k without_a_buffer",
+        "a block that counts its forwards in an attribute counts each twice, and its second run goes by the count of the first",
+    ),
+    Mutant(
+        "late-changes-of-attributes",
+        "*(_Bindings(module) for module in self._keep_attributes if id(module) not in looked_into),",
+        "",
+        "tests/techniques/remat/test_second_runs.py -k without_a_buffer",
+        "a block that changes an attribute after many forwards runs again with what it has changed",
     ),
     Mutant(
         "iterators-run-on",
@@ -2549,7 +2570,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "state-beside-the-parameters-taken-for-known",
-        "all(values is known[\"state\"][number] for number, values in numbers.items())",
+        'all(values is known["state"][number] for number, values in numbers.items())',
         "True",
         "tests/state/test_optimizer_rest.py -k cannot_be_kept",
         "the moments of an optimizer that another wraps begin at zero after a resume",

@@ -48,9 +48,8 @@ _STDLIB = sysconfig.get_path("stdlib")
 class ModuleState:
     """Buffers of modules as they are now, with the Python state of the modules; :meth:`restore` puts back what has changed.
 
-    Python state goes back for modules of which a buffer was written, replaced, registered or removed, and for those that hold them: how
-    much of a cache is filled may be known to its parent. Modules of torch have none beside their buffers, and are looked at only if they
-    have buffers.
+    Python state goes back for all modules, with tensors that are not registered. Modules of torch have none beside their buffers, and are
+    looked at only if they have buffers.
 
     Args:
         modules: those that a forward may write. Those that they hold without having registered them, as in a list, are added.
@@ -99,36 +98,10 @@ class ModuleState:
         """
         with unseen():  # what only compares is no use of a buffer
             changed = _changed(self._values)
-        written = {
-            id(owner.module)
-            for owner in self._owners
-            if not owner.holds_same() or any(id(b) in changed for b in owner.buffers.values())
-        }
-        if written:
-            attributes = [owner.attributes for owner in self._owners if owner.attributes is not None]
-            written = with_holders(written, self._modules.values(), attributes)
-            for owner in self._owners:
-                if id(owner.module) in written:
-                    owner.restore()
+        for owner in self._owners:
+            owner.restore()
         for key in changed:
             self._values[key].restore()
-
-
-def with_holders(written: set[int], modules: Iterable[nn.Module], attributes: Iterable["Attributes"]) -> set[int]:
-    """Modules, by id, and all that hold one of them: as a child, or in their ``attributes``."""
-    holders: dict[int, list[int]] = {}
-    for module in modules:
-        for child in module._modules.values():
-            holders.setdefault(id(child), []).append(id(module))
-    for each in attributes:
-        for child in each.modules:
-            holders.setdefault(id(child), []).append(id(each.module))
-    found, waiting = set(written), list(written)
-    while waiting:
-        new = set(holders.get(waiting.pop(), ())) - found
-        found |= new
-        waiting += new
-    return found
 
 
 class _Owner:
@@ -137,12 +110,7 @@ class _Owner:
     def __init__(self, module: nn.Module):
         self.module, self.buffers = module, dict(module._buffers)
         self._computed = set(module._non_persistent_buffers_set)
-        self.attributes = Attributes(module) if keeps_attributes(module) else None
-
-    def holds_same(self) -> bool:
-        """Whether the module has the same buffer objects."""
-        now = self.module._buffers
-        return now.keys() == self.buffers.keys() and all(now[name] is b for name, b in self.buffers.items())
+        self.attributes = Attributes(module, all_tensors=True) if keeps_attributes(module) else None
 
     def restore(self) -> None:
         self.module._buffers.clear()
@@ -220,6 +188,17 @@ class Attributes:
         do. It takes a tenth of a new look."""
         now, was = vars(self.module), self._all
         return self._is_plain and now.keys() == was.keys() and all(map(operator.is_, now.values(), was.values()))
+
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether anything has changed; also where it holds an iterator that may have run, which most do not show."""
+        if self.are_same():
+            return False
+        parts = [(_own(self.module), self._attributes), *((content_of(part), was) for part, was in self._parts)]
+        if not all(is_same(now, was) for now, was in parts):
+            return True
+        with unseen():
+            return bool(_changed(self._tensors)) or any(each.may_have_run for each in self._iterators.values())
 
     def changed(self) -> list[Any]:
         """The values that are new, in the attributes or in what these hold."""

@@ -142,7 +142,9 @@ class Crosses(nn.Module):
         return self.head(self.embed(input_ids).cumsum(1) / (position_ids[..., None] + 1))
 
 
-def finds_documents(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, position_ids: Tensor, **__: Any) -> Any:
+def finds_documents(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, position_ids: Tensor, **__: Any
+) -> Any:
     """Attention that finds documents as the flash kernels of transformers do, by the same function."""
     mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()[None]
     if _is_packed_sequence(position_ids, q.shape[0]):
