@@ -1183,6 +1183,27 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # ---- run: figures, loggers, traces ------------------------------------------------------------------------------
     Mutant(
+        "operations-of-padding",
+        "lengths = np.array([config.data.seq_len]) if self._lengths is None else self._lengths",
+        "lengths = np.array([config.data.seq_len])",
+        "tests/run/test_device_use.py -k figures_of_a_step",
+        "tflops and mfu of short records are several times what is computed",
+    ),
+    Mutant(
+        "entries-of-the-loss-over-figures",
+        "refuse_taken_names(out.metrics or ())",
+        "pass",
+        "tests/cli/test_train_own.py -k name_of_a_figure",
+        "a metric called lr, tokens or epoch is logged as the run's own figure",
+    ),
+    Mutant(
+        "rate-of-the-first-group",
+        'next((group["lr"] for group in groups if group.get("initial_lr") == base), groups[0]["lr"])',
+        'groups[0]["lr"]',
+        "tests/run/test_optim.py -k rate_that_is_logged",
+        "the rate of the embedding alone is logged as that of the run",
+    ),
+    Mutant(
         "csv-keeps-steps-done-again",
         'rows = [row for row in reader if int(row["step"] or 0) <= done]',
         "rows = list(reader)",
