@@ -2152,6 +2152,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "running sums begin at zero in each window",
     ),
     Mutant(
+        "tensors-of-attributes-not-named",
+        "others = [name for name, is_number in found.items() if not is_number]",
+        "others: list[str] = []",
+        "tests/step/test_buffers.py -k named_once",
+        "a running mean in an attribute follows the forwards of one rank, and training under ranks is another one without a word",
+    ),
+    Mutant(
         "state-of-holders-stays",
         "        if self.attributes is not None:\n            self.attributes.restore()",
         "        if self.attributes is not None and self.buffers:\n            self.attributes.restore()",

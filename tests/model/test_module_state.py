@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
-from shardwise.model.module_state import ModuleState, plain_numbers
+from shardwise.model.module_state import ModuleState, plain_values
 
 
 @dataclass(slots=True)
@@ -234,9 +234,11 @@ def test_what_a_running_backward_has_saved_is_not_written():
 
 def test_numbers_are_named_by_their_path():
     module = Keeper()
-    before = plain_numbers(module)
+    before = dict(plain_values(module))
     module.length.rows, module.nested["by"][0]["n"] = 3, 1.5
-    changed = {name for name, value in plain_numbers(module).items() if before.get(name) != value}
+    changed = {
+        name for name, value in plain_values(module) if type(value) in (int, float) and before.get(name) != value
+    }
     assert changed == {"length.rows", "nested.by.0.n"}
     assert "training" not in before
 

@@ -367,9 +367,8 @@ def _mutable_parts(
     return found
 
 
-def plain_numbers(module: nn.Module) -> dict[str, float]:
-    """Path within a module -> number that it keeps as an attribute, or in a container there; not its parameters and buffers."""
-    found: dict[str, float] = {}
+def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Path within a module, and value, of what it keeps as attributes and in containers there; not its parameters and buffers."""
     parts: list[tuple[str, Any]] = [("", _own(module))]
     seen: set[int] = set()
     while parts:
@@ -380,12 +379,10 @@ def plain_numbers(module: nn.Module) -> dict[str, float]:
         )
         for key, value in pairs:
             name = f"{path}.{key}" if path else str(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                found[name] = value
-            elif is_mutable(value) and id(value) not in seen and name.count(".") < _DEPTH:
+            yield name, value
+            if is_mutable(value) and id(value) not in seen and name.count(".") < _DEPTH:
                 seen.add(id(value))
                 parts.append((name, value))
-    return found
 
 
 _CALLED = frozenset({types.FunctionType, types.MethodType})
