@@ -18,20 +18,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 __all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "LayoutError",
-    "NonFiniteError",
-    "PlanError",
-    "RankError",
-    "ShardwiseError",
-    "Stopped",
-    "UnsupportedError",
-    "UsageError",
-    "VerifyError",
-    "errors_about",
-    "first_line",
-]
+    "CheckpointError", "ConfigError", "LayoutError", "NonFiniteError", "PlanError", "RankError", "ShardwiseError",
+    "Stopped", "UnsupportedError", "UsageError", "VerifyError", "errors_about", "first_line",
+]  # fmt: skip
 
 
 class ShardwiseError(Exception):

@@ -19,20 +19,9 @@ from shardwise.config.suggest import closest
 from shardwise.errors import LayoutError, UnsupportedError
 
 __all__ = [
-    "ALL_AXES",
-    "AXES",
-    "CARVED",
-    "DERIVED_AXES",
-    "GIVEN_AXES",
-    "NODE",
-    "Coord",
-    "Layout",
-    "layout_of",
-    "mesh_axes",
-    "num_ranks_of",
-    "overlap",
-    "parse_layout",
-]
+    "ALL_AXES", "AXES", "CARVED", "DERIVED_AXES", "GIVEN_AXES", "NODE", "Coord", "Layout", "layout_of", "mesh_axes",
+    "num_ranks_of", "overlap", "parse_layout",
+]  # fmt: skip
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DERIVED_AXES = {
@@ -355,9 +344,7 @@ def _infer(degrees: dict[str, int], num_ranks: int, given: str) -> dict[str, int
     )
     options = " or ".join(f'"{layout}"' for layout in _nearest(degrees, num_ranks))
     raise LayoutError(
-        given,
-        why=why,
-        fix=f"on {ranks} use {options}" + (f", or start {fixed} ranks" if not free else ""),
+        given, why=why, fix=f"on {ranks} use {options}" + (f", or start {fixed} ranks" if not free else "")
     )
 
 

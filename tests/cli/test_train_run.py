@@ -427,7 +427,7 @@ OWN = (
     "import os, shutil, signal, sys, time\n"
     "from pathlib import Path\n"
     "from shardwise.run.reference import ReferenceConfig, ReferenceModel\n"
-    "from shardwise.state import save\n"
+    "from shardwise.state import weight_files\n"
     "RANK = os.environ['RANK']\n"
     "LAUNCHER = int(Path(f'/proc/{os.getppid()}/stat').read_text().split()[3])  # ranks are forked from its child\n"
     "class Own(ReferenceModel):\n"
@@ -456,11 +456,11 @@ def test_a_folder_that_is_removed_during_the_run_does_not_cost_the_report(ranks,
 
 
 STOP_IN_WRITING = (
-    "real = save._Saving.write_own\n"
+    "real = weight_files.WeightFiles.write_own\n"
     "def write_own(self):\n"
     "    real(self)\n"
     "    if RANK == '0': os.kill({whom}, signal.{what}), time.sleep(60)\n"
-    "save._Saving.write_own = write_own\n"
+    "weight_files.WeightFiles.write_own = write_own\n"
     "def act(): pass\n"
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError, LayoutError, RankError, Stopped
-from shardwise.launch import default_nproc, free_port, launch_local, local, send_event
+from shardwise.launch import default_nproc, free_port, launch_local, send_event, supervisor
 from shardwise.launch.failure import Failure, failure_of, root_cause
 
 TARGETS = str(Path(__file__).with_name("launch_targets.py"))
@@ -307,7 +307,7 @@ def test_an_exit_known_only_after_all_that_was_written_has_been_read_is_a_failur
             time.sleep(0.01)
         return False
 
-    monkeypatch.setattr(local._Supervisor, "_alive", is_any_alive)
+    monkeypatch.setattr(supervisor.Supervisor, "_alive", is_any_alive)
     with pytest.raises(RankError, match="exited with code 3 without"):
         launch("exit_with", 3, True)
 

@@ -269,12 +269,12 @@ class GateInSecondHalf(Gated):
 
 
 class GateInLoss(Gated):
-    """In a term of the output, in training alone."""
+    """In a factor of the output, in training alone."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x)
         y = self.gated(x, gate)
-        return y + gate.square().mean() if self.training else y
+        return y * (1 + gate.square().mean()) if self.training else y
 
 
 class PaddedColumns(nn.Module):

@@ -24,7 +24,7 @@ from techniques.observed import (
 
 from shardwise import DDP, Compile, Precision, Prefetch, Remat, Sharding
 from shardwise.recipe import Edit
-from shardwise.techniques.data.fsdp2 import _offload
+from shardwise.techniques.data.fsdp2_units import offload_of
 from shardwise.techniques.remat import act as remat
 
 BLOCKS = {"min_unit_bytes": 0}
@@ -190,7 +190,7 @@ KNOBS = [
 
 def _pins(asked: bool) -> bool:
     recipe = SimpleNamespace(entry=lambda _, cls: cls(offload=True, pin_memory=asked))
-    return _offload(recipe, _CUDA).pin_memory
+    return offload_of(recipe, _CUDA).pin_memory
 
 
 def _moved(asked: bool) -> int:

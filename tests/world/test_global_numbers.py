@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.world import rng
+from shardwise.world import generator_state
 from shardwise.world.rng import GlobalNumbers
 
 
@@ -81,8 +81,8 @@ def states() -> tuple[Any, str, bytes]:
 @pytest.mark.parametrize("draws", DRAWS)
 def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, reads_words, between):
     if not reads_words:
-        monkeypatch.setattr(rng, "_reads_words", lambda: False)
-        monkeypatch.setattr(rng, "_reads_words_of_python", lambda: False)
+        monkeypatch.setattr(generator_state, "_reads_words", lambda: False)
+        monkeypatch.setattr(generator_state, "_reads_words_of_python", lambda: False)
     np.random.seed(1)
     random.seed(1)
     torch.manual_seed(1)
@@ -105,7 +105,7 @@ def test_the_second_run_draws_what_the_first_did(monkeypatch, draws, before, rea
 @pytest.mark.parametrize("reads_words", [True, False])
 def test_a_number_left_of_a_pair_is_seen_where_no_word_is_another(monkeypatch, reads_words):
     if not reads_words:
-        monkeypatch.setattr(rng, "_reads_words", lambda: False)
+        monkeypatch.setattr(generator_state, "_reads_words", lambda: False)
     np.random.seed(0)
     np.random.randn()
     state = np.random.get_state()  # with a number left
@@ -133,8 +133,8 @@ def test_a_draw_while_a_state_is_copied_is_seen(monkeypatch, module, name, draw)
         return state
 
     copied_late.__self__ = copy.__self__
-    monkeypatch.setattr(rng, "_of_numpy", None)
-    monkeypatch.setattr(rng, "_of_python", None)
+    monkeypatch.setattr(generator_state, "_of_numpy", None)
+    monkeypatch.setattr(generator_state, "_of_python", None)
     monkeypatch.setattr(module, name, copied_late)
     GlobalNumbers(torch.device("cpu"))
     numbers = GlobalNumbers(torch.device("cpu"))
@@ -145,9 +145,9 @@ def test_a_draw_while_a_state_is_copied_is_seen(monkeypatch, module, name, draw)
 
 @pytest.mark.parametrize(("module", "name"), [(np.random, "get_state"), (random, "getstate")])
 def test_a_state_is_copied_once_where_nothing_is_drawn(monkeypatch, module, name):
-    assert rng._reads_words() and rng._reads_words_of_python()
-    monkeypatch.setattr(rng, "_of_numpy", None)
-    monkeypatch.setattr(rng, "_of_python", None)
+    assert generator_state._reads_words() and generator_state._reads_words_of_python()
+    monkeypatch.setattr(generator_state, "_of_numpy", None)
+    monkeypatch.setattr(generator_state, "_of_python", None)
     copies, copy = [], getattr(module, name)
     counted = functools.wraps(copy)(lambda: copies.append(1) or copy())
     counted.__self__ = copy.__self__

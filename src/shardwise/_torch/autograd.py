@@ -3,9 +3,9 @@
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, length_hint
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from shardwise._torch.patches import patch
 __all__ = [
     "Backward",
     "BackwardPath",
+    "LeafUse",
     "RunningBackward",
+    "Side",
     "StopRecomputation",
     "TorchDispatchMode",
     "at_end_of_backward",
@@ -34,7 +36,7 @@ __all__ = [
     "in_backward",
     "in_transform",
     "is_of_operator",
-    "leaves_by_side",
+    "leaf_uses",
     "mark_output",
     "marks_of",
     "num_hooks",
@@ -88,23 +90,60 @@ def is_of_operator(kind: type) -> bool:
     return kind.__module__ == "torch._library.autograd"
 
 
-def leaves_by_side(outputs: Iterable[Any], turn: Callable[[Any], bool | None]) -> Iterator[tuple[Tensor, bool]]:
-    """The leaves in the graph of ``outputs``, tensors or edges, each with the side from which it is used: True behind the outputs, and behind an
-    autograd function what ``turn`` says of it; None: that does not change. It is called before each backward, and takes 1 us for a node."""
-    begins = (getattr(x, "grad_fn", None) or getattr(x, "node", None) for x in outputs)
-    waiting: list[tuple[Any, bool]] = [(node, True) for node in begins if node is not None]
-    seen: tuple[set[Any], set[Any]] = set(), set()
+Side = Literal["whole", "part", "unknown"]
+"""What the gradient is that comes to a node: the same on every rank; a part of a sum over them; or not known, as what is compiled does not show."""
+
+
+class LeafUse(NamedTuple):
+    """A use of a leaf in a graph.
+
+    Attributes:
+        leaf: the tensor.
+        node, index: what gives it a gradient, and which of its results that is; None: the leaf is itself an output.
+        sides: what this gradient is: more than one where it is a sum of such.
+    """
+
+    leaf: Tensor
+    node: Any
+    index: int
+    sides: Collection[Side]
+
+
+def leaf_uses(
+    outputs: Iterable[Any], sides_behind: Callable[[Any, Side], Side | Sequence[Side] | None]
+) -> Iterator[LeafUse]:
+    """The uses of leaves in the graph of ``outputs``, tensors or edges, whose gradients are whole. ``sides_behind``: what the gradients are that an
+    autograd function gives for one of such a side, all or each of them; None: as that. It is called before each backward, and takes 1 us for a node."""
+    waiting: list[tuple[Any, Side, Any, int]] = [(node, "whole", None, 0) for node in _begins(outputs)]
+    sides: dict[Any, set[Side]] = {}
+    uses: dict[tuple[Any, int], tuple[Tensor, set[Side]]] = {}
     while waiting:
-        node, side = waiting.pop()
-        if node in seen[side]:
+        node, side, user, index = waiting.pop()
+        known = sides.get(node)
+        if known is not None and side in known:
             continue
-        seen[side].add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and (other := turn(node)) is not None:
-            side = other
-        if inner := node.next_functions:
-            waiting += [(each, side) for each, _ in inner if each is not None]
-        elif isinstance(leaf := getattr(node, "variable", None), Tensor):
-            yield leaf, side
+        inner = node.next_functions
+        if not inner:
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):
+                uses.setdefault((user, index), (leaf, set()))[1].add(side)
+            continue
+        if known is None:
+            sides[node] = {side}
+        else:
+            known.add(side)
+        each: Sequence[Side] | None = None
+        if (
+            isinstance(node, torch.autograd.function.BackwardCFunction)
+            and (other := sides_behind(node, side)) is not None
+        ):
+            side, each = (other, None) if isinstance(other, str) else (side, other)
+        waiting += [
+            (before, side if each is None else each[i], node, i)
+            for i, (before, _) in enumerate(inner)
+            if before is not None
+        ]
+    for (user, index), (leaf, of_use) in uses.items():
+        yield LeafUse(leaf, user, index, of_use)
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
@@ -195,7 +234,7 @@ def marks_of(outputs: Sequence[Any]) -> list[Any]:
 
 def _nodes(outputs: Sequence[Any], *, past_marks: bool) -> Iterator[Any]:
     """The nodes of the graph below ``outputs``, tensors or edges; marked ones are the last of their branch unless ``past_marks``."""
-    waiting, seen = [getattr(x, "grad_fn", None) or getattr(x, "node", None) for x in outputs], set[Any]()
+    waiting, seen = _begins(outputs), set[Any]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -204,6 +243,17 @@ def _nodes(outputs: Sequence[Any], *, past_marks: bool) -> Iterator[Any]:
         yield node
         if past_marks or _MARK not in node.metadata:
             waiting += [inner for inner, _ in node.next_functions]
+
+
+def _begins(outputs: Iterable[Any]) -> list[Any]:
+    """The nodes that a backward from ``outputs`` begins with; of a leaf, what adds to its gradient."""
+    found = []
+    for x in outputs:
+        node = getattr(x, "grad_fn", None) or getattr(x, "node", None)
+        if node is None and isinstance(x, Tensor) and x.requires_grad:
+            node = torch.autograd.graph.get_gradient_edge(x).node
+        found += [] if node is None else [node]
+    return found
 
 
 _WHY = "looks at the graph of each backward: one that reaches a sharded model belongs to a window; inputs= are the tensors it computes with"
@@ -217,17 +267,21 @@ class Backward(NamedTuple):
         inputs: the only ones that it gives gradients of; empty: all.
         accumulates: into ``.grad``; ``torch.autograd.grad`` does not.
         makes_graph: of its own computation (``create_graph=True``).
+        until_end: is closed when it has run.
+        is_inner: another one has started it, as torch's reentrant checkpoint does.
     """
 
     outputs: Sequence[Any]
     inputs: Sequence[Any]
     accumulates: bool
     makes_graph: bool
+    until_end: contextlib.ExitStack
+    is_inner: bool
 
 
-def before_backward(look: Callable[[Backward], Any]) -> None:
-    """Calls ``look`` before each backward that is not started by another one. May be called again with the same function. Gradients that
-    are part of a graph are marked by what ``look`` returns, unless it is None; see :func:`mark_output`."""
+def before_backward(look: Callable[[Backward], Any], look_at_inner: Callable[[Backward], None] | None = None) -> None:
+    """Calls ``look`` before each backward, and ``look_at_inner`` before one that another one has started. May be called again with the same function.
+    Gradients that are part of a graph are marked by what ``look`` returns, unless it is None; see :func:`mark_output`."""
     if look in _lookers:
         return
     _lookers.append(look)
@@ -236,8 +290,12 @@ def before_backward(look: Callable[[Backward], Any]) -> None:
     @functools.wraps(run)
     def run_backward(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         accumulates = bool(kwargs.get("accumulate_grad"))
-        mark = None if in_backward() else look(Backward(outputs, inputs or (), accumulates, bool(create)))
-        found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
+        with contextlib.ExitStack() as until_end:
+            given = Backward(outputs, inputs or (), accumulates, bool(create), until_end, in_backward())
+            mark = None if given.is_inner else look(given)
+            if given.is_inner and look_at_inner is not None:
+                look_at_inner(given)
+            found = run(outputs, grads, retain, create, inputs, *args, **kwargs)
         for grad in found or () if mark is not None and create else ():
             if isinstance(grad, Tensor):
                 mark_output(grad, mark)

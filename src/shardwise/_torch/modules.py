@@ -18,17 +18,9 @@ from shardwise._torch.dtensor import cut_like, local_tensor
 from shardwise._torch.patches import patch
 
 __all__ = [
-    "CALLS",
-    "BatchNormBase",
-    "DDPModule",
-    "PausableHooks",
-    "before_fan",
-    "before_functional_call",
-    "cast_floating",
-    "is_spectral_norm",
-    "materialise",
-    "replace_apply",
-]
+    "CALLS", "BatchNormBase", "DDPModule", "PausableHooks", "before_fan", "before_functional_call", "cast_floating",
+    "is_spectral_norm", "materialise", "replace_apply",
+]  # fmt: skip
 
 CALLS = frozenset([nn.Module._call_impl.__code__])
 """The code, as frames have it, in which a module, its ``self``, is called."""

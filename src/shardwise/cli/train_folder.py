@@ -118,10 +118,7 @@ class RunFolder:
     def files(self, *, picture: bool) -> list[str]:
         """The files of a finished run, a line each. ``picture``: whether it was drawn; if not, an existing one is an
         older run's."""
-        notes: dict[Path, str] = {
-            self.metrics: "",
-            self.path / "config.yaml": " (everything resolved)",
-        }
+        notes: dict[Path, str] = {self.metrics: "", self.path / "config.yaml": " (everything resolved)"}
         written = {"csv": "metrics.csv", "tensorboard": "tensorboard", "wandb": "wandb"}
         notes |= {self.path / name: "" for word, name in written.items() if word in self.config.log.to}
         if self.config.train.profile is not None:

@@ -8,13 +8,7 @@ if TYPE_CHECKING:
     from shardwise.config.render import dump_config, print_config
     from shardwise.config.target import check_target, load_target
 
-__all__ = [
-    "Loaded",
-    "check_target",
-    "dump_config",
-    "load_target",
-    "print_config",
-]
+__all__ = ["Loaded", "check_target", "dump_config", "load_target", "print_config"]
 
 _HOMES = {
     "Loaded": "loader",

@@ -50,9 +50,8 @@ class _Checked(type(msgspec.Struct)):  # type: ignore[misc]
 class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base class of all option records. Building one checks every field and turns lists into tuples."""
 
-    functions: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # fields that may also be a function, or a list that contains functions, when given from Python
+    # Fields that may also be a function, or a list that contains functions, when given from Python.
+    functions: ClassVar[frozenset[str]] = frozenset()
     patterns: ClassVar[frozenset[str]] = frozenset()  # fields that name modules, and therefore also accept classes
     also_called: ClassVar[Mapping[str, str]] = {}  # words that mean a field without being spelled like it -> the field
 

@@ -55,9 +55,7 @@ def check_target(text: str, *, what: str = "target", origin: str = "", bare: boo
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
         raise ConfigError(
-            given,
-            why=f"{file}, line {error.lineno}, is not valid Python: {error.msg}",
-            fix="correct that line",
+            given, why=f"{file}, line {error.lineno}, is not valid Python: {error.msg}", fix="correct that line"
         ) from None
     names, certain = _names_in(tree)
     if certain and name not in names:
@@ -135,9 +133,7 @@ def split_target(text: str, given: str, more: str = "") -> tuple[str, str]:
     """
     if not looks_like_target(text):
         raise ConfigError(
-            given,
-            why="it does not name a function",
-            fix=f"write pkg.mod:fn, or path/to/file.py:fn{more}",
+            given, why="it does not name a function", fix=f"write pkg.mod:fn, or path/to/file.py:fn{more}"
         )
     place, _, name = text.rpartition(":")
     return place, name

@@ -37,13 +37,14 @@ from shardwise.data.loader_checks import (
     check_workers,
     length_of,
     refuse_data_loader,
+    refuse_other_position,
     refuse_own_state,
 )
 from shardwise.data.order import TokenBudget, WeightedOrder, sample_order
 from shardwise.data.same_dataset import digest_of_dataset
 from shardwise.data.stream import Stream, is_stream, refuse_empty
 from shardwise.data.workers import Reader, Task, read_ahead
-from shardwise.errors import ConfigError, UsageError
+from shardwise.errors import UsageError
 
 _LOADERS: "weakref.WeakValueDictionary[int, Loader]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
@@ -417,24 +418,7 @@ class Loader:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises what :meth:`load_state_dict` would raise; changes nothing."""
-        missing = [key for key in self.state_dict() if key not in state and key != "weights"]
-        if missing:
-            raise ConfigError(
-                f"a loader position without {', '.join(missing)}",
-                why=f"it has {', '.join(map(str, state)) or 'nothing'}",
-                fix="give what Loader.state_dict() returned",
-            )
-        own_weights = None if self._weights is None else self._weights.digest
-        for key, mine in (("num_samples", self.num_samples), ("shuffle", self.shuffle), ("weights", own_weights)):
-            if state.get(key) != mine:
-                there, here = state.get(key), mine
-                if key == "weights":
-                    there, here = (value and "others" for value in (there, here))
-                raise ConfigError(
-                    f"a loader position with {key}={there} for a loader with {key}={here}",
-                    why="the position counts samples of one order; in another, samples would be repeated or missed",
-                    fix=f"use the dataset and options of the interrupted run ({key}={there}), or start from the beginning",
-                )
+        refuse_other_position(self.state_dict(), state)
 
 
 def mark_used(batches: Iterable[Any]) -> None:

@@ -1,5 +1,6 @@
 """What a Loader refuses when it is made: sizes that do not fit, options without effect, data that it cannot read."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -180,3 +181,24 @@ def length_of(dataset: Any) -> int:
             fix="check the path and the filters that made the dataset",
         )
     return length
+
+
+def refuse_other_position(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a position ``given`` that is of another dataset, or order, than a Loader's ``own``."""
+    missing = [key for key in own if key not in given and key != "weights"]
+    if missing:
+        raise ConfigError(
+            f"a loader position without {', '.join(missing)}",
+            why=f"it has {', '.join(map(str, given)) or 'nothing'}",
+            fix="give what Loader.state_dict() returned",
+        )
+    for key in ("num_samples", "shuffle", "weights"):
+        there, here = given.get(key), own.get(key)
+        if there != here:
+            if key == "weights":
+                there, here = (value and "others" for value in (there, here))
+            raise ConfigError(
+                f"a loader position with {key}={there} for a loader with {key}={here}",
+                why="the position counts samples of one order; in another, samples would be repeated or missed",
+                fix=f"use the dataset and options of the interrupted run ({key}={there}), or start from the beginning",
+            )

@@ -18,9 +18,8 @@ _COUNTS = re.compile(r"cu_?seq_?len\w*|max_?seq_?len\w*|max_length_[qk]|seq_?len
 _OTHERS = re.compile(
     r"(encoder|pixel|audio|video|vision|visual|images?|speech|mel|src|source|memory|past|features?)(_\w+)?|input_(features|values)\w*"
 )
-_UNSURE = re.compile(
-    r"(audio|video|vision|visual|images?)_(\w+_)?masks?(?<!attention_mask)"
-)  # of tokens that stand for a picture, or of pictures
+# Of tokens that stand for a picture, or of pictures.
+_UNSURE = re.compile(r"(audio|video|vision|visual|images?)_(\w+_)?masks?(?<!attention_mask)")
 _ROWS = re.compile(
     r"inputs_embeds|bbox|(cross|image)_attention_mask|\w*logits|images_seq_mask"
     r"|token_(embed(ding)?s|features|states|weights?|labels|losses|scores|masks?)"

@@ -7,14 +7,6 @@ from shardwise.launch.process import free_port, held_port
 from shardwise.launch.stop_signals import STOP_SIGNALS, passed_over, terminable
 
 __all__ = [
-    "STOP_SIGNALS",
-    "default_nproc",
-    "free_port",
-    "held_port",
-    "is_cpu",
-    "launch_local",
-    "passed_over",
-    "report_failure",
-    "send_event",
-    "terminable",
-]
+    "STOP_SIGNALS", "default_nproc", "free_port", "held_port", "is_cpu", "launch_local", "passed_over",
+    "report_failure", "send_event", "terminable",
+]  # fmt: skip

@@ -16,20 +16,10 @@ from shardwise.errors import RankError, ShardwiseError
 
 # Messages of gloo, NCCL and torch's stores when the other end is gone: usually an effect of a failure, not the cause.
 _LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "connection was likely closed",
-    "broken pipe",
-    "socket closed",
-    "socket timeout",
-    "failed to recv",
-    "failed to send",
-    "timed out waiting",
-    "wait timeout",
-    "remote process exited",
-    "gloo/transport",
-)
+    "connection closed by peer", "connection reset by peer", "connection refused", "connection was likely closed", "broken pipe",
+    "socket closed", "socket timeout", "failed to recv", "failed to send", "timed out waiting", "wait timeout",
+    "remote process exited", "gloo/transport",
+)  # fmt: skip
 # Of this process alone, though the message names gloo or NCCL: a limit of the system.
 _OWN_LIMIT = ("too many open files", "cannot allocate memory")
 

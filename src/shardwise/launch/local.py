@@ -9,11 +9,8 @@ SIGKILL), no rank and no child of a rank outlives it.
 
 import os
 import pickle
-import selectors
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,21 +19,18 @@ from shardwise.config.importing import refuse_while_imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
 from shardwise.launch.environment import variables_of
-from shardwise.launch.failure import Failure, load_error, named_by, rank_error, root_cause
+from shardwise.launch.failure import Failure, load_error, rank_error, root_cause
 from shardwise.launch.process import Guard, held_port
 from shardwise.launch.rank import Callbacks, RankProcess
 from shardwise.launch.script import pickled
 from shardwise.launch.starting import ForkServer, Interpreters, Starter
 from shardwise.launch.stop_signals import FirstStop, Forwarded, terminable
+from shardwise.launch.supervisor import TICK_S, Supervisor
 
 CHOSE_THREADS = "SHARDWISE_SET_OMP_NUM_THREADS"
 """Environment variable that shows ranks that OMP_NUM_THREADS=1 is the launcher's choice, and not the user's."""
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", CHOSE_THREADS: "1"}
-_TICK_S = 0.05
-_SETTLE_S = 0.7
-_DRAIN_S = 1.0
-_DUMP_S = 0.5
 
 
 def launch_local(
@@ -104,7 +98,13 @@ def launch_local(
         pickled([target], said)  # by itself: its own error, where it is what cannot be sent
     payload, script = pickled(args if named else (target, *args))
     callbacks = Callbacks(on_line or _print_line, on_event or _ignore_event)
-    job = Job(target=named, args=payload, script=script, path=tuple(sys.path), pythonpath=_pythonpath(env))
+    job = Job(
+        target=named,
+        args=payload,
+        script=script,
+        path=tuple(sys.path),
+        pythonpath=(env or {}).get("PYTHONPATH", os.environ.get("PYTHONPATH")),
+    )
     stop, forwarded = FirstStop(), Forwarded(passes_on)
     stopping = terminable() if notice_s is None else stop.handled()
     with (
@@ -115,17 +115,8 @@ def launch_local(
         ExitStack() as server,
         ExitStack() as ranks,
     ):
-        base = {
-            **({} if "OMP_NUM_THREADS" in {**os.environ, **(env or {})} else _ONE_THREAD),
-            # Silences warnings of torch's C++ code: when ranks are ended, these are stacks of a store lost with rank 0.
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            **(env or {}),
-            **forwarded.env,
-        }
-        supervisor = _Supervisor(guard, grace_s, timeout_s, stopped_s, callbacks.on_event)
+        base = {**_variables(port, env or {}), **forwarded.env}
+        supervisor = Supervisor(guard, grace_s, timeout_s, stopped_s, callbacks.on_event)
         ranks.callback(supervisor.close)  # before the server ends, which would end the ranks
 
         def overdue() -> None:
@@ -143,17 +134,35 @@ def launch_local(
         except KeyboardInterrupt:
             callbacks.on_event(0, {"kind": "interrupted"})
             raise
-    if stop.number is not None and not supervisor.blamed and _has_only_stopped(supervisor.ranks, stop.number):
-        raise SystemExit(128 + stop.number)  # it has ended a rank that had nothing to save
-    failures = [rank.failure for rank in supervisor.ranks if rank.failure is not None]
-    if failures or supervisor.blamed:
+    return _results(supervisor.ranks, supervisor.blamed, stop.number)
+
+
+def _variables(port: int, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of every rank: this process's own with ``env`` on top."""
+    return {
+        **({} if "OMP_NUM_THREADS" in {**os.environ, **env} else _ONE_THREAD),
+        # Silences warnings of torch's C++ code: when ranks are ended, these are stacks of a store lost with rank 0.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **env,
+    }
+
+
+def _results(ranks: Sequence[RankProcess], blamed: list[Failure], stopped_by: int | None) -> list:
+    """The results of ranks that have ended, or what :func:`launch_local` raises. ``stopped_by``: the signal that asked it to stop."""
+    if stopped_by is not None and not blamed and _has_only_stopped(ranks, stopped_by):
+        raise SystemExit(128 + stopped_by)  # it has ended a rank that had nothing to save
+    failures = [rank.failure for rank in ranks if rank.failure is not None]
+    if failures or blamed:
         if failures and all(failure.weight for failure in failures):
-            failures += [rank.quit for rank in supervisor.ranks if rank.quit is not None]
-        raise _error(failures, supervisor.blamed)
-    for rank in supervisor.ranks:
+            failures += [rank.quit for rank in ranks if rank.quit is not None]
+        raise _error(failures, blamed)
+    for rank in ranks:
         if rank.stopped is not None:
             raise rank.stopped
-    return [pickle.loads(rank.result) for rank in supervisor.ranks]  # type: ignore[arg-type]
+    return [pickle.loads(rank.result) for rank in ranks]  # type: ignore[arg-type]
 
 
 def _has_only_stopped(ranks: Sequence[RankProcess], number: int) -> bool:
@@ -177,7 +186,7 @@ def _starter(
     if modules and sys.platform == "linux":
         with ExitStack() as attempt:
             server = attempt.enter_context(ForkServer(modules, env))
-            while (ready := server.is_ready(_TICK_S)) is None:
+            while (ready := server.is_ready(TICK_S)) is None:
                 overdue()
             if ready:
                 for stream, text in zip(("stdout", "stderr"), server.output, strict=True):
@@ -186,162 +195,6 @@ def _starter(
                 stack.push(attempt.pop_all())
                 return server
     return Interpreters()
-
-
-class _Supervisor:
-    """The launcher's loop: reads output of the ranks, notices how they end, and ends the rest."""
-
-    def __init__(
-        self,
-        guard: Guard,
-        grace_s: float,
-        timeout_s: float | None,
-        stopped_s: float,
-        on_event: Callable[[int, dict], None],
-    ):
-        self.ranks: list[RankProcess] = []
-        self._on_event = on_event
-        self.blamed: list[Failure] = []
-        self._guard, self._grace_s, self._timeout_s, self._stopped_s = guard, grace_s, timeout_s, stopped_s
-        self._selector = selectors.DefaultSelector()
-        self._started = time.monotonic()
-
-    def add(self, rank: RankProcess) -> None:
-        """Takes over a started rank and sends it its job."""
-        self.ranks.append(rank)
-        self._guard.add(rank.pid)
-        for descriptor in rank.streams():
-            self._selector.register(descriptor, selectors.EVENT_READ, rank)
-        rank.begin()
-
-    def run(self, stop: FirstStop, notice_s: float | None, forwarded: Forwarded) -> None:
-        """Runs until every rank has ended, the first failure is understood, or the time after a stop signal is over."""
-        failed_at: float | None = None
-        sent_at: float | None = None
-        while self._alive():
-            self._turn()
-            now = time.monotonic()
-            for number in forwarded.take():
-                for rank in self.ranks:
-                    rank.tell(number)
-            if stop.number is not None and sent_at is None:
-                sent_at = now
-                self._on_event(0, {"kind": "asked_to_stop", "signal": signal.Signals(stop.number).name})
-                for rank in self.ranks:
-                    rank.tell(stop.number)
-            if sent_at is not None and now - sent_at > (notice_s or 0.0):
-                raise SystemExit(128 + (stop.number or 0))
-            if failed_at is None and (self._look() or any(rank.failure for rank in self.ranks)):
-                failed_at = now
-            # Gives the others a moment to report: the first reported failure is not always the cause.
-            if failed_at is not None and (self.blamed or now - failed_at > _SETTLE_S):
-                self._blame_stopped()
-                self._explain()
-                return
-        self._drain()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the time limit has passed."""
-        return self._timeout_s is not None and time.monotonic() - self._started > self._timeout_s
-
-    def _alive(self) -> bool:
-        return not all(rank.poll() for rank in self.ranks)
-
-    def _turn(self, wait_s: float = _TICK_S) -> bool:
-        ready = self._selector.select(wait_s)
-        for key, _ in ready:
-            key.data.read(key.fd)
-            if key.fd not in key.data.streams():
-                self._selector.unregister(key.fd)
-        self._settle()
-        return bool(ready)
-
-    def _settle(self) -> None:
-        for rank in self.ranks:
-            if rank.poll() and rank.failure is None and (rank.code or rank.result is None):
-                # Its report may still be in the pipe; without one, only its exit code is known.
-                for descriptor in rank.streams():
-                    self._drain_one(rank, descriptor)
-                rank.settle()
-
-    def _drain_one(self, rank: RankProcess, descriptor: int) -> None:
-        deadline = time.monotonic() + _DRAIN_S
-        with selectors.DefaultSelector() as one:
-            one.register(descriptor, selectors.EVENT_READ)
-            while descriptor in rank.streams() and time.monotonic() < deadline:
-                if not one.select(_TICK_S):
-                    break
-                rank.read(descriptor)
-        if descriptor not in rank.streams():
-            self._selector.unregister(descriptor)
-
-    def _drain(self) -> None:
-        # A pipe ends when its last writer closes it; one held open by a process outside the rank's session is given up.
-        deadline = time.monotonic() + _DRAIN_S
-        while self._selector.get_map() and time.monotonic() < deadline:
-            self._turn()
-        self._settle()  # the last rank's pipes may end before its process does, and then no turn follows its end
-
-    def _look(self) -> bool:
-        """Checks for failures without an exit: a stopped rank, and the time limit."""
-        running = [rank for rank in self.ranks if not rank.poll()]
-        stopped = [rank for rank in running if rank.stopped_for() > self._stopped_s]
-        if stopped:
-            self.blamed = [_stopped(rank.rank, rank.pid, self._stopped_s) for rank in stopped]
-        elif self.is_late:
-            self.blamed = [_late(rank.rank, self._timeout_s) for rank in running]
-        return bool(self.blamed)
-
-    def _blame_stopped(self) -> None:
-        """Ranks that others report as lost, and that are stopped: this says why they are silent."""
-        named = set().union(*(named_by(rank.failure) for rank in self.ranks if rank.failure is not None))
-        for rank in self.ranks:
-            if rank.rank in named and not self.blamed and (seconds := rank.stopped_for()):
-                self.blamed = [_stopped(rank.rank, rank.pid, int(seconds))]
-
-    def _explain(self) -> None:
-        """If no rank failed by itself, lets running ranks print their stacks; if failures name ranks as the cause, only
-        those."""
-        failures = [rank.failure for rank in self.ranks if rank.failure is not None]
-        if any(not failure.weight for failure in failures):
-            return
-        named = set().union(*map(named_by, failures))
-        for rank in self.ranks:
-            if not named or rank.rank in named:
-                rank.dump_stacks()
-        deadline = time.monotonic() + _DUMP_S
-        while time.monotonic() < deadline:
-            self._turn()
-
-    def close(self) -> None:
-        """Ends all running ranks: SIGTERM, ``grace_s`` seconds to leave in order, SIGKILL."""
-        blamed = {rank: rank.failure for rank in self.ranks}
-        try:
-            self._end(signal.SIGTERM, self._grace_s)
-        finally:
-            # A second Ctrl-C, or a callback that fails, leads here at once.
-            for rank in self.ranks:
-                rank.signal(signal.SIGKILL)
-            while self._alive():
-                time.sleep(0.01)
-            for rank in self.ranks:
-                # A rank that was ended by this method did not fail.
-                rank.failure = blamed[rank]
-                self._guard.remove(rank.pid)
-                rank.close()
-            self._selector.close()
-
-    def _end(self, number: int, grace_s: float) -> None:
-        if not self._alive():
-            return
-        for rank in self.ranks:
-            # A stopped process sees no other signal.
-            rank.signal(signal.SIGKILL if rank.stopped_for() else number)
-        deadline = time.monotonic() + grace_s
-        while self._alive() and time.monotonic() < deadline:
-            self._turn()
-        self._drain()
 
 
 def _check(target: object, nproc: int, notice_s: float | None, passes_on: Sequence[int]) -> None:
@@ -369,34 +222,12 @@ def _check(target: object, nproc: int, notice_s: float | None, passes_on: Sequen
         raise ConfigError(f"target {target!r}", why=f"there is no file {Path(place).resolve()}", fix="check the path")
 
 
-def _pythonpath(env: Mapping[str, str] | None) -> str | None:
-    return {**os.environ, **(env or {})}.get("PYTHONPATH")
-
-
 def _print_line(rank: int, stream: str, line: str) -> None:
     print(f"[rank {rank}] {line}", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)
 
 
 def _ignore_event(rank: int, event: dict) -> None:
     """Reads and drops events when there is no callback, so that a rank never waits for a reader."""
-
-
-def _stopped(rank: int, pid: int, limit_s: float) -> Failure:
-    return Failure(
-        rank=rank,
-        what="is stopped",
-        detail=f"process {pid} has been in state T for more than {limit_s:g} s, and its peers wait for it",
-        fix="it was sent SIGSTOP: find who sent it",
-    )
-
-
-def _late(rank: int, timeout_s: float | None) -> Failure:
-    return Failure(
-        rank=rank,
-        what=f"did not finish within {timeout_s:g} s",
-        detail="it was still running; the lines 'most recent call first' on its stderr show where",
-        fix="raise timeout_s if it was only slow",
-    )
 
 
 def _not_begun(rank: int, timeout_s: float | None, modules: Sequence[str]) -> Failure:

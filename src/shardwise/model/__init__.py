@@ -4,14 +4,6 @@ from shardwise.model.names import canonical_modules, canonical_name, canonical_t
 from shardwise.model.read import dtype_name, dtype_of, is_pretrained, read_anatomy, refuse_lazy, user_class
 
 __all__ = [
-    "canonical_modules",
-    "canonical_name",
-    "canonical_tensors",
-    "dtype_name",
-    "dtype_of",
-    "is_pretrained",
-    "module_of_error",
-    "read_anatomy",
-    "refuse_lazy",
-    "user_class",
-]
+    "canonical_modules", "canonical_name", "canonical_tensors", "dtype_name", "dtype_of", "is_pretrained",
+    "module_of_error", "read_anatomy", "refuse_lazy", "user_class",
+]  # fmt: skip

@@ -201,9 +201,8 @@ def _mask_for_queries(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
         return of_positions(batch, head, rows[query], key)
 
     if padding is not None and not bool(padding.all()):
-        given["allow_is_causal_skip"] = (
-            False  # it would be judged by the number of queries, as if they were the first ones
-        )
+        # It would be judged by the number of queries, as if they were the first ones.
+        given["allow_is_causal_skip"] = False
     return plain(**{**given, "q_length": rows.shape[0], "mask_function": of_rows})
 
 

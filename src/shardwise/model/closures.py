@@ -52,11 +52,7 @@ def rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> Callable[.
         cell if value is _content(cell) else types.CellType(value) for cell, value in zip(cells, after, strict=False)
     )
     made = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        tuple(after[len(cells) :]) or None,
-        new or None,
+        function.__code__, function.__globals__, function.__name__, tuple(after[len(cells) :]) or None, new or None
     )
     made.__kwdefaults__ = function.__kwdefaults__
     made.__dict__.update(function.__dict__)

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from shardwise.config.caller import level_of_caller
 from shardwise.model.loggers import NAME as LOGGED
 from shardwise.model.loggers import LoggerState, NewLoggers, loggers, names_loggers, within_logger
-from shardwise.model.module_state import Attributes, ModuleState, changed_values, content_of, put
+from shardwise.model.module_state import Attributes, ModuleState
+from shardwise.model.mutable import changed_values, content_of, put
 from shardwise.model.names import canonical_modules, own_attributes
 from shardwise.model.places import LONGEST, Environment, Key, Place, Space, is_cache, is_opaque, is_place, moves_on
 from shardwise.model.side_effects import Watch
@@ -64,9 +65,8 @@ class Isolated:
         self._places: list[Place] = []
         self._changed: list[Place] | None = None  # by the last call; None: not looked for
         self._plain: list[tuple[str, dict[str, Any], dict[str, Any]]] = []  # attributes of functions that have none
-        self._marked: list[
-            tuple[str, dict[str, Any], dict[str, Any]]
-        ] = []  # of which some have changed, as places have
+        # Of which some have changed, as places have.
+        self._marked: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._modules: list[ModuleState | Attributes] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
         self._left = _MOST_COPIED

@@ -5,44 +5,28 @@ count, both go back together: one without the other would be read wrong from the
 """
 
 import operator
-import sys
-import sysconfig
-import types
-from array import array
-from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sized
-from functools import cache, partial
-from pathlib import Path
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise._torch.autograd import unseen
 from shardwise.model.iterators import Iteration, is_iterator
+from shardwise.model.kept_tensors import KeptTensor, loose_tensors, restore_parts, written_keys
+from shardwise.model.mutable import ATOMS, changed_values, content_of, is_mutable, is_same, items_of, put
 from shardwise.model.names import own_attributes
-from shardwise.model.tensors import bytes_of, same_bytes, version_of, write_values
 
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
 
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 _DEPTH = 32  # containers within containers that are looked into, each once
-_MOST_COPIED = 64 << 20  # bytes of the tensors that functions keep
-_MOST_PARTS, _LONGEST = 2000, 1000  # of what a function reaches: it may hold on to a trainer with its dataset
-_OPAQUE = frozenset({"torch", "shardwise", "builtins"})
-_PLAIN = frozenset(
-    {"argparse", "collections", "queue"}
-)  # Python's classes that hold a user's values: Namespace, UserDict, Queue
-_STDLIB = sysconfig.get_path("stdlib")
 
 
 class ModuleState:
@@ -56,7 +40,7 @@ class ModuleState:
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self._values: dict[int, _Value] = {}  # by id, so that a buffer with two names stays one tensor
+        self._values: dict[int, KeptTensor] = {}  # by id, so that a buffer with two names stays one tensor
         self._owners: list[_Owner] = []
         self._modules: dict[int, nn.Module] = {}
         waiting = deque(modules)
@@ -74,13 +58,13 @@ class ModuleState:
         self._owners.append(owner)
         for buffer in owner.buffers.values():
             if buffer is not None and id(buffer) not in self._values:
-                self._values[id(buffer)] = _Value(buffer, of_torch=not keeps_attributes(owner.module))
+                self._values[id(buffer)] = KeptTensor(buffer, of_torch=not keeps_attributes(owner.module))
 
     @property
     def written_buffers(self) -> list[tuple[nn.Module, str]]:
         """The buffers that have changed, each with its module."""
         with unseen():
-            changed = _changed(self._values)
+            changed = written_keys(self._values)
         return [
             (owner.module, name)
             for owner in self._owners
@@ -97,7 +81,7 @@ class ModuleState:
             UnsupportedError: what Python state cannot be put back; see :meth:`Attributes.restore`.
         """
         with unseen():  # what only compares is no use of a buffer
-            changed = _changed(self._values)
+            changed = written_keys(self._values)
         for owner in self._owners:
             owner.restore()
         for key in changed:
@@ -121,46 +105,6 @@ class _Owner:
             self.attributes.restore()
 
 
-class _Value:
-    """A tensor, and the value it had. ``of_torch``: a layer of torch has it, which keeps nothing beside it."""
-
-    def __init__(self, tensor: Tensor, *, of_torch: bool = False):
-        self.tensor, self.of_torch = tensor, of_torch
-        self._version, self.value = version_of(tensor), tensor.detach().clone()
-
-    @property
-    def shows_change(self) -> bool:
-        """Whether the tensor was written, as far as that shows without a look at its values."""
-        now = self.tensor
-        return version_of(now) != self._version or now.shape != self.value.shape or now.dtype != self.value.dtype
-
-    def restore(self) -> None:
-        write_values(self.tensor, self.value)
-        self._version = version_of(self.tensor)
-
-
-def _changed(values: dict[int, _Value]) -> set[int]:
-    """Keys of the tensors that were written. Batch norm's kernels, and writes to ``.data``, do not change a version. Those on a device
-    are read together."""
-    found = {key for key, value in values.items() if value.shows_change}
-    away: list[int] = []
-    for key, value in values.items():
-        if key in found or value.tensor.is_meta:
-            continue
-        if value.tensor.is_cpu:
-            if not same_bytes(value.tensor, value.value):
-                found.add(key)
-        elif value.of_torch:
-            found.add(key)
-        else:
-            away.append(key)
-    for device in {values[key].tensor.device for key in away}:
-        keys = [key for key in away if values[key].tensor.device == device]
-        flags = torch.stack([(bytes_of(values[key].tensor) != bytes_of(values[key].value)).any() for key in keys])
-        found |= {key for key, flag in zip(keys, flags.tolist(), strict=True) if flag}
-    return found
-
-
 class Attributes:
     """The plain Python state of a module: its own attributes, and what is in lists, dicts, sets, arrays, iterators, and objects of the
     user's classes there. Tensors there are kept with their values if the module has buffers, or with ``all_tensors``.
@@ -178,10 +122,10 @@ class Attributes:
         iterators: dict[int, Any] = {}
         parts = _mutable_parts(self._attributes.values(), self.modules, iterators, {} if known is None else known)
         self._parts = [(part, content_of(part)) for part in parts]
-        tensors = _loose(self._parts, self._attributes) if module._buffers or all_tensors else ()
-        self._tensors = {id(tensor): _Value(tensor) for tensor in tensors}
+        tensors = loose_tensors(self._parts, self._attributes) if module._buffers or all_tensors else ()
+        self._tensors = {id(tensor): KeptTensor(tensor) for tensor in tensors}
         self._iterators = {key: Iteration(iterator) for key, iterator in iterators.items()}
-        self._is_plain = all(value.__class__ in _ATOMS for value in self._attributes.values())
+        self._is_plain = all(value.__class__ in ATOMS for value in self._attributes.values())
 
     def are_same(self) -> bool:
         """Whether nothing has changed, as far as that is known from the attributes alone: they hold numbers and texts only, as most
@@ -198,7 +142,7 @@ class Attributes:
         if not all(is_same(now, was) for now, was in parts):
             return True
         with unseen():
-            return bool(_changed(self._tensors)) or any(each.may_have_run for each in self._iterators.values())
+            return bool(written_keys(self._tensors)) or any(each.may_have_run for each in self._iterators.values())
 
     def changed(self) -> list[Any]:
         """The values that are new, in the attributes or in what these hold."""
@@ -223,7 +167,7 @@ class Attributes:
             attributes = _with(attributes, again)
             parts = [(part, _with(content, again)) for part, content in parts]
         self.module.__dict__.update(attributes)
-        _restore(parts, self._tensors)
+        restore_parts(parts, self._tensors)
 
 
 def _with(content: Any, again: dict[int, Any]) -> Any:
@@ -231,16 +175,6 @@ def _with(content: Any, again: dict[int, Any]) -> Any:
     if isinstance(content, dict):
         return {key: again.get(id(value), value) for key, value in content.items()}
     return [again.get(id(value), value) for value in content] if isinstance(content, list) else content
-
-
-def _restore(parts: Iterable[tuple[Any, Any]], tensors: dict[int, _Value]) -> None:
-    for part, content in parts:
-        if not is_same(content_of(part), content):
-            put(part, content)
-    with unseen():
-        changed = _changed(tensors)
-    for key in changed:
-        tensors[key].restore()
 
 
 class TensorAttributes:
@@ -276,72 +210,6 @@ class HookState:
                 put(hooks, before)
 
 
-class FunctionState:
-    """What functions of the user's own (a loss, a forward) keep: containers and objects in their closures, defaults and attributes, or of
-    the object whose method they are, and modules there with their buffers; :meth:`restore` puts back what has changed. What lies in
-    lists of more than a thousand items, and in globals, is not looked at.
-
-    Args:
-        functions: the functions.
-        known: ids of modules that are not looked at.
-    """
-
-    def __init__(self, functions: Iterable[Any], known: Collection[int] = ()):
-        modules: list[nn.Module] = []
-        self._parts = [(part, content_of(part)) for part in _reached(functions, modules)]
-        self._tensors: dict[int, _Value] = {}
-        self._large: list[tuple[Tensor, int]] = []  # with their versions: too large for a copy
-        left = _MOST_COPIED
-        for tensor in _loose(self._parts, {}):
-            left -= tensor.nbytes
-            if left > 0:
-                self._tensors[id(tensor)] = _Value(tensor)
-            else:
-                self._large.append((tensor, version_of(tensor)))
-        self._state = ModuleState(each for module in modules if id(module) not in known for each in module.modules())
-
-    @property
-    def lost(self) -> list[Tensor]:
-        """Tensors that have changed and are not put back, as no copy of them was made."""
-        return [tensor for tensor, version in self._large if version_of(tensor) != version]
-
-    @property
-    def written_buffers(self) -> list[tuple[nn.Module, str]]:
-        """The buffers of the modules that have changed."""
-        return self._state.written_buffers
-
-    def restore(self) -> None:
-        _restore(self._parts, self._tensors)
-        self._state.restore()
-
-
-def _reached(functions: Iterable[Any], modules: list[nn.Module]) -> list[Any]:
-    """The cells, containers and objects that functions use, nearest first; the modules among them are added to ``modules``."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting = deque(functions)
-    while waiting and len(seen) < _MOST_PARTS:
-        value = waiting.popleft()
-        if id(value) in seen or value.__class__ in _ATOMS - _CALLED:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            modules.append(value)
-        elif isinstance(value, types.MethodType):
-            waiting += (value.__self__, value.__func__)
-        elif isinstance(value, partial):
-            waiting += (value.func, *value.args, *value.keywords.values())
-        elif isinstance(value, types.FunctionType):
-            waiting += (*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-            waiting += vars(value).values()
-        elif isinstance(value, tuple | frozenset):
-            waiting += value
-        elif is_mutable(value) and not (isinstance(value, Sized) and len(value) > _LONGEST):
-            found[id(value)] = value
-            waiting += _items(content_of(value))
-    return list(found.values())
-
-
 def _mutable_parts(
     values: Iterable[Any], modules: list[nn.Module], iterators: dict[int, Any], known: dict[int, Any]
 ) -> list[Any]:
@@ -352,7 +220,7 @@ def _mutable_parts(
     while waiting:
         value, depth = waiting.pop()
         kind = value.__class__
-        if kind in _ATOMS or id(value) in known or depth == 0:
+        if kind in ATOMS or id(value) in known or depth == 0:
             continue
         if isinstance(value, tuple | frozenset):
             waiting += [(item, depth - 1) for item in value]
@@ -363,7 +231,7 @@ def _mutable_parts(
         elif is_mutable(value):
             known[id(value)] = value
             found.append(value)
-            waiting += [(item, depth - 1) for item in _items(content_of(value))]
+            waiting += [(item, depth - 1) for item in items_of(content_of(value))]
     return found
 
 
@@ -385,10 +253,6 @@ def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 parts.append((name, value))
 
 
-_CALLED = frozenset({types.FunctionType, types.MethodType})
-_ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), type}) | _CALLED
-
-
 def keeps_attributes(module: nn.Module) -> bool:
     """Whether a module may keep Python state that a forward changes: layers of torch keep none."""
     return not _is_of_torch(type(module))
@@ -406,129 +270,3 @@ def _own(module: nn.Module) -> dict[str, Any]:
         for name, value in own_attributes(module).items()
         if not name.startswith("_shardwise") and not (name == "forward" and hasattr(value, REPLACES))
     }
-
-
-def is_mutable(value: Any) -> bool:
-    """Whether a value is a container, an array or an object of a user's class: a part, which may hold something else later."""
-    if isinstance(value, dict | list | set | deque | bytearray | array | types.SimpleNamespace | types.CellType):
-        return True
-    kind = type(value)
-    home = str(kind.__module__).partition(".")[0]
-    if home == "numpy":
-        return kind.__name__ == "ndarray"
-    if home in _PLAIN:
-        return isinstance(getattr(value, "__dict__", None), dict)
-    if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or home in _OPAQUE:
-        return False
-    if is_of_python(home):
-        return False
-    return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots(kind))
-
-
-@cache
-def is_of_python(name: str) -> bool:
-    """Whether a module is one of Python's own, and not a user's of the same name."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return name in sys.stdlib_module_names and (file is None or Path(file).is_relative_to(_STDLIB))
-
-
-@cache
-def _slots(kind: type) -> tuple[str, ...]:
-    """The attributes that objects of a class keep in slots, as those of a dataclass with ``slots=True``."""
-    named = [vars(cls).get("__slots__", ()) for cls in kind.__mro__]
-    names = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
-    return tuple(name for name in names if isinstance(getattr(kind, name, None), types.MemberDescriptorType))
-
-
-def _attributes_of(part: Any) -> dict[str, Any]:
-    slots = {name: getattr(part, name) for name in _slots(type(part)) if hasattr(part, name)}
-    return {**getattr(part, "__dict__", {}), **slots}
-
-
-def content_of(part: Any) -> Any:
-    """A shallow copy of what a mutable part holds."""
-    if isinstance(part, dict):
-        return dict(dict.items(part))  # not what a class of its own would give
-    if isinstance(part, list | deque):
-        return list(part)
-    if isinstance(part, set):
-        return set(part)
-    if isinstance(part, bytearray | array):
-        return part[:]
-    if isinstance(part, types.CellType):
-        return [part.cell_contents] if _is_filled(part) else []
-    return part.copy() if type(part).__module__ == "numpy" else _attributes_of(part)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
-def _items(content: Any) -> Collection[Any]:
-    if isinstance(content, dict):
-        return content.values()
-    return content if isinstance(content, list | set) else ()
-
-
-def is_same(now: Any, before: Any) -> bool:
-    """Whether a part has the same content: the same objects, or equal bytes and numbers."""
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(now[key] is value for key, value in before.items())
-    if isinstance(now, list):
-        return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
-    if isinstance(now, set | bytearray | array):
-        return now == before
-    return now.shape == before.shape and now.tobytes() == before.tobytes()
-
-
-def changed_values(now: Any, before: Any) -> list[Any]:
-    """The values in the content of a part that were not in it before."""
-    if isinstance(now, dict):
-        return [value for key, value in now.items() if key not in before or before[key] is not value]
-    if isinstance(now, list | set) and not is_same(now, before):
-        known = set(map(id, before))
-        return [value for value in now if id(value) not in known]
-    if isinstance(now, array):
-        return [] if is_same(now, before) else list(now)
-    return [now] if type(now).__module__ == "numpy" and not is_same(now, before) else []
-
-
-def put(part: Any, content: Any) -> None:
-    """Makes a part hold what :func:`content_of` has shown."""
-    if isinstance(part, dict):
-        kind: Any = OrderedDict if isinstance(part, OrderedDict) else dict  # not what a class of its own would do
-        kind.clear(part)
-        for key, value in content.items():
-            kind.__setitem__(part, key, value)
-    elif isinstance(part, set):
-        part.clear()
-        part.update(content)
-    elif isinstance(part, types.CellType):
-        if content:
-            part.cell_contents = content[0]
-    elif isinstance(part, list | bytearray | array):
-        part[:] = content
-    elif isinstance(part, deque):
-        part.clear()
-        part.extend(content)
-    elif type(part).__module__ == "numpy":
-        part[...] = content
-    else:
-        for name in _attributes_of(part).keys() - content.keys():
-            object.__delattr__(part, name)
-        for name, value in content.items():
-            object.__setattr__(part, name, value)  # as a frozen dataclass refuses setattr
-
-
-def _loose(parts: Iterable[tuple[Any, Any]], attributes: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that are attributes, or in a part, and not parameters."""
-    found: dict[int, Tensor] = {}
-    for content in (attributes, *(content for _, content in parts)):
-        for value in _items(content):
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad:
-                found[id(value)] = value
-    return iter(found.values())

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.iterators import is_iterator
-from shardwise.model.module_state import changed_values, content_of, is_mutable, is_of_python, put
+from shardwise.model.mutable import changed_values, content_of, is_mutable, is_of_python, put
 
 LONGEST = 1000  # items of a container that are looked at one by one
 _LARGEST = 1 << 20  # bytes of an array

@@ -194,13 +194,8 @@ def _map_leaf(call: Callable[[Any], Any], leaf: Any) -> Any:
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, np.ndarray, np.generic, range, slice)
 _PLAIN_TORCH = (torch.dtype, torch.device, torch.Size, torch.Generator, torch.layout, torch.memory_format)
 _MAY_HOLD = (
-    functools.partial,
-    types.FunctionType,
-    types.MethodType,
-    types.GeneratorType,
-    types.CoroutineType,
-    nn.Module,
-)
+    functools.partial, types.FunctionType, types.MethodType, types.GeneratorType, types.CoroutineType, nn.Module,
+)  # fmt: skip
 
 
 def tensors_within(value: Any) -> tuple[list[Tensor], bool]:

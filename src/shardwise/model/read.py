@@ -1,10 +1,8 @@
 """Reads a module, on meta or not, into an :class:`~shardwise.recipe.Anatomy`: tensors, ties, block lists."""
 
 import contextlib
-import random
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -20,6 +18,7 @@ from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_m
 from shardwise.model.packed import PackedLinear, packed_layers
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, Codec, TensorFact
+from shardwise.world.rng import set_streams, streams
 
 
 def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
@@ -141,7 +140,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
     modules = [child for _, child in canonical_modules(module)]
     states = [ModuleState(modules), TensorAttributes(modules), *map(Attributes, modules)]
     isolated = Isolated(module, lambda model: call_alone(model, {key: x.to(device) for key, x in example.items()}))
-    rng, hooks = (torch.get_rng_state(), random.getstate(), np.random.get_state()), HookState(modules)
+    rng, hooks = streams(torch.device("cpu")), HookState(modules)
     for name, child in canonical_modules(module):
         child.register_forward_pre_hook(lambda *_, name=name: note(name))
     try:
@@ -159,9 +158,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
             "model first runs",
         ) from error
     finally:
-        torch.set_rng_state(rng[0])
-        random.setstate(rng[1])
-        np.random.set_state(rng[2])
+        set_streams(rng, torch.device("cpu"))
         with contextlib.ExitStack() as stack:  # all of them, whichever raises
             for each in (isolated, hooks, *reversed(states)):
                 stack.callback(each.restore)

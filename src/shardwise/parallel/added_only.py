@@ -15,60 +15,24 @@ from torch.overrides import TorchFunctionMode
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise._torch.pytrees import tree_flatten
 
-_ADDS = frozenset(
-    {
-        "add",
-        "add_",
-        "sub",
-        "sub_",
-        "index_add",
-        "index_add_",
-        "scatter_add",
-        "scatter_add_",
-        "addcmul",
-        "addcmul_",
-        "addcdiv",
-        "addcdiv_",
-        "_foreach_add_",
-        "__iadd__",
-    }
-)
+_ADDS = frozenset({
+    "add", "add_", "sub", "sub_", "index_add", "index_add_", "scatter_add", "scatter_add_", "addcmul", "addcmul_",
+    "addcdiv", "addcdiv_", "_foreach_add_", "__iadd__",
+})  # fmt: skip
 _ADDS_PRODUCTS = frozenset(
     f"{word}{end}" for word in ("addmm", "addmv", "addr", "addbmm", "baddbmm") for end in ("", "_")
 )  # beta times the buffer, plus a product
-_KEEPS = frozenset(
-    {
-        "clone",
-        "detach",
-        "_to_copy",
-        "alias",
-        "view",
-        "contiguous",
-        "expand",
-        "select",
-        "slice",
-        "index",
-        "index_select",
-        "gather",
-    }
-)
+_KEEPS = frozenset({
+    "clone", "detach", "_to_copy", "alias", "view", "contiguous", "expand", "select", "slice", "index", "index_select",
+    "gather",
+})  # fmt: skip
 _PUTS = frozenset(
     {"copy_", "index_put_", "index_copy_", "scatter_", "masked_scatter_", "select_scatter", "slice_scatter"}
 )
 _HOST_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})  # methods that are no operators
-_SHAPES = frozenset(
-    {
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "rand_like",
-    }
-)
+_SHAPES = frozenset({
+    "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full", "rand_like",
+})  # fmt: skip
 
 
 class AddedOnly(TorchDispatchMode):

@@ -20,7 +20,7 @@ _num_unchecked = 0
 
 def watch_backwards() -> None:
     """Installs, once, what looks at each backward before it runs."""
-    before_backward(_look)
+    before_backward(_look, _check)
 
 
 @contextlib.contextmanager
@@ -42,10 +42,7 @@ def is_unchecked() -> bool:
 def _look(backward: Backward) -> Any:
     """Refuses what may not run. Returns the mark for gradients that are part of a graph: what they are computed from."""
     runtimes = [each for each in runtimes_in_use() if each.world.size > 1]
-    for each in runtimes if backward.accumulates else ():
-        if each.accumulation is not None and each.accumulation.is_open:
-            for check in each.before_backward:
-                check(backward)
+    _check(backward)
     if _num_unchecked or not runtimes:
         return None
     if not backward.accumulates:
@@ -74,6 +71,14 @@ def _look(backward: Backward) -> Any:
     if reached is not None and not reached.is_gathered and not is_hidden:
         raise _penalty(reached)
     return path.mark
+
+
+def _check(backward: Backward) -> None:
+    """Lets techniques look at a backward that adds to gradients."""
+    for each in runtimes_in_use() if backward.accumulates else ():
+        if each.accumulation is not None and each.accumulation.is_open:
+            for check in each.before_backward:
+                check(backward)
 
 
 def _is_trained(runtime: Runtime) -> bool:

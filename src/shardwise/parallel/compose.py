@@ -15,40 +15,42 @@ from typing import Any, TypeVar
 
 import msgspec
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from shardwise._torch.dtensor import local_tensor
-from shardwise._torch.modules import DDPModule
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.record import Options
-from shardwise.errors import ConfigError, PlanError, UsageError
+from shardwise.errors import ConfigError, PlanError
 from shardwise.model import read_anatomy
 from shardwise.model.calling import cropped, run_on
 from shardwise.model.large_pages import in_large_pages
-from shardwise.model.tensors import follow_parameters, tensors_of, unregistered_parameters
+from shardwise.model.tensors import follow_parameters, tensors_of
 from shardwise.parallel.backwards import watch_backwards
+from shardwise.parallel.compose_checks import (
+    _first_difference,
+    refuse_no_world,
+    refuse_other_shapes,
+    refuse_wrapped,
+    warn_of_unregistered,
+)
 from shardwise.parallel.copies import refuse_other_copies
 from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.lost_writes import refuse_lost_writes
 from shardwise.parallel.module_guards import watch_modules
 from shardwise.parallel.named_gradients import watch_named_gradients
-from shardwise.parallel.part_values import show_parts
 from shardwise.parallel.plain_parts import plain_parts, refuse_states_of_parts
-from shardwise.parallel.runtime import Runtime, attach, has_runtime, is_parallelized, runtime_of
+from shardwise.parallel.runtime import Runtime, attach, runtime_of
 from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_recipes
+from shardwise.parallel.shown_parts import show_parts
 from shardwise.parallel.stale import mark_stale
 from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
 from shardwise.parallel.unfit_modules import (
     own_state_of,
-    part_of_another,
     refuse_numbers_of_parts,
     refuse_unfit_parts,
     refuse_whole_values,
 )
-from shardwise.recipe import Anatomy, Recipe, fingerprint_of, local_shape
+from shardwise.recipe import Recipe, fingerprint_of
 from shardwise.techniques import TECHNIQUES, Parallel, fold
 from shardwise.techniques.fold import acts, adjusted, make_recipe, prepared, probe
 from shardwise.techniques.technique import Example
@@ -99,7 +101,7 @@ def parallelize(
     Example:
         >>> model = parallelize(lambda: nn.Linear(8, 8), world)  # doctest: +SKIP
     """
-    _refuse_no_world(world)
+    refuse_no_world(world)
     if example is not None and not isinstance(example, Mapping):
         raise ConfigError(
             f"parallelize(example={type(example).__name__})",
@@ -158,9 +160,9 @@ def shard(
     module, source = build_with_source(
         model if is_prepared else _with_prepared(model, parallel, world), world, init or parallel.init
     )
-    _refuse_wrapped(module)
+    refuse_wrapped(module)
     if world.is_main:
-        _warn_of_unregistered(module)
+        warn_of_unregistered(module)
     read = read_anatomy(module, example=example)
     refuse_other_modules(module, read, example, world)
     anatomy = adjusted(module, read, parallel)
@@ -192,19 +194,6 @@ def _runs_on(example: Mapping[str, Tensor] | None, module: nn.Module) -> Example
     return Example(run_on(example)) if part is None else Example(run_on(part), otherwise=run_on(example))
 
 
-def _warn_of_unregistered(module: nn.Module) -> None:
-    found = unregistered_parameters(module)
-    if found:
-        first, *others = found
-        more = f" and {len(others)} more" if others else ""
-        warnings.warn(
-            f"{first}{more}: trainable, and in a Python list, tuple or dict, so model.parameters() does not have them: no optimizer gets them, and "
-            "nothing shards them, moves them or sums their gradients. Keep modules in nn.ModuleList or nn.ModuleDict, parameters in "
-            "nn.ParameterList; or call requires_grad_(False) on what is not to be trained.",
-            stacklevel=level_of_caller(),
-        )
-
-
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     """Applies ``recipe`` to ``module``, in place: shards it and allocates its tensors. Values are not written.
 
@@ -226,7 +215,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
             name=_first_difference(anatomy, recipe),
         )
     fold.check_entries(recipe)
-    _refuse_wrapped(module)
+    refuse_wrapped(module)
     for act in acts():
         act.check(module, recipe, world)
     refuse_unfit_parts(module, recipe, world)
@@ -242,7 +231,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     for act in acts():
         act.around(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
-    _refuse_other_shapes(runtime)
+    refuse_other_shapes(runtime)
     runtime.explainers += [act.explain for act in acts()]
     follow_parameters(module, before, runtime.parameters)
     mark_stale(before, runtime.parameters)
@@ -296,84 +285,6 @@ def world_of(model: nn.Module) -> World:
 
 
 # ---- checks and moves -----------------------------------------------------------------------------------------
-
-
-def _refuse_other_shapes(runtime: Runtime) -> None:
-    """Raises PlanError if what this rank has of a parameter is not what the recipe says: what is saved, loaded and counted follows the
-    recipe, what is computed the tensors."""
-    coord = runtime.recipe.grid.coord(runtime.world.rank)
-    for name, param in runtime.parameters.items():
-        has, said = tuple(local_tensor(param).shape), local_shape(runtime.recipe.params[name], coord)
-        if has != said:
-            over = ", ".join(f"{cut.axis} (dim {cut.dim})" for cut in runtime.recipe.params[name].cuts)
-            raise PlanError(
-                f"a parameter of which rank {coord.rank} has a piece of shape {has}",
-                why=f"the recipe says {said}: all of it is {runtime.recipe.params[name].shape}, and it is cut over {over or 'no axis'}",
-                fix="a technique cuts a tensor otherwise than its rule says: let its act, or the mesh it shards over, follow the recipe",
-                name=name,
-            )
-
-
-def _refuse_no_world(world: Any) -> None:
-    if not isinstance(world, World):
-        raise UsageError(
-            f"parallelize(model, {world!r})",
-            why="the second argument is a World: the ranks and their layout",
-            fix=f"world = sw.init({world!r}); model = sw.parallelize(model, world)"
-            if isinstance(world, str)
-            else 'world = sw.init("dp_shard=-1"); model = sw.parallelize(model, world)',
-        )
-
-
-def _refuse_wrapped(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if has_runtime(child):
-            raise UsageError(
-                "a module that was sharded already" if child is module else "a module that holds a sharded one",
-                why="sharding twice would cut its shards again",
-                fix="call parallelize once per module; build it anew for another layout, or to put it into another module",
-                name=name or None,
-            )
-    if type(module).__name__ == "OptimizedModule":
-        raise UsageError(
-            "a module that torch.compile has wrapped",
-            why="its parameters lie under other names there, and the hooks that gather them cannot be compiled with it",
-            fix='pass the plain module: sw.parallelize(module, world, compile="blocks") compiles its blocks',
-        )
-    for name, param in module.named_parameters():
-        if isinstance(param, DTensor) and is_parallelized(param):
-            raise part_of_another(name)
-    for name, child in module.named_modules():
-        kind = type(child).__name__
-        if (
-            isinstance(child, FSDPModule | DDPModule | nn.parallel.DistributedDataParallel | nn.DataParallel)
-            or kind == "FullyShardedDataParallel"
-        ):
-            raise UsageError(
-                f"a module that holds a {kind}",
-                why="another library has sharded or replicated it, so its tensors are not whole",
-                fix="pass the plain module, before any fully_shard, DDP, FSDP or DataParallel call",
-                name=name or None,
-            )
-    for name, param in module.named_parameters():
-        if isinstance(param, DTensor):
-            raise UsageError(
-                "a module with a parameter that is sharded already",
-                why="another library has cut it, and sharding twice would cut its shards again",
-                fix="pass the plain module, with whole parameters",
-                name=name,
-            )
-
-
-def _first_difference(anatomy: Anatomy, recipe: Recipe) -> str | None:
-    """The first parameter or buffer that differs between the recipe and the module."""
-
-    def facts(tensors: Mapping[str, Any]) -> dict[str, Any]:
-        return {n: (t.shape, t.dtype, getattr(t, "trainable", None), t.aliases) for n, t in tensors.items()}
-
-    ours = {**facts(recipe.params), **{n: f[:2] for n, f in facts(recipe.buffers).items()}}
-    theirs = {**facts(anatomy.params), **{n: f[:2] for n, f in facts(anatomy.buffers).items()}}
-    return next((name for name in (*theirs, *ours) if ours.get(name) != theirs.get(name)), None)
 
 
 def _with_prepared(model: Any, parallel: Any, world: World) -> Any:

@@ -1,6 +1,7 @@
 """Writes into a part of a tensor that is cut over dp_shard, ``w[0].zero_()``: torch would write into a copy of it."""
 
-from shardwise._torch.dtensor import Kind, Origin, local_tensor, on_lost_write, origin_of
+from shardwise._torch.dtensor import local_tensor
+from shardwise._torch.lost_writes import Kind, Origin, on_lost_write, origin_of
 from shardwise.errors import UsageError
 from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.world import World

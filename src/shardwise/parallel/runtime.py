@@ -64,9 +64,8 @@ class Runtime:
         self.schedule: Callable[[Any], None] | None = None  # see :meth:`hand_schedule`
         # What of a micro-batch this rank's forward gets, and its loss; see :meth:`split_batches`.
         self.micro_batch: Any = None  # that a step or an evaluation runs the model on; None: it runs it on none
-        self.share_of_sums = (
-            1.0  # of the sums of the loss, where every rank along an axis of the loss computes all of it
-        )
+        # Of the sums of the loss, where every rank along an axis of the loss computes all of it.
+        self.share_of_sums = 1.0
         self.sequence: CutSequence | None = None  # None: outputs have all positions
         self._is_cut_for_loss = False  # and nothing else is split
         self.for_forward: Callable[[Any], Any] = _whole
@@ -78,9 +77,8 @@ class Runtime:
         self.compared: dict[str, str] = {}
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
         self.before_backward: list[Callable[[Backward], None]] = []  # called in a window, of what adds to gradients
-        self.chosen: dict[
-            str, object
-        ] = {}  # subject -> what was chosen or seen since training began, for people: its text
+        # Subject -> what was chosen or seen since training began, for people: its text.
+        self.chosen: dict[str, object] = {}
         self.explainers: list[Callable[[BaseException], ShardwiseError | None]] = []  # of techniques
         # Why a forward cannot be run by itself, beside the schedule of a window; a technique sets it when it begins. None: it can.
         self.cannot_run_alone: str | None = None

@@ -30,24 +30,9 @@ from shardwise.world.fingerprint import Facts, agree_on, described, differences
 _WHAT = "the ranks' modules"
 _FIX = "build the same module with the same options on every rank"
 _OF_A_PROCESS = {
-    "rank",
-    "device",
-    "devices",
-    "dev",
-    "gpu",
-    "cuda",
-    "seed",
-    "pid",
-    "uuid",
-    "uid",
-    "main",
-    "master",
-    "node",
-    "process",
-    "worker",
-    "port",
-    "verbose",
-}
+    "rank", "device", "devices", "dev", "gpu", "cuda", "seed", "pid", "uuid", "uid", "main", "master", "node",
+    "process", "worker", "port", "verbose",
+}  # fmt: skip
 _FROM_ELSEWHERE = {"path", "dir", "file", "url", "hash", "time", "timestamp", "created"}
 """Words in names of attributes, and at their end, whose values may differ: where a rank runs, where its module came from."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
@@ -210,9 +195,8 @@ def _told(value: Any) -> str:
         return f"partial({_told(value.func)}, {_told(value.args)}, {_told(value.keywords)})"
     if isinstance(value, types.MethodType):
         return _told(value.__func__)
-    if (
-        isinstance(value, types.FunctionType) and "<" in value.__qualname__
-    ):  # its name says little: a lambda, or one made by a call
+    # Its name says little: a lambda, or one made by a call.
+    if isinstance(value, types.FunctionType) and "<" in value.__qualname__:
         return f"{described(value)} with the checksum {zlib.crc32(value.__code__.co_code + _kept(value).encode())}"
     if isinstance(value, (numbers.Number, np.bool_)) and not isinstance(value, enum.Enum):
         number = value.item() if isinstance(value, np.generic) else value

@@ -19,16 +19,8 @@ RUNS = "SHARDWISE_TORCH_CHECK_RUNS"
 _PROGRAM = "shardwise.verify.torch_check"
 _TIMEOUT_S = 300.0
 _OF_LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "SLURM_",
-    "CUDA_VISIBLE_DEVICES",
-)
+    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 _outcome: list[str] = []  # of this process; "": torch behaves as expected
 
 

@@ -9,19 +9,7 @@ import msgspec
 
 from shardwise.layout import Layout
 from shardwise.recipe.recipe import Engine, Recipe, check_recipe
-from shardwise.recipe.records import (
-    ROOT,
-    SUMMED_OVER,
-    Anatomy,
-    Buffer,
-    Codec,
-    Cut,
-    Edit,
-    Note,
-    Param,
-    Record,
-    Unit,
-)
+from shardwise.recipe.records import ROOT, SUMMED_OVER, Anatomy, Buffer, Codec, Cut, Edit, Note, Param, Record, Unit
 
 
 class Dtypes(NamedTuple):

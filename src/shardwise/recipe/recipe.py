@@ -31,9 +31,8 @@ from shardwise.recipe.records import (
 RECIPE_VERSION = 2
 Engine = Literal["ddp", "fsdp2"]
 E = TypeVar("E", bound=Record)
-_BUFFER_WORD = (
-    "buffers"  # in data of "data" of older recipes: the policy of running statistics, which each buffer has now
-)
+# In data of "data" of older recipes: the policy of running statistics, which each buffer has now.
+_BUFFER_WORD = "buffers"
 _OF_VERSION_1 = {  # field of version 1 -> technique and key in the current version
     "compute": ("precision", "compute"),
     "output": ("precision", "output"),
@@ -62,9 +61,8 @@ class Recipe(Record, frozen=True):
     units: tuple[Unit, ...]
     params: dict[str, Param]
     buffers: dict[str, Buffer]
-    techniques: dict[str, dict[str, Any]] = msgspec.field(
-        default_factory=dict
-    )  # name of a technique -> the data that belongs to it alone; see :meth:`entry`
+    # Name of a technique -> the data that belongs to it alone; see :meth:`entry`.
+    techniques: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     edits: tuple[Edit, ...] = ()  # changes to modules, in the order in which they are made
     notes: tuple[Note, ...] = ()
     version: int = RECIPE_VERSION

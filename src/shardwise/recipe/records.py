@@ -59,14 +59,12 @@ class Anatomy(Record, frozen=True):
     buffers: dict[str, TensorFact]
     lists: tuple[BlockList, ...]
     classes: dict[str, str]  # module name -> class name
-    class_paths: dict[
-        str, str
-    ] = {}  # module name -> class name with its package, as in "torch.nn.modules.linear.Linear"
+    # Module name -> class name with its package, as in "torch.nn.modules.linear.Linear".
+    class_paths: dict[str, str] = {}
     module_aliases: dict[str, str] = {}  # other name of a module that has several names -> its first name
     containers: tuple[str, ...] = ()  # modules without a forward, such as a ModuleList
-    adapted: tuple[
-        str, ...
-    ] = ()  # layers with an adapter beside their weight; what is not trained is the base of these
+    # Layers with an adapter beside their weight; what is not trained is the base of these.
+    adapted: tuple[str, ...] = ()
     codecs: dict[str, Codec] = {}  # parameter that holds bytes -> what they stand for
 
 

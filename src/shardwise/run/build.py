@@ -130,9 +130,8 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
         report = load_by(model, given.start, rules)
     except CheckpointError as error:  # its fix names arguments of the call; a run has configuration keys
         if error.misfit is not None:
-            may_leave_out = (
-                given.strict or error.misfit != "names"
-            )  # else it was allowed already, and not one name is right
+            # Otherwise leaving out was allowed already, and not one name is right.
+            may_leave_out = given.strict or error.misfit != "names"
             error.fix = f"in this run: {_KEYS[error.misfit] if may_leave_out else f'{_RENAME}, {_SAME}'}"
             if error.rename is not None:
                 key, value = (json.dumps(text) for text in error.rename)

@@ -16,6 +16,10 @@ from shardwise.errors import ConfigError
 
 MICRO_BATCH = 8  # of a run that says neither data.micro_batch nor data.micro_tokens
 
+_OF_FILES = (
+    "path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "chat_template", "eos_token", "cache",
+)  # fmt: skip
+
 
 class Data(Options, frozen=True, kw_only=True):
     """Section ``data``: the training data, sequence length and batch sizes."""
@@ -184,18 +188,7 @@ class Data(Options, frozen=True, kw_only=True):
                 )
             return
         split_target(self.build, f"data.build={self.build!r}")
-        for key in (
-            "path",
-            "val_path",
-            "tokenizer",
-            "dtype",
-            "seq_len",
-            "pack",
-            "unusable",
-            "chat_template",
-            "eos_token",
-            "cache",
-        ):
+        for key in _OF_FILES:
             if getattr(self, key) != default_of(Data, key):
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)!r} with data.build={self.build!r}",

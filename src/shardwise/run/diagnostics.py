@@ -91,9 +91,8 @@ class Diagnostics:
 
     def begin(self, step: int) -> None:
         """Called before step ``step``, counted from 1."""
-        if (
-            self._window is not None and step in self._window and self._profiler is None
-        ):  # a resumed run begins within it
+        # A resumed run may begin within the window.
+        if self._window is not None and step in self._window and self._profiler is None:
             self._first = step
             kinds = torch.profiler.ProfilerActivity
             activities = [kinds.CPU, *([kinds.CUDA] if self._world.device.type == "cuda" else [])]

@@ -27,10 +27,7 @@ def small_files_bytes(config: RunConfig, steps: int | None = None) -> int:
 
 
 def check_space(
-    config: RunConfig,
-    weights_bytes: int | None = None,
-    checkpoint_bytes: int | None = None,
-    steps: int | None = None,
+    config: RunConfig, weights_bytes: int | None = None, checkpoint_bytes: int | None = None, steps: int | None = None
 ) -> None:
     """Refuses a run whose files do not fit on the disk. It does not see quotas, or what other processes write
     meanwhile.

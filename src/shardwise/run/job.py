@@ -78,18 +78,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         tokenizer=vocabulary.tokenizer,
         say=lambda kind, text: emit(kind, text=text),
     )
-    shared = (
-        f", and trying how it is cut over {', '.join(world.layout.shared_axes)}" if world.layout.shared_axes else ""
-    )
-    emit("phase", text=f"building the model{shared}")
-    model = build_model(config, world, corpus)
-    if config.model.start is not None and (not checkpoints.are_there or checkpoints.lack_base):
-        emit("phase", text="loading weights")
-        emit("loaded", text=loaded_text(load_start(config, model)))
-    limit_to_model(corpus, model)
-    if not checkpoints.are_there:  # a run that goes on has been tried, and its model has no values yet
-        check_takes_tokens(config, model)
-    set_tokenizer(config, model)
+    model = _built(config, world, corpus, checkpoints, emit)
     steps = _num_steps(config, corpus)
     step = make_step(config, model, steps)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, steps=steps, emit=emit)
@@ -110,6 +99,21 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         run.complete("after")
         run.output.export(checkpoints.unsaved, run.last["steps"])
     return run.last
+
+
+def _built(config: RunConfig, world: World, corpus: RunData, checkpoints: RunCheckpoints, emit: Emit) -> nn.Module:
+    """The model, with its pretrained weights where a checkpoint does not have them."""
+    shared = ", ".join(world.layout.shared_axes)
+    emit("phase", text="building the model" + (f", and trying how it is cut over {shared}" if shared else ""))
+    model = build_model(config, world, corpus)
+    if config.model.start is not None and (not checkpoints.are_there or checkpoints.lack_base):
+        emit("phase", text="loading weights")
+        emit("loaded", text=loaded_text(load_start(config, model)))
+    limit_to_model(corpus, model)
+    if not checkpoints.are_there:  # a run that goes on has been tried, and its model has no values yet
+        check_takes_tokens(config, model)
+    set_tokenizer(config, model)
+    return model
 
 
 def _num_steps(config: RunConfig, corpus: RunData) -> int:

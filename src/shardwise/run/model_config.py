@@ -65,8 +65,7 @@ class Model(Options, frozen=True, kw_only=True):
         ),
     ] = None
     strict: Annotated[
-        bool,
-        doc("false: missing weights are initialised (a new head), extra ones are left out; both are reported"),
+        bool, doc("false: missing weights are initialised (a new head), extra ones are left out; both are reported")
     ] = True
 
     freeze: Annotated[

@@ -60,9 +60,8 @@ def find_model(given: str) -> ModelFolder:
                     else ""
                 ),
             )
-    run = (
-        run or _run_in(folder.absolute().parent) or _run_in(folder.absolute().parent.parent)
-    )  # runs/latest/checkpoints/step-00000100
+    # Such as runs/latest/checkpoints/step-00000100.
+    run = run or _run_in(folder.absolute().parent) or _run_in(folder.absolute().parent.parent)
     is_hf = (weights / CONFIG).is_file()
     if not is_hf:
         _refuse_no_model(given, weights, run)

@@ -15,13 +15,8 @@ from shardwise.run.config import RunConfig
 from shardwise.run.preflight import too_long
 
 _OF_SIZES = (
-    "must match the size of tensor",
-    "broadcast",
-    "exceeds dimension size",
-    "out of range",
-    "block size",
-    "sequence length",
-)
+    "must match the size of tensor", "broadcast", "exceeds dimension size", "out of range", "block size", "sequence length",
+)  # fmt: skip
 """What errors say of a sequence that is too long, of torch and of models that look for themselves."""
 
 

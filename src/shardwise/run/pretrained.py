@@ -157,8 +157,6 @@ def _content(folder: str, given: str) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{given}: {path}",
-            why="it holds no configuration",
-            fix="name a directory that save_pretrained has written",
+            f"{given}: {path}", why="it holds no configuration", fix="name a directory that save_pretrained has written"
         )
     return content

@@ -72,11 +72,7 @@ def check_reference_args(
     Raises:
         ConfigError: with the name of the argument, and similar names.
     """
-    kinds = {
-        int: Annotated[int, msgspec.Meta(ge=1)],
-        float: Annotated[float, msgspec.Meta(gt=0)],
-        bool: bool,
-    }
+    kinds = {int: Annotated[int, msgspec.Meta(ge=1)], float: Annotated[float, msgspec.Meta(gt=0)], bool: bool}
     hints = {field.name: kinds[field.type] for field in dataclasses.fields(ReferenceConfig)}  # type: ignore[index]
     taken: dict[str, Any] = {}
     for name, value in args.items():

@@ -94,11 +94,7 @@ def answer(model: nn.Module, records: SFTDataset, context: int) -> dict[str, str
     """The model's answer to the first record, with the prompt and the answer of the record; every rank must call it."""
     ids, prompt, reference = records.question()
     made = generate(
-        model,
-        torch.tensor([ids], device=world_of(model).device),
-        ANSWER_TOKENS,
-        context=context,
-        stop=records.end,
+        model, torch.tensor([ids], device=world_of(model).device), ANSWER_TOKENS, context=context, stop=records.end
     )
     return {"prompt": prompt, "text": records.decode(made[0, len(ids) :].tolist()), "reference": reference}
 

@@ -10,21 +10,7 @@ from shardwise.state.report import LoadReport
 from shardwise.state.save import check_dtypes, check_packed, save_weights, weights_bytes
 
 __all__ = [
-    "LoadReport",
-    "StateDictType",
-    "check_adapter",
-    "check_dtypes",
-    "check_packed",
-    "full_optimizer_state_dict",
-    "full_state_dict",
-    "gathered",
-    "load_adapter",
-    "load_full_optimizer_state_dict",
-    "load_full_state_dict",
-    "load_state_dict",
-    "load_weights",
-    "save_adapter",
-    "save_weights",
-    "state_dict",
-    "weights_bytes",
-]
+    "LoadReport", "StateDictType", "check_adapter", "check_dtypes", "check_packed", "full_optimizer_state_dict",
+    "full_state_dict", "gathered", "load_adapter", "load_full_optimizer_state_dict", "load_full_state_dict",
+    "load_state_dict", "load_weights", "save_adapter", "save_weights", "state_dict", "weights_bytes",
+]  # fmt: skip

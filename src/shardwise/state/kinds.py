@@ -83,9 +83,7 @@ def state_dict(model: nn.Module, kind: str | StateDictType = StateDictType.SHARD
 
 @public_call()
 def load_state_dict(
-    model: nn.Module,
-    state: Mapping[str, Any],
-    kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT,
+    model: nn.Module, state: Mapping[str, Any], kind: str | StateDictType = StateDictType.SHARDED_STATE_DICT
 ) -> LoadReport:
     """Loads a state dict from :func:`state_dict` of the same ``kind``. All ranks must call it.
 

@@ -105,11 +105,7 @@ def plan_of(
     Raises:
         CheckpointError: something is missing, does not fit, or cannot be read.
     """
-    opened = source if isinstance(source, Source) else open_source(source)
-    files.verify_with(opened.verified)
-    opened = with_packed(opened, _quantization_of(opened.folder), files)
-    if opened.left_base is not None and rules.strict:
-        _refuse_left_base(opened)
+    opened = _opened(source, rules, files)
     weights = {n: packed for n, packed in packed_of(runtime).items() if not rules.left & {*packed.parts.values()}}
     wanted = _wanted_of(runtime, weights, rules.left)
     matched, own = _match(runtime, opened, wanted, rules.rename, files)
@@ -120,25 +116,13 @@ def plan_of(
     if rules.buffers_as_stored:
         for name in runtime.recipe.buffers.keys() & matched.tensors.keys():
             wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
-    if not weights:
-        fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
-        refuse_parts(opened, fix=fix)
-    _choose_form(matched, wanted, weights, opened)
-    if runtime.own_state is not None and any(name in matched.missing for name in weights):
-        refuse_own_methods(runtime, "plain values loaded into")
+    _match_packed(runtime, matched, wanted, weights, opened)
     given = opened.extra if own is None else own.found.extra
     if isinstance(source, Mapping):
-        states = extra_names(runtime.module)
-        strange = [name for name in opened.extra if name not in states] if own is None else own.found.unexpected
-        matched.missing += tuple(name for name in states if name not in given)
-        matched.unexpected += tuple(name for name in opened.extra if name in strange)
+        _match_extra(runtime, matched, opened, own, given)
     _add_rows(matched, wanted, rules.rows)
     beside = _without_adapters(runtime, matched, opened, rules, files)
-    # Floating numbers of any dtype are packed; what is packed already is read as it is.
-    plain = {name: matched.tensors[name] for name in weights if name in matched.tensors}
-    for name, stored in plain.items():
-        if is_rounded(stored.dtype):
-            wanted[name] = replace(wanted[name], dtype=stored.dtype)
+    plain = _plain_of(matched, wanted, weights)
     rounded = _stored_as_computed(runtime.recipe)
     refuse_unfit(matched, wanted, opened, cast=rules.cast, rounded=rounded)
     refuse_misfit_names(matched, wanted, opened, strict=rules.strict, drawn=_drawn(runtime, matched, weights))
@@ -146,25 +130,76 @@ def plan_of(
     refuse_untied(matched, opened, files, boxes)
     if rules.check_finite:
         refuse_nonfinite(matched, opened, files, boxes)
+    report = _report_of(matched, wanted, opened.place, rounded)
+    report = replace(report, fresh=runtime.pending is not None, beside=beside, packed=tuple(plain))
+    ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors and name not in weights}
+    extra = {name: value for name, value in given.items() if name not in matched.unexpected}
+    return LoadPlan(report, ordered, plain, extra, opened.folder, opened.verified is not None, own)
+
+
+def _report_of(matched: Matched, wanted: Mapping[str, Wanted], place: str, rounded: set[str]) -> LoadReport:
+    """What the report says of the tensors that were found. ``rounded``: those that the recipe stores in fewer bits."""
     cast = {n: (s.dtype, wanted[n].dtype) for n, s in matched.tensors.items() if s.dtype != wanted[n].dtype}
-    report = LoadReport(
-        place=opened.place,
+    return LoadReport(
+        place=place,
         num_tensors=len(matched.tensors),
         missing=matched.missing,
-        fresh=runtime.pending is not None,
         unexpected=matched.unexpected,
         ignored=matched.ignored,
         renamed=tuple(matched.renamed),
         cast=cast,
         rounded=tuple(sorted({cast[name] for name in rounded & cast.keys()})),
-        beside=beside,
         grown=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, GrownTable)),
-        packed=tuple(plain),
         unpacked=tuple(name for name, stored in matched.tensors.items() if isinstance(stored, DecodedTensor)),
     )
-    ordered = {name: matched.tensors[name] for name in wanted if name in matched.tensors and name not in weights}
-    extra = {name: value for name, value in given.items() if name not in matched.unexpected}
-    return LoadPlan(report, ordered, plain, extra, opened.folder, opened.verified is not None, own)
+
+
+def _opened(source: Any, rules: Rules, files: VerifiedFiles) -> Source:
+    """The source, opened, with its packed weights found."""
+    opened = source if isinstance(source, Source) else open_source(source)
+    files.verify_with(opened.verified)
+    opened = with_packed(opened, _quantization_of(opened.folder), files)
+    if opened.left_base is not None and rules.strict:
+        _refuse_left_base(opened)
+    return opened
+
+
+def _match_packed(
+    runtime: Runtime, matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
+) -> None:
+    """Chooses the form in which each packed weight is read.
+
+    Raises:
+        CheckpointError: the source has packed weights, and the model none.
+        UnsupportedError: plain values of a packed weight, in a model whose modules load by methods of their own.
+    """
+    if not weights:
+        fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
+        refuse_parts(source, fix=fix)
+    _choose_form(matched, wanted, weights, source)
+    if runtime.own_state is not None and any(name in matched.missing for name in weights):
+        refuse_own_methods(runtime, "plain values loaded into")
+
+
+def _plain_of(
+    matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor]
+) -> dict[str, TensorSource]:
+    """The plain values that are packed as they are read: floating numbers of any dtype."""
+    plain = {name: matched.tensors[name] for name in weights if name in matched.tensors}
+    for name, stored in plain.items():
+        if is_rounded(stored.dtype):  # what is packed already is read as it is
+            wanted[name] = replace(wanted[name], dtype=stored.dtype)
+    return plain
+
+
+def _match_extra(
+    runtime: Runtime, matched: Matched, source: Source, own: OwnLoad | None, given: Mapping[str, Any]
+) -> None:
+    """Adds the results of ``get_extra_state`` that a mapping lacks, and those that no module takes."""
+    states = extra_names(runtime.module)
+    strange = [name for name in source.extra if name not in states] if own is None else own.found.unexpected
+    matched.missing += tuple(name for name in states if name not in given)
+    matched.unexpected += tuple(name for name in source.extra if name in strange)
 
 
 def _wanted_of(runtime: Runtime, weights: Mapping[str, PackedTensor], left: Collection[str]) -> dict[str, Wanted]:

@@ -17,8 +17,9 @@ from shardwise.state.merged_parameters import merged_parameters
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.techniques.lora.options import LoRA
-from shardwise.techniques.lora.peft_files import PREFIX, adapter_folder
+from shardwise.techniques.lora.peft_folder import adapter_folder
 from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
+from shardwise.techniques.lora.peft_tensors import PREFIX
 
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
@@ -100,9 +101,8 @@ def _names_in(source: Source, wanted: list[str]) -> dict[str, str]:
     edits += [
         lambda name, first=first: f"{first}.{name}" for first in sorted({n.partition(".")[0] for n in source.tensors})
     ]
-    best = max(
-        edits, key=lambda edit: sum(edit(name) in source.tensors for name in wanted)
-    )  # the first of equals: as they are
+    # The first of equals: as they are.
+    best = max(edits, key=lambda edit: sum(edit(name) in source.tensors for name in wanted))
     return {name: best(name) for name in wanted}
 
 

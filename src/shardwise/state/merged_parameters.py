@@ -16,16 +16,12 @@ from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
 from shardwise.state.stored_parts import View, view_of_all
 from shardwise.techniques.lora.options import LoRA
-from shardwise.techniques.lora.peft_files import AdapterFolder
+from shardwise.techniques.lora.peft_folder import AdapterFolder
 from shardwise.techniques.lora.peft_parameters import meant
 
 
 def merged_parameters(
-    source: Source,
-    found: AdapterFolder,
-    factors: Mapping[str, TensorSource],
-    folder: Path,
-    model: nn.Module | None,
+    source: Source, found: AdapterFolder, factors: Mapping[str, TensorSource], folder: Path, model: nn.Module | None
 ) -> dict[str, TensorSource]:
     """Name in ``source`` -> its values with an adapter merged into them.
 

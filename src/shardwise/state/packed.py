@@ -114,18 +114,17 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
     return replace(source, tensors=tensors) if found else source
 
 
-def refuse_parts(source: Source, *, fix: str, known: Collection[str] = ()) -> None:
+def refuse_parts(source: Source, *, fix: str) -> None:
     """Refuses a source with the parts of packed weights, as a model stores them, which say nothing where no such model is.
 
     Args:
         source: opened.
         fix: what to do instead.
-        known: parts that there is a model for.
 
     Raises:
         CheckpointError: with the name of the first.
     """
-    names = [name for act in acts() for name in act.packed_names(source.tensors) if name not in known]
+    names = [name for act in acts() for name in act.packed_names(source.tensors)]
     if names:
         raise CheckpointError(
             f"weights from {source.place}, with {len(names)} tensors that are parts of packed weights",

@@ -9,53 +9,28 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.config.caller import level_of_caller
-from shardwise.config.conversion import ENDINGS
 from shardwise.config.dtype_words import DTYPE_WORDS
 from shardwise.config.keywords import public_call
-from shardwise.errors import CheckpointError, ConfigError, UnsupportedError, UsageError, errors_about
+from shardwise.errors import ConfigError, UnsupportedError, UsageError
 from shardwise.model import dtype_name
 from shardwise.model.peft_names import names_of_peft
-from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import extra_states
-from shardwise.state.file_layout import (
-    SHARD_BYTES,
-    FileLayout,
-    Form,
-    Part,
-    file_layout_of,
-    made_for_packed,
-    parts_of,
-    stored_dtypes,
-)
-from shardwise.state.formats.folder import INDEX
+from shardwise.state.file_layout import SHARD_BYTES, Form, file_layout_of, made_for_packed, stored_dtypes
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.own_values import computed_values, refuse_own_methods, stored_tensors
 from shardwise.state.packed import packed_of
-from shardwise.state.rounding import refuse_overflow
-from shardwise.state.sidecars import sidecar_files
-from shardwise.state.staging import TOKEN, Staged, StagedSave, check_place
 from shardwise.state.stored import is_rounded
 from shardwise.state.to_rank0 import computed_of_full
-from shardwise.state.writing import (
-    by_file,
-    opened,
-    reserve,
-    stored_blocks,
-    stored_boxes,
-    write_at,
-    write_box,
-    write_part,
-)
+from shardwise.state.weight_files import WeightFiles
 from shardwise.techniques import fold
 from shardwise.techniques.fold import acts
 from shardwise.techniques.technique import Merge
@@ -113,12 +88,7 @@ def save_weights(
     runtime.world.refuse_imagined("save_weights")
     runtime.check_values()
     kind = _checked_dtype(dtype)
-    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ConfigError(
-            f"max_shard_bytes={max_shard_bytes!r}",
-            why="it is a number of bytes, 1 or more",
-            fix="use 5 << 30 for 5 GiB",
-        )
+    _refuse_size(max_shard_bytes)
     world, own = runtime.world, fold.own_names(runtime.recipe)
     if packed:
         _refuse_packed(runtime, own, merge)
@@ -140,21 +110,23 @@ def save_weights(
     values = {} if packed else _unpacked(runtime)
     values |= _merged(runtime, own, values) if merge else {}
     computed = {**computed_values(runtime, "save_weights"), **(made_for_packed(runtime) if packed else {})}
-    saving = _Saving(runtime, file_layout, Path(dest), kind, computed, values, is_packed=packed)
-    try:
-        collectively(world, "save_weights, making the files", saving.make_files, on_main=True)
-        saving.absent = saving.meet("save_weights")
-        collectively(world, "save_weights, writing", saving.write_own)
-        collectively(world, "save_weights, receiving", saving.stream)
-        collectively(world, "save_weights, putting it in place", saving.finish, on_main=True)
-    finally:
-        saving.close()
+    saving = WeightFiles(runtime, file_layout, Path(dest), kind, computed, values, is_packed=packed)
+    saving.run()
     if world.is_main:  # last: where warnings are errors, other ranks must not wait for this one
         _tell_extra_states(states)
         _tell_versions(runtime)
         for note in saving.notes:
             warnings.warn(note, stacklevel=level_of_caller())
     return saving.dest / file_layout.entry
+
+
+def _refuse_size(max_shard_bytes: Any) -> None:
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise ConfigError(
+            f"max_shard_bytes={max_shard_bytes!r}",
+            why="it is a number of bytes, 1 or more",
+            fix="use 5 << 30 for 5 GiB",
+        )
 
 
 def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
@@ -218,15 +190,6 @@ def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
     return name
 
 
-def _refuse_file(dest: Path) -> None:
-    if dest.suffix in ENDINGS and not dest.is_dir():
-        raise ConfigError(
-            f"weights to {dest}",
-            why="a model directory is written, with its configuration and an index, and this is the name of a file",
-            fix=f"save_weights(model, {str(dest.with_suffix(''))!r}); the file will be {dest.with_suffix('')}/model.safetensors",
-        )
-
-
 def _tell_extra_states(states: dict[str, Any]) -> None:
     filled = [name for name, state in states.items() if state is not None]
     if filled:
@@ -283,145 +246,3 @@ def _with(runtime: Runtime, name: str, merge: Merge, unpacked: Callable[[], Tens
         parts = [(piece, result[piece.local_index]) for piece, _ in packed_of(runtime)[name].pieces(runtime.world.rank)]
     merge((piece.full_index, part) for piece, part in parts)
     return result
-
-
-class _Local(Mapping[str, Tensor]):
-    """What this rank stores, by name; what is computed is kept until the next is asked for."""
-
-    def __init__(self, stored: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]]):
-        self._stored, self._computed = stored, computed
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._computed:
-            return self._stored[name]
-        if self._last is None or self._last[0] != name:
-            self._last = None  # one is in memory at a time
-            self._last = name, self._computed[name]()
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-
-class _Saving(StagedSave):
-    """One save on one rank, with a method per stage, in the order in which they are called."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        file_layout: FileLayout,
-        dest: Path,
-        dtype: str | None,
-        computed: Mapping[str, Tensor],
-        values: Mapping[str, Callable[[], Tensor]],
-        is_packed: bool,
-    ):
-        super().__init__(runtime.world, dest)
-        self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
-        self.local, self.is_packed = _Local({**runtime.local_tensors(), **computed}, values), is_packed
-        self.absent: list[int] = []  # ranks that do not see the directory
-        self.notes: list[str] = []
-
-    def make_files(self) -> None:
-        """On rank 0: makes the files in their final size, with their headers, so that a full disk is found before any
-        weights are written."""
-        _refuse_file(self.dest)
-        try:
-            dest = self.dest.resolve()
-        except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, an invalid name
-            raise CheckpointError(f"weights to {self.dest}", why=str(error), fix="name another folder") from error
-        check_place(dest)
-        with self.errors_of_writing():
-            self.staged = Staged(dest)
-            self.folder = self.staged.path
-            for file in self.file_layout.files:
-                with opened(self.folder / file.name, os.O_CREAT) as descriptor:
-                    reserve(descriptor, file.size)
-                    write_at(descriptor, memoryview(file.head), 0)
-
-    def write_own(self) -> None:
-        """Writes this rank's pieces directly from its shards, and syncs each file when it is done."""
-        if self.world.rank in self.absent:
-            return
-        with self.errors_of_writing():
-            for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, self.world.rank)):
-                with opened(path) as descriptor:
-                    for part in parts:
-                        write_part(descriptor, part, self.local[part.view.name][part.local])
-                    os.fsync(descriptor)
-
-    def stream(self) -> None:
-        """Sends the pieces of ranks that do not see the directory to rank 0, in messages of bounded size, rank by
-        rank."""
-        if self.world.rank in self.absent:
-            self._send()
-        if not self.world.is_main:
-            return
-        problem: OSError | None = None
-        for rank in sorted(self.absent):
-            for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, rank)):
-                problem = self._receive(rank, path, parts, problem)
-        if problem is not None:
-            with self.errors_of_writing():
-                raise problem
-
-    def _send(self) -> None:
-        problem: CheckpointError | None = None
-        for part in parts_of(self.runtime, self.file_layout, self.world.rank):
-            for _, block, rounded in stored_blocks(part, self.local[part.view.name][part.local]):
-                dist.send(bytes_of(rounded).to(self.world.message_device), dst=0)
-                try:
-                    with errors_about(part.view.name):
-                        refuse_overflow(rounded, block, f"to be written in {part.tensor.dtype}")
-                except CheckpointError as error:  # raised once rank 0 has received everything
-                    problem = problem or error
-        if problem is not None:
-            raise problem
-
-    def _receive(self, rank: int, path: Path, parts: list[Part], problem: OSError | None) -> OSError | None:
-        """Receives and writes what ``rank`` sends for one file; all of it even if it cannot be written, since the rank
-        must not wait."""
-        wires = ((part, box, size) for part in parts for box, size in stored_boxes(part))
-        try:
-            if problem is not None:
-                raise problem
-            with opened(path) as descriptor:
-                for part, box, size in wires:
-                    write_box(descriptor, part, box, self._message(rank, size))
-                os.fsync(descriptor)
-        except OSError as error:
-            problem = error
-        for _, _, size in wires:
-            self._message(rank, size)
-        return problem
-
-    def _message(self, rank: int, size: int) -> memoryview:
-        wire = torch.empty(size, dtype=torch.uint8, device=self.world.message_device)
-        dist.recv(wire, src=rank)
-        return wire.cpu().numpy().data
-
-    def finish(self) -> None:
-        """On rank 0: writes the index, configuration and tokenizer files, then moves the directory to its place."""
-        assert self.staged is not None
-        with self.errors_of_writing():
-            (self.folder / TOKEN).unlink()
-            sidecars, self.notes = sidecar_files(self.runtime, self.dtype, packed=self.is_packed)
-            index = self.file_layout.index()
-            if index is not None:
-                sidecars[INDEX] = index
-            for name, content in sidecars.items():
-                with opened(self.folder / name, os.O_CREAT) as descriptor:
-                    write_at(descriptor, memoryview(content), 0)
-                    os.fsync(descriptor)
-            self.staged.commit()
-
-    def unwritten(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"weights to {self.dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space or choose a directory you can write to; an older one there is as it was",
-        )

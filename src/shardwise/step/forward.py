@@ -17,8 +17,8 @@ from shardwise.data.batch import MicroBatch
 from shardwise.errors import ConfigError, RankError, UsageError, first_line
 from shardwise.launch.failure import is_lost_peer
 from shardwise.model.calling import line_of
+from shardwise.model.function_state import FunctionState
 from shardwise.model.mode import eval_mode
-from shardwise.model.module_state import FunctionState
 from shardwise.model.pytrees import map_leaves
 from shardwise.parallel import Runtime
 from shardwise.parallel.runtime import runtimes_in_use

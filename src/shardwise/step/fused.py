@@ -192,32 +192,10 @@ class _HeadLoss(Tensor):
 
 _CASTS = ("to", "float", "type_as", "contiguous")
 _LOOKS = (
-    *(
-        "__get__",
-        "__set__",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "is_floating_point",
-        "is_complex",
-        "register_hook",
-        "__hash__",
-        "detach",
-    ),
-    *(
-        "untyped_storage",
-        "data_ptr",
-        "element_size",
-        "_is_view",
-        "is_contiguous",
-        "__repr__",
-        "retain_grad",
-        "requires_grad_",
-    ),
-)
-
-
+    "__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "register_hook", "__hash__",
+    "detach", "untyped_storage", "data_ptr", "element_size", "_is_view", "is_contiguous", "__repr__", "retain_grad",
+    "requires_grad_",
+)  # fmt: skip
 _DATA = (Tensor.data.__get__, Tensor.data.__set__)  # type: ignore[attr-defined]
 
 

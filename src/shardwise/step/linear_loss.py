@@ -71,14 +71,7 @@ def linear_cross_entropy(
             why="without axis= the weight has a row for each class",
             fix="leave vocab_size out, or pass axis=world.axis('tp')",
         )
-    return of_share(
-        hidden,
-        weight,
-        labels,
-        bias,
-        share,
-        _Options(ignore_index, label_smoothing, z_loss, chunk_size),
-    )
+    return of_share(hidden, weight, labels, bias, share, _Options(ignore_index, label_smoothing, z_loss, chunk_size))
 
 
 _MOST_LOGITS = 2**26  # that are held at once
@@ -182,6 +175,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wanted = tuple(ctx.needs_input_grad[:3])
         ctx.is_late, ctx.share, ctx.options = rows.dtype == torch.float16, share, options
+        if share is not None:
+            ctx.sides = share.group, "whole", ("whole", "part", "part")  # of rows, weight and bias
         now = (False, False, False) if ctx.is_late else wanted
         total, grads = _summed(rows, weight, bias, labels, share, options, now, None)
         ctx.save_for_backward(*((rows, weight, bias, labels) if ctx.is_late and any(wanted) else grads))

@@ -9,7 +9,7 @@ its logits, or in that the first label of each sample changes nothing.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,11 @@ from shardwise.model.pytrees import leaves_of
 from shardwise.parallel import Runtime
 from shardwise.step import loss_errors as errors
 from shardwise.step.forward import Forward, TrialRuns, drawn, run_alone, without_a_trace
+from shardwise.step.growths import APART, ROUNDING, UNCHANGED, Growth, growths_of, resolution
 from shardwise.step.loss import Batch, Loss, as_sums
 from shardwise.step.model_loss import ModelLoss, loss_of_output, said_forward
 from shardwise.step.step_state import StepState
 from shardwise.step.trial_batches import COUNTS, Copies, parts_of, relabelled
-
-_ROUNDING = {8: 1e-9, 4: 3e-4, 2: 1e-2}
-"""Bytes per number -> relative differences up to this are rounding, in sums of millions. The last one also where a forward runs on
-another number of samples, for which devices have other kernels."""
-_APART = 10  # two guesses are told apart where they differ by so many times the rounding
-_UNCHANGED = 1e-3  # of what another label changes: less, and the label is not used
 
 
 class LossCheck:
@@ -64,7 +59,7 @@ class LossCheck:
         self.settled: set[str] = set()
         self._found: set[str] = set()  # settled by this rank in this window
         # Not shown to be a sum by the loss alone: how it grows there, where that means something, and whether it is proved.
-        self._unclear: dict[str, tuple[_Growth | None, bool]] = {}
+        self._unclear: dict[str, tuple[Growth | None, bool]] = {}
         self.is_due = True
         self._batch: Batch | None = None  # the micro-batch that the model is run on for these
         self._error: Exception | None = None  # of the loss on copies
@@ -100,7 +95,7 @@ class LossCheck:
                 self._unclear[name] = (growth if growth is not None and growth.kind in kinds else None, is_proved)
                 self._batch = batch
 
-    def _by_loss(self, output: Any, batch: Batch) -> tuple[dict[str, "_Growth"], tuple[str, ...], bool]:
+    def _by_loss(self, output: Any, batch: Batch) -> tuple[dict[str, "Growth"], tuple[str, ...], bool]:
         """How each entry grows with copies of the output, which kinds of growth other than a sum's mean something, and whether they
         are proved: the copies are what the model would return. Where tensors have other numbers of rows (edges of a graph),
         over which a sum would not grow, that is a mean alone."""
@@ -123,7 +118,7 @@ class LossCheck:
         if written:
             self._has_warned = True
             errors.warn_of_buffers(written, is_main=runtime.world.is_main)
-        growths, is_whole = _growths_of(runs, is_noisy=is_noisy), copies.holds_rows()
+        growths, is_whole = growths_of(runs, is_noisy=is_noisy), copies.holds_rows()
         if copies.is_of_samples:
             return growths, ("mean", "part") if copies.holds_rows(or_numbers=True) else (), is_whole
         once, twice = (float(torch.as_tensor(self._count(copies.batch(num)))) for num in (1, 2))
@@ -198,7 +193,7 @@ class LossCheck:
         if not copies.is_of_samples:
             why = "its tensors have different numbers of rows, so that copies would be another kind of batch"
             runs.error = ValueError(why)
-        growths = {} if runs.error else _growths_of(runs.values, is_noisy=runs.is_noisy, of_forward=True)
+        growths = {} if runs.error else growths_of(runs.values, is_noisy=runs.is_noisy, of_forward=True)
         for name, (seen, is_proved) in self._unclear.items():
             growth = growths.get(name)
             if growth is None and (seen is None or not is_proved):
@@ -259,79 +254,27 @@ class LossCheck:
             return False
         scale = max(map(abs, (both, *each))) or 1.0
         by_number = abs(first_twice - each[0]) / scale  # of a mean, rounding
-        limit = max(_resolution(losses[0]), _APART * min(by_number, _ROUNDING[2]))
+        limit = max(resolution(losses[0]), APART * min(by_number, ROUNDING[2]))
         expected = _weighted(each, counts)
         # Of what counts the same here, such as labels that are not negative where all others are -100, nothing is to be told apart.
         by_name = {name: [count(part) for part in parts[1:3]] for name, count in COUNTS.items()}
         others = {name: _weighted(each, given) for name, given in by_name.items() if given != counts}
         others = {"sum": sum(each), **{name: guess for name, guess in others.items() if not math.isnan(guess)}}
         off = {name: abs(both - guess) / scale for name, guess in {"": expected, **others}.items()}
-        if off[""] <= limit and by_number <= _ROUNDING[2]:
+        if off[""] <= limit and by_number <= ROUNDING[2]:
             # A guess that says nearly the same would fit as well.
-            is_apart = {name: abs(other - expected) / scale > _APART * limit for name, other in others.items()}
+            is_apart = {name: abs(other - expected) / scale > APART * limit for name, other in others.items()}
             return all(is_apart[name] or off[name] > limit for name in others)
         name = min(others, key=lambda name: off[name])
-        if off[name] <= max(limit, off[""] / _APART):
+        if off[name] <= max(limit, off[""] / APART):
             raise errors.other_mean(name, each, counts, expected, both, said)
         errors.warn_of_other_terms(each, expected, both)
         return True
 
 
-class _Growth(NamedTuple):
-    """An entry of the loss on one, two and three copies of a micro-batch: a sum gives f, 2f, 3f; a mean f, f, f; a sum with a mean
-    (or a penalty) added to it lies between, on a straight line that does not start at 0. What lies on no line (contrastive
-    losses, whose terms depend on the other samples) is none of these. ``is_noisy``: random numbers are in it."""
-
-    once: float
-    twice: float
-    thrice: float
-    rounding: float
-    is_noisy: bool
-
-    @property
-    def rest(self) -> float:
-        """The share of the value that does not grow with the copies: 0 for a sum, 1 for a mean."""
-        return (2 * self.once - self.twice) / self.once
-
-    @property
-    def is_square(self) -> bool:
-        """Whether it grows with the square of the copies: four times as large on two, nine times on three."""
-        return all(abs(x / self.once - ratio) < _UNCHANGED for x, ratio in ((self.twice, 4), (self.thrice, 9)))
-
-    @property
-    def kind(self) -> str:
-        """``"sum"``, ``"mean"``, ``"part"`` (a sum and something that does not grow), or ``"other"``."""
-        if self.is_noisy:
-            return "mean" if self.twice / self.once < 1.5 and self.thrice / self.once < 2 else "sum"  # the nearer one
-        bend = abs(self.thrice - 2 * self.twice + self.once) / abs(self.once)
-        if max(abs(self.twice / self.once - 1), abs(self.thrice / self.once - 1)) <= self.rounding:
-            return "mean"
-        if bend > self.rounding:
-            return "other"
-        return "part" if abs(self.rest) > max(self.rounding, _APART * bend) else "sum"
-
-
-def _growths_of(
-    runs: Sequence[Mapping[str, Tensor]], *, is_noisy: bool, of_forward: bool = False
-) -> dict[str, _Growth]:
-    """How each entry of the loss grows from one copy to two and three; without those that show nothing."""
-    found = {}
-    for name in (name for name in runs[0] if all(name in run for run in runs)):
-        once, twice, thrice = (float(run[name].detach()) for run in runs)
-        rounding = _ROUNDING[2] if of_forward else _ROUNDING.get(runs[0][name].dtype.itemsize, _ROUNDING[2])
-        if once and all(map(math.isfinite, (once, twice, thrice))):
-            found[name] = _Growth(once, twice, thrice, rounding, is_noisy)
-    return found
-
-
 def _weighted(parts: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
     return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / total if total else math.nan
-
-
-def _resolution(loss: Tensor) -> float:
-    """Relative differences up to this are in the last places of a loss that is computed in another order."""
-    return min(max(16 * torch.finfo(loss.dtype).eps, _ROUNDING[8]), _ROUNDING[2])
 
 
 def _fits(output: Any, labels: Any, loss: Tensor) -> set[str]:
@@ -347,7 +290,7 @@ def _fits(output: Any, labels: Any, loss: Tensor) -> set[str]:
         "shifted": F.cross_entropy(logits[..., :-1], labels[:, 1:], ignore_index=IGNORED),
         "rolled": F.cross_entropy(logits, labels.roll(-1, 1), ignore_index=IGNORED),
     }
-    limit = _resolution(loss) * (abs(float(loss)) or 1.0)
+    limit = resolution(loss) * (abs(float(loss)) or 1.0)
     return {how for how, mean in means.items() if abs(float(mean) - float(loss)) <= limit}
 
 
@@ -356,5 +299,5 @@ def _uses_first(loss: Tensor, other_first: Tensor, other_second: Tensor) -> tupl
     as with a head of zeros: nothing is seen yet."""
     by_first, by_second = (abs(float(other) - float(loss)) for other in (other_first, other_second))
     # Of the same logits: seen above the last place or two.
-    is_seen = math.isfinite(by_second) and max(by_first, by_second) > _resolution(loss) / _APART * abs(float(loss))
-    return is_seen and by_first > _UNCHANGED * by_second, is_seen and by_first <= _UNCHANGED * by_second
+    is_seen = math.isfinite(by_second) and max(by_first, by_second) > resolution(loss) / APART * abs(float(loss))
+    return is_seen and by_first > UNCHANGED * by_second, is_seen and by_first <= UNCHANGED * by_second

@@ -13,11 +13,10 @@ from shardwise._torch.spans import span
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import known_keywords
 from shardwise.data.batch import MicroBatch
-from shardwise.errors import ConfigError, NonFiniteError, ShardwiseError, UsageError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.model.calling import call, methods_called
 from shardwise.model.module_state import ModuleState
 from shardwise.parallel import Runtime, runtime_of
-from shardwise.parallel.backwards import unchecked
 from shardwise.parallel.plain_parts import is_elementwise, refuse_mixing_optimizer
 from shardwise.state.given import Given
 from shardwise.step.argument_checks import (
@@ -32,15 +31,7 @@ from shardwise.step.clip import Clipping, NormType
 from shardwise.step.forward import sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.local_optimizer import has_own_step, local_optimizer
-from shardwise.step.loss import (
-    Batch,
-    Loss,
-    counter_of,
-    forward_of,
-    next_token_loss,
-    refuse_uncallable,
-    with_count,
-)
+from shardwise.step.loss import Batch, Loss, counter_of, forward_of, next_token_loss, refuse_uncallable, with_count
 from shardwise.step.loss_check import LossCheck
 from shardwise.step.loss_errors import agreed_problem
 from shardwise.step.mode import EvalMode
@@ -50,9 +41,11 @@ from shardwise.step.same_data import SeenData
 from shardwise.step.scale import LossScale
 from shardwise.step.schedule import sequential
 from shardwise.step.settings import agree_on_settings, digest_of_settings
+from shardwise.step.step_errors import nonfinite, nothing_counted, refuse_old_gradients
 from shardwise.step.step_state import StepState
 from shardwise.step.token_count import SeenLabels
 from shardwise.step.window import Window
+from shardwise.step.work import Work
 from shardwise.world.agreement import Entry
 
 
@@ -185,7 +178,7 @@ class TrainStep:
         clipping = self.clipping
         clipping.refuse_unfit(self._runtime)
         norm_of = GradientNorm(self._runtime, clipping.p, whole_after=self._runtime.replicated)
-        self._refuse_old_gradients()
+        refuse_old_gradients(self._runtime)
         self._warn_of_second_schedule()
         self.eval_mode.warn_once(self.model)
         if self._runtime.step == 0:
@@ -226,7 +219,7 @@ class TrainStep:
         norm, loss = float(norm_of.finish(agreed[norm_entry])) / (scale or 1.0), means.pop("loss")
         if not w.num_valid and loss and math.isfinite(loss):
             self._drop_gradients()
-            raise _nothing_counted(loss)
+            raise nothing_counted(loss)
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         if is_finite:
@@ -287,7 +280,7 @@ class TrainStep:
     def _forward_backward(self, w: Window) -> tuple[dict[str, Tensor], ShardwiseError | None]:
         """Forward and backward of every micro-batch of a window. Returns this rank's detached sums (float64, on their
         device, which need not have computed them yet), and an error of the loss that all ranks must raise."""
-        work = _Work(self, w)
+        work = Work(w, self._sums_of, self._scale.scaled)
         self._check.begin(self.num_steps, w.num_ignored)
         (self._runtime.schedule or sequential)(work)
         return work.totals, work.detached
@@ -320,9 +313,8 @@ class TrainStep:
             # The loop, its own scheduler or a resumed state may have changed them on one rank.
             "settings": self._runtime.world.agreement.same(digest_of_settings(self.optim)),
             **self._scale.entries(),
-            **{
-                f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()
-            },  # an entry per metric: a rank with other metrics is named in the error
+            # An entry per metric: a rank with other metrics is named in the error.
+            **{f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()},
         }
 
     def _step(self, clipping: Clipping, norm: float) -> None:
@@ -362,7 +354,8 @@ class TrainStep:
         """Raises or skips a step that is not finite; everything stays as it was. All ranks get here or none, since the
         numbers are equal."""
         if self.on_nonfinite == "raise" and not self._scale.explains(loss):
-            error = self._nonfinite(norm, loss, own_loss)
+            scale = None if self.scaler is None else self._scale.value
+            error = nonfinite(self._runtime, self.num_steps, loss, norm, own_loss, self.clipping.p, scale)
             self._drop_gradients()
             raise error
         self._drop_gradients()
@@ -370,108 +363,7 @@ class TrainStep:
             state.restore()
         self.num_skipped += 1
 
-    def _refuse_old_gradients(self) -> None:
-        """Raises UsageError for gradients from outside the window: they would change what is clipped and checked."""
-        for name, grad in self._runtime.gradients().items():
-            if bool(grad.any()):
-                raise UsageError(
-                    "gradients that were there before the step",
-                    why="a TrainStep clips, checks and steps the gradients of its own window only",
-                    fix="call optim.zero_grad() first; to add up several windows, use sw.window and step yourself",
-                    name=name,
-                )
-
     def _drop_gradients(self) -> None:
         with self._runtime.torchs_classes():
             for param in self._runtime.parameters.values():
                 param.grad = None
-
-    def _nonfinite(self, norm: float, loss: float, own_loss: Tensor) -> NonFiniteError:
-        runtime = self._runtime
-        bad = next((name for name, grad in runtime.gradients().items() if not grad.isfinite().all()), None)
-        per_rank = runtime.world.agreement.gather((bool(own_loss.isfinite()), bad), "naming what is not finite")
-        by_loss = tuple(rank for rank, (is_finite, _) in enumerate(per_rank) if not is_finite)
-        by_gradient = tuple(rank for rank, (_, name) in enumerate(per_rank) if name is not None)
-        names = {name for _, name in per_rank}
-        where = f"the loss of rank {_listed(by_loss)} is not finite"
-        if not by_loss:
-            where = f"every rank's loss is finite, the gradient in the shards of rank {_listed(by_gradient)} is not"
-            if not by_gradient:  # the gradients are finite, their powers are not
-                where = (
-                    f"loss and gradients are finite, the sum of their powers for norm_type={self.clipping.p:g} is not"
-                )
-        half = "" if self.scaler is None else f", loss scale {self._scale.value:g}"
-        return NonFiniteError(
-            f"step {self.num_steps}: loss {loss:g}, gradient norm {norm:g}{half}",
-            why=f"{where}; parameters were left as they were",
-            fix='lower the learning rate, look at the batch, or go on without such steps: on_nonfinite="skip"'
-            + (
-                "; float16 ends at 65504 whatever the scale: let the loss take output.float(), or use bf16"
-                if half
-                else ""
-            ),
-            name=next((name for name in runtime.recipe.params if name in names), None),
-            ranks=by_loss or by_gradient,
-        )
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def _nothing_counted(loss: float) -> ConfigError:
-    return ConfigError(
-        f"a window of 0 tokens whose loss is {loss:g}",
-        why="a sum is divided by what count(batch) returns for the micro-batches of all ranks; of a window without a valid token it is 0",
-        fix="let count= return what the loss runs over: the labels that are not -100, or the samples",
-    )
-
-
-class _Work:
-    """The micro-batches of one window of a :class:`TrainStep`; see :class:`~shardwise.step.schedule.MicroBatches`.
-
-    Attributes:
-        totals: sums of the loss's entries over the micro-batches so far.
-        detached: the error for a loss that has no gradient, of the last micro-batch that had one.
-    """
-
-    def __init__(self, step: TrainStep, window: Window):
-        self._step, self._window = step, window
-        self.num = len(window.batches)
-        self.totals: dict[str, Tensor] = {}
-        self.detached: ShardwiseError | None = None
-        self._scaled: dict[int, Tensor] = {}  # of the micro-batches whose backward has not run: what it begins with
-
-    def run(self, i: int) -> None:
-        with self._window.part(i, forward=True, backward=True) as batch:
-            self._forward(i, batch)
-            self._backward(i)
-
-    def forward(self, i: int) -> None:
-        with self._window.part(i, forward=True) as batch:
-            self._forward(i, batch)
-
-    def backward(self, i: int) -> None:
-        with self._window.part(i, backward=True):
-            self._backward(i)
-
-    def _forward(self, i: int, batch: MicroBatch) -> None:
-        step, totals = self._step, self.totals
-        with span("forward of micro-batch", batch.index):
-            sums, detached = step._sums_of(batch)
-        self.detached = detached or self.detached
-        self._scaled[i] = step._scale.scaled(sums["loss"] / self._window.num_tokens)
-        for name, value in sums.items():
-            value = value.detach().double()
-            value = torch.zeros_like(value) if batch.padding else value
-            totals[name] = totals[name] + value if name in totals else value
-
-    def _backward(self, i: int) -> None:
-        if i not in self._scaled:
-            raise UsageError(
-                f"a schedule that runs the backward of micro-batch {i} before its forward, or twice",
-                why="a backward needs the graph of its forward, and its gradients would count double",
-                fix="call forward(i) once and then backward(i) once, for each micro-batch of the window",
-            )
-        with unchecked(), span("backward of micro-batch", self._window.index(i)):
-            self._scaled.pop(i).backward()

@@ -68,20 +68,9 @@ def agree_on_count(
             at their own places.
     """
     seen = runtime.memory(SeenLabels)
-    tokens, problem, labels = 0, None, torch.zeros(3)
     on_host = [_on_host(batch, counter) for batch in batches]
     counted = [h for b, h in zip(batches, on_host, strict=True) if not is_padding(b)]
-    try:
-        if trains:
-            refuse_gradless(runtime)
-        if not batches:
-            raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
-        # Summed as tensors: one device synchronization instead of one per micro-batch. In float64: a count may be a sum
-        # of weights, which must not depend on the layout.
-        tokens = sum(torch.as_tensor(counter(batch)).double() for batch in counted)
-        labels = compare_labels(seen.counts, counted, counter)
-    except ShardwiseError as error:
-        problem = error
+    tokens, labels, problem = _counts_of(runtime, counted, counter, seen, trains=trains, is_empty=not batches)
     place, agreement = f"window {runtime.step + 1}, before forward", runtime.world.agreement
     data = getattr(batches[0], "window", None) if batches else None
     samples = digest_of_data(runtime, batches) if problem is None else 0
@@ -104,10 +93,7 @@ def agree_on_count(
         place,
         meanwhile=meanwhile,
     )
-    runtime.world.stop.agree(sums["stop"])
-    if runtime.world.stop.ends:
-        raise EndOfRun
-    _say_what_a_stop_waits_for(runtime)
+    _agree_on_stop(runtime, sums["stop"])
     _refuse_problem(runtime, sums, problem, place)
     if not agreement.all_same(sums["dataset"]):
         raise other_datasets(runtime, data, place)
@@ -124,6 +110,29 @@ def agree_on_count(
     return Counted(int(total) if total.is_integer() else total, float(sums["waited"]), num_ignored)
 
 
+def _counts_of(
+    runtime: Runtime,
+    counted: list[Batch],
+    counter: Callable[[Batch], Any],
+    seen: SeenLabels,
+    *,
+    trains: bool,
+    is_empty: bool,
+) -> tuple[Any, Tensor, ShardwiseError | None]:
+    """This rank's tokens, and how labels compare with inputs; or the error that keeps it from beginning."""
+    try:
+        if trains:
+            refuse_gradless(runtime)
+        if is_empty:
+            raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
+        # Summed as tensors: one device synchronization instead of one per micro-batch. In float64: a count may be a sum
+        # of weights, which must not depend on the layout.
+        tokens = sum(torch.as_tensor(counter(batch)).double() for batch in counted)
+        return tokens, compare_labels(seen.counts, counted, counter), None
+    except ShardwiseError as error:
+        return 0, torch.zeros(3), error
+
+
 def _total_of(tokens: Tensor) -> float:
     total = float(tokens)
     if not math.isfinite(total) or total < 0:
@@ -135,9 +144,16 @@ def _total_of(tokens: Tensor) -> float:
     return total
 
 
-def _say_what_a_stop_waits_for(runtime: Runtime) -> None:
-    """Says on rank 0, once, that a loop begins another window although it was asked to stop."""
+def _agree_on_stop(runtime: Runtime, summed: Tensor) -> None:
+    """Takes over whether ranks were asked to stop, and says on rank 0, once, that a loop begins another window although they were.
+
+    Raises:
+        EndOfRun: the window before was to be the last one.
+    """
     stop = runtime.world.stop
+    stop.agree(summed)
+    if stop.ends:
+        raise EndOfRun
     if stop.num_ignored == 1 and runtime.world.is_main:
         print(
             f"shardwise: {stop.agreed}: this loop goes on until its next manager.save(), or its end. Call manager.save_every(None, out) after each "

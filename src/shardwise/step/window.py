@@ -77,16 +77,14 @@ class Window:
         self.has_late = False  # gradients were added after the second exchange
         self._count = counter_of_loop(model, loss, count)
         self._trains = trains  # a backward follows each forward (TrainStep)
-        self._gathers_once = (
-            gathers_once  # no code of the user's runs between micro-batches that could write parameters
-        )
+        # No code of the user's runs between micro-batches that could write parameters.
+        self._gathers_once = gathers_once
         self._marks_parts = marks_parts
         self._padding = False
         self._num_backwards, self._is_ended, self._is_complete = 0, False, False
         self._undo = contextlib.ExitStack()  # closed when the current micro-batch ends, or a part of it
-        self._random_states: dict[
-            int, dict[str, Any]
-        ] = {}  # micro-batch whose forward has run alone -> where its random numbers are
+        # Micro-batch whose forward has run alone -> where its random numbers are.
+        self._random_states: dict[int, dict[str, Any]] = {}
 
     @property
     def num_tokens(self) -> float:

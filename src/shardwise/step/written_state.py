@@ -49,9 +49,8 @@ class WrittenState:
         self.num_windows = 0
         self._before = self._after = _Buffers(runtime)
         self._begin: _Buffers | None = None  # of the running window
-        self._counted: set[str] = (
-            set()
-        )  # buffers that are to be equal, and the forwards of each window so far have changed
+        # Buffers that are to be equal, and the forwards of each window so far have changed.
+        self._counted: set[str] = set()
         self._plain = _PlainState(runtime)
 
     def begin(self) -> None:

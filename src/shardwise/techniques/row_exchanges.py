@@ -149,6 +149,11 @@ class Moved(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, places)
         ctx.ranks, ctx.dim, ctx.there, ctx.back = ranks, dim, there, back
+        ctx.sides = (
+            ranks[0],
+            "whole" if there == "gather" and back == "rows" else "part",
+            "whole" if there == "rows" else "part",
+        )
         return _moved(x, At(rows, places), Ranks(*ranks), dim, there, is_gradient=is_gradient)
 
     @staticmethod

@@ -153,7 +153,8 @@ class RankPool:
                 failed, deadline = True, min(deadline, time.monotonic() + _SETTLE_S)
         late = [rank for rank in range(len(workers)) if rank not in answers]
         for rank in late:
-            answers[rank] = _left_behind(rank) if failed else workers[rank].hung(rank, timeout_s)
+            killed = Failure(rank=rank, what="was still waiting for its peers and was killed", weight=9)
+            answers[rank] = killed if failed else workers[rank].hung(rank, timeout_s)
         return answers
 
 
@@ -161,10 +162,6 @@ def _call(fn: Callable[..., object], args: tuple, kwargs: dict) -> Call:
     module, name, file = call_of(fn)
     payload = dumps((args, kwargs))
     return Call(module=module, qualname=name, file=file, env={}, path=tuple(sys.path), cwd=os.getcwd(), payload=payload)
-
-
-def _left_behind(rank: int) -> Failure:
-    return Failure(rank=rank, what="was still waiting for its peers and was killed", weight=9)
 
 
 def _is_reusable(answer: bytes | Failure) -> bool:

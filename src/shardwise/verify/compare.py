@@ -142,9 +142,8 @@ def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tens
             name=name,
         )
     dtype = pieces[0].dtype  # type: ignore[union-attr]
-    missing = (
-        float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    )  # of bytes a missing one is another value
+    # Of bytes a missing one is another value.
+    missing = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     whole = torch.full(param.shape, missing, dtype=dtype)
     for rank, local in enumerate(pieces):
         coord = recipe.grid.coord(rank)

@@ -10,18 +10,17 @@ import torch
 
 from shardwise.step.step_state import StepState
 from shardwise.verify.oracle import Task
+from shardwise.world.rng import set_streams, streams
 
 
 @contextlib.contextmanager
 def streams_kept() -> Iterator[None]:
     """Restores the random streams afterwards: a file may build a module when it is imported."""
-    python, arrays = random.getstate(), np.random.get_state()
+    before = streams(torch.device("cpu"))
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
+        set_streams(before, torch.device("cpu"))
 
 
 def drawing_modules(task: Task) -> list[str]:

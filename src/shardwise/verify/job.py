@@ -25,7 +25,7 @@ from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.named import CountOfLoss, Function, named_model, user_errors
 from shardwise.verify.oracle import Task, cast_batches
 from shardwise.verify.run import Reference, in_fresh_processes
-from shardwise.verify.sharded import run_sharded, run_with_both_units
+from shardwise.verify.sharded import RankRecord, run_sharded, run_with_both_units
 
 _LENGTHS, _BATCH = (16, 12, 8, 4), 2
 _FIX_BATCH = "pass --batch pkg.mod:fn, a function of an index that returns a mapping of tensors with labels"
@@ -89,28 +89,29 @@ def main(
         f"{counted(num_ranks, 'rank')} ({layout}) against one process: {counted(steps, 'step')}, "
         f"{accumulate} micro-batch{'' if accumulate == 1 else 'es'} per rank"
     )
-    given = f"MODEL={model!r}" + (f" with --batch {batch}" if batch else "")
-    fix = (
-        "run it on one batch by itself until it works"
-        if batch
-        else f"correct it, or give the batches it takes: {_FIX_BATCH}"
-    )
-    with user_errors(given, "its forward, or the loss,", fix):
-        build, why = _without_dropout(build, parallel, windows, sums, runs)
-    if why:
-        _print(why)
+    alone = "run it on one batch by itself until it works"
+    fix = alone if batch else f"correct it, or give the batches it takes: {_FIX_BATCH}"
+    with user_errors(
+        f"MODEL={model!r}" + (f" with --batch {batch}" if batch else ""), "its forward, or the loss,", fix
+    ):
+        build = _without_dropout(build, parallel, windows, sums, runs)
     task = Task(Prepared(build, parallel), windows, sums, count_of(sums, counts), runs, fused=fused)
     reference = Reference(task, _say)
     _say(f"sharded: the same steps on {counted(num_ranks, 'rank')} (each loads torch, a few seconds)")
-    if small_units and _has_blocks(build, parallel):
-        ranks = in_fresh_processes(run_with_both_units, num_ranks, task, layout, parallel)
-    else:
-        ranks = [[record] for record in in_fresh_processes(run_sharded, num_ranks, task, layout, parallel)]
-    for turn, records in enumerate(zip(*ranks, strict=True)):
+    is_twice = small_units and _has_blocks(build, parallel)
+    for turn, records in enumerate(_turns(task, num_ranks, layout, parallel, is_twice=is_twice)):
         if turn:
             _say("the ranks ran them once more, with every block a unit")
-        _print_report(reference.compared(list(records)))
+        _print_report(reference.compared(records))
     return 0
+
+
+def _turns(task: Task, num_ranks: int, layout: str, parallel: Any, *, is_twice: bool) -> list[list[RankRecord]]:
+    """What the ranks have computed, by rank; ``is_twice``: and once more with every block a unit."""
+    if is_twice:
+        ranks = in_fresh_processes(run_with_both_units, num_ranks, task, layout, parallel)
+        return [list(records) for records in zip(*ranks, strict=True)]
+    return [in_fresh_processes(run_sharded, num_ranks, task, layout, parallel)]
 
 
 def _windows(module: nn.Module, batch: str | None, sizes: list[int]) -> list[list[Mapping[str, Tensor]]]:
@@ -187,8 +188,8 @@ def _say(text: str) -> None:
 
 def _without_dropout(
     build: Callable[[], nn.Module], parallel: Any, windows: Any, loss: Any, forward: Any
-) -> tuple[Callable[[], nn.Module], str]:
-    """``build``, in eval mode if the module draws random numbers only in train mode; and a text that says so."""
+) -> Callable[[], nn.Module]:
+    """``build``, in eval mode if the module draws random numbers only in train mode, which is said then."""
     evaluating = _Evaluating(build)
 
     def drawing(make: Callable[[], nn.Module]) -> list[str]:
@@ -196,11 +197,12 @@ def _without_dropout(
 
     names = drawing(build)
     if not names or drawing(evaluating):
-        return build, ""
-    return evaluating, (
+        return build
+    _print(
         f"in eval mode: in training, random numbers are drawn in {places_of(names)} (dropout?), and the ranks would draw other ones than the "
         "one process, so nothing could be equal; batch norm, if any, uses its running statistics"
     )
+    return evaluating
 
 
 def _tokens_for(module: nn.Module) -> Callable[[int], dict[str, Tensor]]:

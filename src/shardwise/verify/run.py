@@ -80,14 +80,7 @@ def verify(
     Example:
         >>> report = verify(build, "dp_shard=2", batches=[[batch, other]])  # doctest: +SKIP
     """
-    if not batches or not all(batches):
-        raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
-    if any(isinstance(window, Mapping) for window in batches):
-        raise ConfigError(
-            "verify(batches=...) with micro-batches in place of windows",
-            why="a window is the list of micro-batches of one optimizer step",
-            fix="give a list of such lists: batches=[[micro_batch, micro_batch], ...]",
-        )
+    _refuse_windows(batches)
     _refuse_unknown(options)
     if run is None:
         _refuse_on_a_rank()
@@ -151,6 +144,17 @@ def _explained(error: VerifyError, task: Task) -> VerifyError:
         fix="compare without them: dropout of 0, or a function that returns module.eval(); this says nothing of the layout",
         name=error.name,
     )
+
+
+def _refuse_windows(batches: Any) -> None:
+    if not batches or not all(batches):
+        raise ConfigError("verify without batches", why="there is nothing to compare", fix="give at least one window")
+    if any(isinstance(window, Mapping) for window in batches):
+        raise ConfigError(
+            "verify(batches=...) with micro-batches in place of windows",
+            why="a window is the list of micro-batches of one optimizer step",
+            fix="give a list of such lists: batches=[[micro_batch, micro_batch], ...]",
+        )
 
 
 def _refuse_unknown(options: Mapping[str, Any]) -> None:

@@ -19,24 +19,7 @@ from shardwise.world.rng import (
 from shardwise.world.watchdog import EXIT_PEER_LOST
 
 __all__ = [
-    "EXIT_PEER_LOST",
-    "Agreement",
-    "Axis",
-    "Env",
-    "GlobalNumbers",
-    "Watch",
-    "World",
-    "agree_on",
-    "derive_seed",
-    "described",
-    "forked_rng",
-    "forked_streams",
-    "generators_among",
-    "init",
-    "is_distributed",
-    "is_generator",
-    "package_versions",
-    "read_env",
-    "seed_all",
-    "snapshot",
-]
+    "EXIT_PEER_LOST", "Agreement", "Axis", "Env", "GlobalNumbers", "Watch", "World", "agree_on", "derive_seed",
+    "described", "forked_rng", "forked_streams", "generators_among", "init", "is_distributed", "is_generator",
+    "package_versions", "read_env", "seed_all", "snapshot",
+]  # fmt: skip

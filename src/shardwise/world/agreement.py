@@ -26,14 +26,13 @@ from shardwise._torch.spans import span
 from shardwise.errors import RankError, UsageError, first_line
 from shardwise.layout import Coord
 from shardwise.world.liveness import Watch
+from shardwise.world.wires import from_wire, packs_of, wire_of
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
 _MASK = (1 << _HASH_BITS) - 1
 _SMALLEST = 64  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes
 _WORD_S = 3.0  # time in which the message about a lost rank reaches all
 _SLICE = timedelta(seconds=0.05)  # of a wait, between two looks at the alarms
-_LEAST = -(1 << 63)  # of int64; its complement is the largest
-_PACKED = 1 << 20  # bytes of a tensor that is sent together with others
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _LEFT_S = 2.0  # how long an exchange that all ranks have joined may still take after one of them has left
 
@@ -197,8 +196,8 @@ class Agreement:
         self.check_open(place)
         if self.is_alone:
             return [tensor.detach().clone() for tensor in tensors]
-        wires = [_wire(tensor, how) for tensor in tensors]
-        packs = _packs(wires)
+        wires = [wire_of(tensor, how) for tensor in tensors]
+        packs = packs_of(wires)
         flats = [torch.cat([wires[i] for i in pack]) for pack in packs]
         self.carry_out(lambda: [self._start(flat, how) for flat in flats], place)
         found: dict[int, Tensor] = {}
@@ -206,7 +205,7 @@ class Agreement:
             if how == "mean":
                 flat /= self.size
             for i, part in zip(pack, flat.split([wires[i].numel() for i in pack]), strict=True):
-                found[i] = _from_wire(part, tensors[i], how)
+                found[i] = from_wire(part, tensors[i], how)
         return [found[i] for i in range(len(tensors))]
 
     def _start(self, flat: Tensor, how: str) -> Any:
@@ -320,9 +319,8 @@ class Agreement:
             return self._nameless(where, why)
         self.watch.note_broken_collective()
         if self.watch.alarm is None:
-            self.watch.missing(
-                self.watch.LOST
-            )  # reads the counts of all beats, to compare them with those after the wait
+            # Reads the counts of all beats, to compare them with those after the wait.
+            self.watch.missing(self.watch.LOST)
         alarm = self.watch.wait_for_alarm(_WORD_S)
         if alarm is not None:
             self.watch.is_told = True
@@ -366,66 +364,6 @@ class Agreement:
     def _past(self, place: str) -> None:
         if self.watch is not None:
             self.watch.past(place)
-
-
-def _wire(tensor: Tensor, how: str) -> Tensor:
-    """A tensor as what is sent, flat: its bytes for "rank0", since gloo does not support every dtype; places in the order of numbers for
-    extremes; else numbers that a reduction neither rounds nor overflows further than it must."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if how == "rank0":
-        return tensor.as_strided((tensor.numel(),), (1,)).view(
-            torch.uint8
-        )  # a view of one element keeps a stride above 1
-    if how in ("min", "max"):
-        return _places(tensor.reshape(-1), how)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point():
-        return tensor.reshape(-1).to(torch.int64)
-    return tensor.reshape(-1).to(torch.float64 if how == "sum" or tensor.dtype == torch.float64 else torch.float32)
-
-
-def _from_wire(part: Tensor, like: Tensor, how: str) -> Tensor:
-    part = part.clone()  # one of a pack may begin at any byte
-    if how == "rank0":
-        return part.view(like.dtype).view(like.shape)
-    if how in ("min", "max"):
-        return _at_places(part, like.dtype).view(like.shape)
-    if like.is_complex():
-        return torch.view_as_complex(part.view(*like.shape, 2)).to(like.dtype)
-    return part.view(like.shape).to(like.dtype)
-
-
-def _places(flat: Tensor, how: str) -> Tensor:
-    """Integers in the order of real numbers, int64. NaN lies beyond all of them, as ``torch.maximum`` and ``minimum`` keep it: reductions
-    of floats keep it or not by the rank that has it."""
-    if flat.dtype == torch.uint64:
-        return flat.view(torch.int64) ^ _LEAST
-    if not flat.is_floating_point():
-        return flat.to(torch.int64)
-    wide = flat.to(torch.float64)
-    return _mirrored(wide.view(torch.int64)).masked_fill_(wide.isnan(), _LEAST if how == "min" else ~_LEAST)
-
-
-def _at_places(places: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of a dtype that :func:`_places` gave."""
-    if dtype == torch.uint64:
-        return (places ^ _LEAST).view(dtype)
-    return (_mirrored(places).view(torch.float64) if dtype.is_floating_point else places).to(dtype)
-
-
-def _mirrored(bits: Tensor) -> Tensor:
-    """The bits of float64 numbers as integers in their order, and back: of negative ones all bits but the sign are turned."""
-    return torch.where(bits < 0, bits ^ ~_LEAST, bits)
-
-
-def _packs(wires: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of the tensors that are sent together: small ones of one dtype and device."""
-    packs: dict[Any, list[int]] = {}
-    for i, wire in enumerate(wires):
-        is_small = wire.nbytes <= _PACKED
-        packs.setdefault((wire.dtype, wire.device, -1 if is_small else i), []).append(i)
-    return list(packs.values())
 
 
 def _shape(value: Entry) -> tuple[int, ...]:

@@ -33,11 +33,7 @@ _CONNECT_S = 3.0
 _TRIES = 3
 _POLL_S = (0.02, 0.5)  # how often the store is asked for the neighbour's address: at first, and later
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # a program may have restored SIGPIPE's default, which ends the process
-_KEEP_ALIVE = (
-    ("TCP_KEEPIDLE", 30),
-    ("TCP_KEEPINTVL", 30),
-    ("TCP_KEEPCNT", 8),
-)  # some firewalls drop idle connections
+_KEEP_ALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 8))  # some firewalls drop idle connections
 
 _open: "weakref.WeakSet[PeerConnections]" = weakref.WeakSet()
 

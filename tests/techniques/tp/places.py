@@ -817,8 +817,11 @@ def searched(module, *arguments):
 
 
 def trained_without_proof(layout):
-    """As :func:`trained`, where what is found in the first blocks is believed of the others."""
-    with mock.patch("shardwise.techniques.tp.search.cut_search.holds_for_all", lambda *_: True):
+    """As :func:`trained`, where what is found in the first blocks is believed of the others, and graphs do not show what is used."""
+    with (
+        mock.patch("shardwise.techniques.tp.search.cut_search.holds_for_all", lambda *_: True),
+        mock.patch("shardwise.techniques.tp.whole_uses.WholeUses.share"),
+    ):
         return trained(layout, "inside", "cut", True)
 
 

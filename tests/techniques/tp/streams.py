@@ -720,20 +720,10 @@ def _use(case, world):
         model.blocks = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         ids = batch(1, 24)["input_ids"]
         sw.parallelize(model.double(), world, example={"input_ids": ids}, tensor_parallel=PARALLEL)
-    if case.startswith("late"):
+    if case == "late":
         step = trained(parallel(case, world))
         for num in (9, 13, 30):
             step([batch(1, num)])
-    if case == "penalty in the loss":
-        model = parallel("", world)
-        loss = lambda output, given: loss_of(output, given) + penalty(model)  # noqa: E731
-        optim = torch.optim.SGD(model.parameters(), lr=0.05)
-        sw.TrainStep(model, optim, loss=loss, count=count)([batch(1, 13)])
-    if case == "kept by the model":
-        model = parallel("", world)
-        model.register_forward_hook(lambda module, *_: setattr(module, "kept", penalty(module)))
-        with sw.accumulate(model, is_last=True):
-            (loss_of(model(batch(1, 13)["input_ids"]), batch(1, 13)) + model.kept).backward()
     if case == "statistics":
         parallel("statistics", world)
     if case == "two lengths":

@@ -163,11 +163,20 @@ def test_every_length(ranks, how, layout, num):
     assert max(ranks.run(every_length, num, how, layout, [1, 2, 3, 5, 1, 6, 9])) < 1e-12
 
 
-@pytest.mark.parametrize(("how", "num"), [("two streams", 1), ("no eps", 1), ("in place", 13)])
-def test_lengths_of_single_models(ranks, how, num):
+@pytest.mark.parametrize(
+    ("how", "lengths"),
+    [
+        ("two streams", [1]),
+        ("no eps", [1]),
+        ("in place", [13]),
+        ("late behind the blocks", [9, 30]),  # what a block has used on rows is used with all positions too
+        ("late in a region", [9, 30]),
+    ],
+)
+def test_lengths_of_single_models(ranks, how, lengths):
     """A stream of one position is as long on rows as it is whole; what stands for none is not zero; what was joined is another once it has
     been written in place."""
-    assert max(ranks.run(every_length, 2, how, "tp=2", [num])) < 1e-12
+    assert max(ranks.run(every_length, 2, how, "tp=2", lengths)) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -226,13 +235,9 @@ def test_backwards_of_ones_own(ranks, how):
 
 
 REFUSED = {
-    "late": "a parameter that each holds whole",
+    "late": "own: a parameter of whose gradient each rank along tp gets a part",
     "statistics": "into a module of its own",
     "two lengths": "with sequences of two lengths that differ",
-    "late behind the blocks": "norm2.weight: a parameter that is used with all positions",
-    "late in a region": "norm.weight: a parameter that is used with all positions",
-    "penalty in the loss": "norm.weight: a parameter that is used with all positions",
-    "kept by the model": "norm.weight: a parameter that is used with all positions",
     "compiled dropout": "ranks draw numbers of their own for their positions",
     "no blocks": "no list of blocks",
     "halved": "no argument of its blocks is as long as that of the model",

@@ -158,9 +158,8 @@ class Encoding:
                 why=f"none of its records can be used: {report}",
                 fix="write answers that are not empty, or give a larger seq_len",
             )
-        told = {
-            key: value for key, value in dataclasses.asdict(report).items() if key != "samples"
-        }  # depends on packing
+        # The number of samples depends on packing.
+        told = {key: value for key, value in dataclasses.asdict(report).items() if key != "samples"}
         return {"ends": np.array(ends), "lines": np.array(lines)}, {"worst": worst, "report": told}
 
     def _problem(self, record: Record, ids: np.ndarray, trained: np.ndarray) -> str:

@@ -68,13 +68,7 @@ class _Tried:
     """Renders and tokenizes records with the files of a tokenizer."""
 
     def __init__(
-        self,
-        path: str,
-        tokenizer: Path,
-        seq_len: int,
-        vocab: int | None,
-        added: Iterable[str],
-        template: str | None,
+        self, path: str, tokenizer: Path, seq_len: int, vocab: int | None, added: Iterable[str], template: str | None
     ):
         from tokenizers import Tokenizer
 

@@ -6,13 +6,11 @@ makes its own values from it. Otherwise, and for a module that has values alread
 
 import contextlib
 import functools
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +25,9 @@ from shardwise.parallel.stale import mark_stale
 from shardwise.recipe import Note, Recipe
 from shardwise.world import World
 from shardwise.world.agreement import digest_of_text
+from shardwise.world.rng import set_streams, streams
+
+_CPU = torch.device("cpu")
 
 
 class FromTape:
@@ -198,7 +199,7 @@ def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str |
         if not world.is_main:
             module, _ = build_on_meta(model, world.seed)
         if module is None:
-            _set_rng_state(state)
+            set_streams(state, _CPU)
             module = model()
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -211,28 +212,18 @@ def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str |
     return module, source
 
 
-def _rng_state() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _set_rng_state(state: tuple[Any, Any, Tensor]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
-
-
 @contextlib.contextmanager
-def _rng_of_rank0(world: World) -> Iterator[tuple[Any, Any, Tensor]]:
+def _rng_of_rank0(world: World) -> Iterator[dict[str, Any]]:
     """Context manager: Python, numpy and torch draw what they would on rank 0, so that what a constructor draws itself
     (and keeps as plain attributes) is the same on every rank. Yields that state. All ranks must enter it."""
-    own = _rng_state()
+    own = streams(_CPU)
     theirs = world.broadcast(own)
-    _set_rng_state(theirs)
+    set_streams(theirs, _CPU)
     try:
         yield theirs
     finally:
         if not world.is_main:  # rank 0's generators stay advanced
-            _set_rng_state(own)
+            set_streams(own, _CPU)
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -53,11 +53,7 @@ PartOf = Callable[[str, Slice], Tensor]
 
 
 def scatter_values(
-    runtime: Runtime,
-    part_of: PartOf,
-    local: Mapping[str, Tensor] | None = None,
-    *,
-    in_place: Collection[str] = (),
+    runtime: Runtime, part_of: PartOf, local: Mapping[str, Tensor] | None = None, *, in_place: Collection[str] = ()
 ) -> None:
     """Rank 0 sends every rank the pieces it holds, packed into messages of bounded size; nothing else is sent.
 

@@ -43,10 +43,7 @@ from shardwise.state.checkpoint.json_state import to_plain, to_text
 from shardwise.state.checkpoint.optimizers import optimizer_state
 from shardwise.state.checkpoint.sharded_files import CUT, ShardedFiles, Take, cut_files, weight_files
 from shardwise.state.extra_state import extra_states
-from shardwise.state.file_layout import (
-    PlannedFile,
-    planned_files,
-)
+from shardwise.state.file_layout import PlannedFile, planned_files
 from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
@@ -163,21 +160,34 @@ def contents_of(
         lambda: (_plain_states(own(), models, extra, tensors, cut), to_plain(of_rank(), f"data/{world.rank}", mine)),
     )
     plain |= _facts_of(models)
-    if optim is not None:
-        own_cut = CutTensors(cut.models)
-        plain["optimizer"] = optimizer_state(runtime, "optimizer", "", optim, tensors, own_cut)
-        groups += cut_files(own_cut, OPTIMIZER)
-    plain["optimizers"] = {
-        name: optimizer_state(owner, f"optimizers/{name}", f"{EXTRA}/{name}/", value, tensors, cut)
-        for name, value in extra.items()
-        if (owner := owner_of(name, value)) is not None
-    }
-    groups += cut_files(cut, CUT)
+    groups += _add_optimizers(runtime, optim, extra, plain, tensors, cut)
     _add_ranks(world, plain, tensors, data, mine)
     found[RECIPE] = runtime.recipe.to_json().encode()
     _refuse_unknown_dtypes(tensors)
     _refuse_taken(texts, found)
     return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
+
+
+def _add_optimizers(
+    runtime: Runtime,
+    optim: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+    plain: dict[str, Any],
+    tensors: dict[str, Tensor],
+    cut: CutTensors,
+) -> list[ShardedFiles]:
+    """Adds the state of the optimizer, and of those among the extra objects; returns the files of what is cut of all of them."""
+    files: list[ShardedFiles] = []
+    if optim is not None:
+        own_cut = CutTensors(cut.models)
+        plain["optimizer"] = optimizer_state(runtime, "optimizer", "", optim, tensors, own_cut)
+        files += cut_files(own_cut, OPTIMIZER)
+    plain["optimizers"] = {
+        name: optimizer_state(owner, f"optimizers/{name}", f"{EXTRA}/{name}/", value, tensors, cut)
+        for name, value in extra.items()
+        if (owner := owner_of(name, value)) is not None
+    }
+    return files + list(cut_files(cut, CUT))
 
 
 def _facts_of(models: Mapping[str, nn.Module]) -> dict[str, Any]:

@@ -31,11 +31,7 @@ class _Naming(NamedTuple):
 
 
 _SAFETENSORS = _Naming(
-    WEIGHTS,
-    INDEX,
-    ".safetensors",
-    re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"),
-    open_safetensors,
+    WEIGHTS, INDEX, ".safetensors", re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors"), open_safetensors
 )
 _TORCH = _Naming(  # as transformers wrote them before safetensors
     "pytorch_model.bin",

@@ -110,8 +110,6 @@ def root_of(paths: list[Path], place: str) -> Path:
     if len(roots) > 1:
         names = " and ".join(sorted(".".join(root) for root in roots))
         raise CheckpointError(
-            f"{place}: {names}",
-            why="each of them could be the model's weights",
-            fix="save the one you mean alone",
+            f"{place}: {names}", why="each of them could be the model's weights", fix="save the one you mean alone"
         )
     return roots.pop() if roots else ()

@@ -6,16 +6,14 @@ always reduce the same tensors; which parameters were used at all is recorded be
 """
 
 import contextlib
-import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch.autograd import RunningBackward
@@ -23,13 +21,22 @@ from shardwise._torch.fsdp2 import Unit, take_over
 from shardwise._torch.fully_shard import lazy_chunks, parameter_groups, sum_gradients
 from shardwise._torch.modules import materialise
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
-from shardwise.model import canonical_modules, dtype_of
+from shardwise.model import canonical_modules
 from shardwise.model.tensors import give_memory, tensors_of
-from shardwise.recipe import ROOT, Cut, Recipe, dtype_groups
+from shardwise.recipe import ROOT, Recipe
 from shardwise.techniques.data.explain import translated
+from shardwise.techniques.data.fsdp2_units import (
+    entry_of,
+    groups_of,
+    leave_unflattened,
+    offload_of,
+    refuse_containers,
+    refuse_other_cuts,
+    root_unit,
+    units_of,
+)
 from shardwise.techniques.data.gradients import EndOfBackward, Padding, State, outside_of_windows
 from shardwise.techniques.data.passes import Units
-from shardwise.techniques.data.rule import DataEntry
 from shardwise.techniques.data.unit_order import Order
 from shardwise.techniques.edges import GATHERS, calls, refuse_ungathered
 from shardwise.world import World
@@ -39,7 +46,7 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
     """Shards ``module`` in place. Parameters may be on meta; their values are written later."""
     modules = dict(canonical_modules(module))
     mesh = world.sharding_mesh()
-    _refuse_other_cuts(recipe)
+    refuse_other_cuts(recipe)
     cut = {name for name, param in recipe.params.items() if param.cuts}
     parameters = tensors_of(module, "_parameters")
     give_memory(module, world.device, without=[p for name, p in parameters.items() if name in cut])  # ties are kept
@@ -47,103 +54,26 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
         if not parameters[name].is_contiguous():
             parameters[name].data = parameters[name].data.contiguous()
     whole = {p for name, p in tensors_of(module, "_parameters").items() if name not in cut}
-    for unit in (*(unit for unit in recipe.units if unit.name != ROOT), _root_unit(recipe)):
+    for unit in (*(unit for unit in recipe.units if unit.name != ROOT), root_unit(recipe)):
         targets = list({id(modules[name]): modules[name] for name in unit.modules}.values())  # one may be there twice
-        _refuse_containers(modules, unit.modules)
+        refuse_containers(modules, unit.modules)
         is_over_some = not isinstance(unit.reshard, bool) and 1 < unit.reshard < world.layout.degree("fsdp")
         after_forward = world.resharding_mesh(unit.reshard) if is_over_some else None
-        with lazy_chunks(), parameter_groups(_groups(recipe, unit.name, parameters, world), after_forward):
+        with lazy_chunks(), parameter_groups(groups_of(recipe, unit.name, parameters, world), after_forward):
             fully_shard(  # type: ignore[call-overload]
                 targets if len(targets) > 1 else targets[0],
                 mesh=mesh,
                 reshard_after_forward=is_over_some or unit.reshard,
                 mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-                offload_policy=_offload(recipe, world),
+                offload_policy=offload_of(recipe, world),
                 ignored_params=whole,
             )
     for child in module.modules():
         if isinstance(child, FSDPModule):
             sum_gradients(child)
-    materialise(module, world.device, cut=torch.device("cpu") if _entry(recipe).offload else world.device)
-    _leave_unflattened(module)
+    materialise(module, world.device, cut=torch.device("cpu") if entry_of(recipe).offload else world.device)
+    leave_unflattened(module)
     return FSDP2Engine(module, recipe, world)
-
-
-def _leave_unflattened(module: nn.Module) -> None:
-    """Disables ``flatten_parameters`` of recurrent layers. It moves gathered weights into one block of memory for cuDNN
-    once, through ``.data``; later all-gathers do not write there, so from the second step on the layer computed with
-    the first step's weights."""
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase) and any(isinstance(param, DTensor) for param in child.parameters()):
-            child.__dict__["flatten_parameters"] = _nothing
-            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
-
-
-def _nothing() -> None:
-    pass
-
-
-def _entry(recipe: Recipe) -> DataEntry:
-    return recipe.entry("data", DataEntry)
-
-
-def _offload(recipe: Recipe, world: World) -> OffloadPolicy:
-    said = _entry(recipe)
-    if not said.offload:
-        return OffloadPolicy()
-    # Page-locked memory needs an accelerator; without one torch fails at the first shard ("Cannot access accelerator
-    # device").
-    return CPUOffloadPolicy(pin_memory=said.pin_memory and world.device.type != "cpu")
-
-
-def _root_unit(recipe: Recipe) -> Any:
-    return next(unit for unit in recipe.units if unit.name == ROOT)
-
-
-def _refuse_other_cuts(recipe: Recipe) -> None:
-    for name, param in recipe.params.items():
-        has_rows = bool(param.shape) and 0 not in param.shape
-        last = param.cuts[-1:]
-        if last not in ([(Cut(axis=axis, dim=0),) for axis in ("fsdp", "efsdp")] if has_rows else [()]):
-            raise UnsupportedError(
-                f"cuts {param.cuts} of a tensor of shape {param.shape}",
-                why="fully_shard cuts dim 0 of what other cuts have left over fsdp, or efsdp, and keeps 0-dim tensors whole",
-                fix="use the recipe that make_recipe makes",
-                name=name,
-            )
-
-
-def _refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) -> None:
-    for name in names:
-        target = modules[name]
-        if isinstance(target, nn.ModuleList | nn.ModuleDict) and type(target).forward is nn.Module.forward:
-            raise UnsupportedError(
-                f"a {type(target).__name__} as a unit",
-                why="it has no forward, so nothing would gather its parameters",
-                fix=f"name its children: units=({name + '.*'!r},)"
-                if name
-                else "hold it in a module that has a forward",
-                name=name or None,
-            )
-
-
-def _groups(
-    recipe: Recipe, unit: str, parameters: dict[str, Any], world: World
-) -> list[tuple[list[Any], DeviceMesh, MixedPrecisionPolicy]]:
-    """The unit's parameters, group by group, each with its mesh and its FSDP2 mixed precision policy. Inputs are cast at the
-    root only: FSDP2's casting of every unit's inputs would round fp32 positions (by up to 8 at position 4096)."""
-    return [
-        (
-            [parameters[name] for name in group.names],
-            world.sharding_mesh(group.axis),
-            MixedPrecisionPolicy(
-                param_dtype=dtype_of(group.compute) if group.compute else None,
-                reduce_dtype=dtype_of(group.reduce) if group.reduce else None,
-                cast_forward_inputs=False,
-            ),
-        )
-        for group in dtype_groups(recipe.params, unit)
-    ]
 
 
 @dataclass
@@ -166,8 +96,8 @@ class FSDP2Engine:
 
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         self.root, self.recipe, self.world = module, recipe, world
-        self._sync_each = _entry(recipe).sync_every_microbatch
-        self._keeps_root = _root_unit(recipe).reshard is False
+        self._sync_each = entry_of(recipe).sync_every_microbatch
+        self._keeps_root = root_unit(recipe).reshard is False
         trainable = [name for name, param in recipe.params.items() if param.trainable]
         self._position = {name: i for i, name in enumerate(trainable)}
         self._used = torch.zeros(len(trainable), dtype=torch.uint8)
@@ -185,7 +115,7 @@ class FSDP2Engine:
         self._past = -1  # the last shard that a backward came to by itself
         self._ending = EndOfBackward()
         take_over(module)
-        units = _units_of(module, recipe, parameters)
+        units = units_of(module, recipe, parameters)
         self._positions = {
             unit.name: [self._position.get(units.names[id(shard)], -1) for shard, _, _ in unit.shards()]
             for unit in units.all()
@@ -313,9 +243,8 @@ class FSDP2Engine:
             self._note(unit.name)
             return
         numbers = self._positions[unit.name]
-        positions = [
-            numbers[i] for i in unit.positions_with_gradient() if numbers[i] >= 0
-        ]  # not one that was unfrozen since
+        # Not one that was unfrozen since.
+        positions = [numbers[i] for i in unit.positions_with_gradient() if numbers[i] >= 0]
         if positions and self._state is State.OUTSIDE and self.world.size > 1:
             raise outside_of_windows(self.world.axis("loss").size)
         self._used[positions] = 1
@@ -388,35 +317,3 @@ class FSDP2Engine:
             fix="use the parameter inside forward; a weight penalty: sw.parameter_penalty(model, penalty), once per window",
             name=next(name for name, at in self._position.items() if at == self._past),
         )
-
-
-def _units_of(module: nn.Module, recipe: Recipe, parameters: Mapping[str, Any]) -> Units:
-    modules = dict(canonical_modules(module))
-    records = [unit for unit in recipe.units if unit.name != ROOT]
-    inner = [
-        Unit(unit.name, list({id(m): m for m in map(modules.__getitem__, unit.modules)}.values())) for unit in records
-    ]
-    numbers: dict[str, int] = {unit.name: i for i, unit in enumerate(records)}
-    ahead: dict[int | None, list[int]] = {}
-    behind: dict[int | None, list[int]] = {}
-    for unit in recipe.units:
-        number = numbers.get(unit.name)
-        ahead[number] = [numbers[name] for name in unit.prefetch_forward]
-        if unit.prefetch_backward is not None:
-            behind[number] = [numbers[name] for name in unit.prefetch_backward]
-    names = {id(param): name for name, param in parameters.items()}
-    return Units(Unit(ROOT, [module]), inner, ahead, behind, names, _spanning(records, list(modules)))
-
-
-def _spanning(units: Sequence[Any], order: list[str]) -> set[int]:
-    """Numbers of the units that have a module of another unit between their own modules."""
-    place = {name: i for i, name in enumerate(order)}
-    ends = [(min(map(place.__getitem__, u.modules)), max(map(place.__getitem__, u.modules))) for u in units]
-    between = (
-        (i, place[name])
-        for i, _ in enumerate(units)
-        for j, other in enumerate(units)
-        if i != j
-        for name in other.modules
-    )
-    return {i for i, at in between if ends[i][0] < at < ends[i][1]}

@@ -210,15 +210,7 @@ class Sharding(Options, frozen=True, kw_only=True):
 
 UNIT_WORDS = ("auto", "none", "no_split", "model")
 SIZES = ("min_unit_bytes", "min_unit_params")
-FSDP2_ONLY = (
-    "units",
-    *SIZES,
-    "reshard_after_forward",
-    "reshard_every",
-    "offload",
-    "prefetch",
-    "sync_every_microbatch",
-)
+FSDP2_ONLY = ("units", *SIZES, "reshard_after_forward", "reshard_every", "offload", "prefetch", "sync_every_microbatch")
 """Options of :class:`Sharding` that have no effect on replicas."""
 
 

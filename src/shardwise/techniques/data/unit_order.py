@@ -72,9 +72,8 @@ class Order:
         self._listener = listener
         self._orders = Orders(len(units.inner), world)
         self._is_held = self._shows_running = False
-        self.micro_batch: int | None = (
-            None  # of the next forwards and backwards, where those of several are interleaved
-        )
+        # Of the next forwards and backwards, where those of several are interleaved.
+        self.micro_batch: int | None = None
         self._num_forwards: dict[int | None, int] = {}  # micro-batch -> forwards with gradients since its last backward
         self._root_version = -1  # version of the root's shards when they were gathered
         self._forget()
@@ -227,7 +226,7 @@ class Order:
         self._forward = self._caught = None
         if forward.walk is not None:
             if forward.walk.has_agreed:
-                self.units.spanning |= self._orders.of_any_rank(forward.resumed, "units that are entered in parts")
+                self.units.spanning |= self._orders.of_any_rank(forward.resumed)
             self._orders.learn(_forward(), forward.walk, range(len(self.units.inner)), self.units.spanning)
             self.units.end_forward(with_gradients=forward.has_gradients)
             # Forwards inside ``whole`` do not count: each rank runs as many of them as it likes.
@@ -408,10 +407,7 @@ class Order:
         self._ending.call(self._end_backward)
         self._backward_number = current_backward()
         self._backward = Backward(
-            self.units,
-            self._orders.walk(self._situation(), self._pass_backward),
-            self._reduce,
-            self._hook_gradients,
+            self.units, self._orders.walk(self._situation(), self._pass_backward), self._reduce, self._hook_gradients
         )
         self._listener.begins_backward()
         self._backward.begin()

@@ -55,11 +55,11 @@ class Orders:
             taken = [unit for unit in walk.taken if unit not in once or not (unit in seen or seen.add(unit))]
             self._known[situation] = completed(taken, reference)
 
-    def of_any_rank(self, units: Collection[int], what: str) -> set[int]:
+    def of_any_rank(self, units: Collection[int]) -> set[int]:
         """The union of ``units`` over all ranks. All ranks must call it."""
         flags = torch.zeros(self._num_units, dtype=torch.float64)
         flags[list(units)] = 1
-        summed = self._world.agreement.sum({"units": flags}, f"agreeing on {what}")
+        summed = self._world.agreement.sum({"units": flags}, "agreeing on units that are entered in parts")
         return set(summed["units"].nonzero().flatten().tolist())
 
     def _made(self, known: Sequence[int] | None, take: Callable[[int], None], situation: str) -> "Walk":

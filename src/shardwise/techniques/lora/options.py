@@ -165,7 +165,7 @@ class LoRA(Options, frozen=True, kw_only=True):
             CheckpointError: it cannot be read.
             UnsupportedError: it has what is not supported here, such as biases of its own.
         """
-        from shardwise.techniques.lora.peft_files import option_in
+        from shardwise.techniques.lora.peft_folder import option_in
 
         return cls(**option_in(Path(folder)))
 

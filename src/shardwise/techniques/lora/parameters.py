@@ -37,10 +37,7 @@ def chosen_parameters(module: nn.Module, lora: LoRA) -> dict[str, list[str]]:
         others = [other for other, param in named.items() if param is named[name] and owners[other] is not owner]
         if why := _why_not(name, owner, named[name], others):
             raise UnsupportedError(
-                f"LoRA(experts=...) of a parameter of {type(owner).__name__}",
-                why=why[0],
-                fix=why[1],
-                name=name,
+                f"LoRA(experts=...) of a parameter of {type(owner).__name__}", why=why[0], fix=why[1], name=name
             )
         chosen.setdefault(name.rpartition(".")[0], []).append(attr)
     return chosen

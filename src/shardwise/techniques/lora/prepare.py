@@ -237,10 +237,7 @@ def _attach(layer: nn.Module, name: str, lora: LoRA, seed: int) -> None:
     generator = _generator(weight, seed, name)
     layer.adapter_name, rank, scale = lora.name, lora.rank_of(name), lora.scale_of(name)  # type: ignore[assignment]
     if isinstance(layer, nn.Embedding):
-        low, high = (
-            AdapterTensor(rank, len(weight), like=weight),
-            AdapterTensor(weight.shape[1], rank, like=weight),
-        )
+        low, high = (AdapterTensor(rank, len(weight), like=weight), AdapterTensor(weight.shape[1], rank, like=weight))
         nn.init.zeros_(low.weight)
         nn.init.normal_(high.weight, generator=generator)
         layer.lora_embedding_A = nn.ParameterDict({lora.name: low.weight})

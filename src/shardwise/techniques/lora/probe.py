@@ -17,7 +17,7 @@ from shardwise.model.trial import Trial
 from shardwise.recipe import Draft
 from shardwise.recipe.patterns import by_name
 from shardwise.techniques.lora.options import LoRA
-from shardwise.techniques.lora.peft_files import INITS
+from shardwise.techniques.lora.peft_tensors import INITS
 from shardwise.techniques.one_rank import found_by_one_rank
 from shardwise.techniques.technique import Example
 from shardwise.world import World

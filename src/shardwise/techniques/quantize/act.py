@@ -42,11 +42,7 @@ class QuantizeAct(Act):
         return codecs_of(runtime.recipe, runtime.world.rank)
 
     def packed_in(
-        self,
-        tensors: Mapping[str, Any],
-        load: Callable[[str], Tensor],
-        settings: Mapping[str, Any] | None,
-        place: str,
+        self, tensors: Mapping[str, Any], load: Callable[[str], Tensor], settings: Mapping[str, Any] | None, place: str
     ) -> Mapping[str, PackedInFile]:
         return bitsandbytes.found(tensors, load, settings, place)
 

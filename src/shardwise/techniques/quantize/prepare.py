@@ -6,23 +6,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError, UnsupportedError
-from shardwise.model.adapted import (
-    Adapted,
-    Adapter,
-    adapter_tensors,
-    has_own_forward,
-    out_dim_of,
-    row_norms,
-)
+from shardwise.model.adapted import Adapted, Adapter, adapter_tensors, has_own_forward, out_dim_of, row_norms
 from shardwise.model.names import canonical_modules
 from shardwise.model.packed import PackedLinear, adopt_packed, pack_layer, packed_layers
-from shardwise.techniques.linears import (
-    in_no_layer,
-    left_out,
-    matches_nothing,
-    names_matching,
-    without_fast_path,
-)
+from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
 from shardwise.techniques.quantize.options import ALL_LINEAR, Quantize
 from shardwise.world import World
 

@@ -211,9 +211,8 @@ class _Runs:
 
     def __init__(self, module: nn.Module, state: _State, spec: Any, given: Any):
         self.module, self.state, self.spec = module, state, spec
-        self.given = (
-            given  # to the first run: what a block writes into a list or dict of the caller's is for the caller
-        )
+        # To the first run: what a block writes into a list or dict of the caller's is for the caller.
+        self.given = given
         self.written: WrittenBuffers | None = None  # by the first run, as before it; None: not run yet
         state.num_runs += 1
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)

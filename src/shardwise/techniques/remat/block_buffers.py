@@ -136,9 +136,7 @@ class BlockBuffers:
         self._written_outside = [module for module in self._outside if any(module is owner for owner, _ in writers)]
         outside = [b for owner, attr, b, *_ in buffers if owner in self._written_outside and (owner, attr) in writers]
         return WrittenBuffers(
-            found,
-            [each for each in attributes if id(each.module) in homes],
-            [b for b in outside if b is not None],
+            found, [each for each in attributes if id(each.module) in homes], [b for b in outside if b is not None]
         )
 
     def _late(self, attr: str) -> UnsupportedError:

@@ -36,6 +36,7 @@ from shardwise.techniques.tp.layers import (
 from shardwise.techniques.tp.parts import call_computed, norm_whole, work_on_parts
 from shardwise.techniques.tp.rule import TensorParallelEntry
 from shardwise.techniques.tp.sequence import JoinedStream, SequenceCuts
+from shardwise.techniques.tp.whole_uses import WholeUses
 from shardwise.world import World
 from shardwise.world.axis import Axis
 from shardwise.world.streams import PartStream
@@ -138,6 +139,9 @@ class TensorParallelAct(Act):
         if trained:
             runtime.partial.setdefault("tp", []).extend(trained)
         if runtime.recipe.edits_of("tp"):
+            axis = runtime.world.axis("tp")
+            uses = WholeUses(runtime.recipe, trained, group_name(axis.group), axis.size)
+            runtime.before_backward.append(lambda backward: uses.share(runtime, backward))
             if (cuts := runtime.module.__dict__.get(_STATE)) is not None:
                 cuts.begin(runtime)
                 runtime.compared["tp"] = "leave sequence_parallel out"

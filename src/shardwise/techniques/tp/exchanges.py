@@ -1,6 +1,7 @@
 """What ranks along ``tp`` exchange in a forward and in its backward, as autograd functions: a sum, a gather, or nothing in one
 direction, and its counterpart in the other. (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3) Backwards are made of
-these functions too, so that gradients can be differentiated again.
+these functions too, so that gradients can be differentiated again. ``sides`` says of which group, what the gradient is to be that one gets, and what
+those are that it gives: whole, the same on every rank, or parts of a sum over them.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.sides = group, (group, "part", "whole")
         return x.detach()  # not a view, which a model could not change in place
 
     @staticmethod
@@ -29,7 +30,7 @@ class SumParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
+        ctx.group, ctx.sides = group, (group, "whole", "part")
         return sum_over(x, group)
 
     @staticmethod
@@ -43,6 +44,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int, has_part: bool) -> Tensor:
         ctx.group, ctx.size, ctx.rank, ctx.dim, ctx.has_part = group, size, rank, dim, has_part
+        ctx.sides = group, "part" if has_part else "whole", "part"
         return _gathered(x, group, size, dim)
 
     @staticmethod
@@ -63,6 +65,7 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, dim: int) -> Tensor:
         ctx.group, ctx.size, ctx.rank, ctx.dim = group, size, rank, dim
+        ctx.sides = group, "part", "whole"
         width = x.shape[dim] // size
         return x.narrow(dim, rank * width, width).clone()
 

@@ -39,7 +39,6 @@ class SequenceParallelData(Record, frozen=True):
         constants: path of each of the model's arguments that is a number, a text or a flag -> it, as text.
         ends: path of each tensor of the output with positions -> its dim of them.
         draws: something is dropped out, in training.
-        on_rows: parameters that are used with some positions alone: of whose gradient each rank has a part.
         example: samples and positions of the example.
         moved: numbers of each position that a forward gathers, or sums to rows, and its backward again.
     """
@@ -50,7 +49,6 @@ class SequenceParallelData(Record, frozen=True):
     ends: dict[str, int]
     draws: bool
     moved: int
-    on_rows: tuple[str, ...] = ()
     example: tuple[int, ...] = ()
 
 

@@ -16,13 +16,13 @@ just that takes it by a way of its own, on which its part of the gradient is sum
 """
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise._torch.autograd import Backward, first_nodes, leaves_by_side
+from shardwise._torch.autograd import first_nodes
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules
 from shardwise.model.pytrees import changed_at, keyed_leaves, keys_of, map_keyed
@@ -121,7 +121,7 @@ class _Again(torch.autograd.Function):
         ctx: Any, x: Tensor, whole: Tensor, rows: Tensor, places: Tensor, ranks: tuple[Any, ...], dim: int
     ) -> Tensor:
         ctx.save_for_backward(rows, places)
-        ctx.ranks, ctx.dim = ranks, dim
+        ctx.ranks, ctx.dim, ctx.sides = ranks, dim, (ranks[0], "part", "part")
         return whole.detach()
 
     @staticmethod
@@ -168,8 +168,6 @@ class SequenceCuts(CutForward):
         self.for_two_lengths = "parallelize(..., example=batch), with sequences of two lengths that differ in it; or leave sequence_parallel out"
         self._ended: set[str] = set()  # blocks whose output was joined, in this forward
         self._ends: set[str] = set()  # blocks of which that is to be
-        self._on_rows = data.on_rows
-        self._compiled = tuple(f"{edit.module}." for edit in recipe.edits if edit.action == "compile")
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         module.register_forward_hook(self._end_forward, prepend=outer is not None)
         clear_after(module, self.clear)
@@ -209,10 +207,6 @@ class SequenceCuts(CutForward):
     def was_joined(self, name: str) -> None:
         self._ended.add(name)
         self._joined.is_cut = False
-
-    def begin(self, runtime: Any) -> None:
-        super().begin(runtime)
-        runtime.before_backward.append(self._refuse_whole_uses)
 
     def is_cut(self) -> bool:
         """Those of a step or an evaluation, and those with gradients of a loop of the user's own. Others are whole on every rank."""
@@ -260,25 +254,6 @@ class SequenceCuts(CutForward):
         if is_other:
             raise _other_way()
 
-    def _refuse_whole_uses(self, backward: Backward) -> None:
-        """Refuses a parameter that is used with all positions, on every rank, and in the blocks with some alone: the sum over the ranks would
-        count that gradient once for each. Looks at what is differentiated: an output, a penalty, and what the model has kept."""
-        runtime = self._runtime
-        names = {id(param): name for name in self._on_rows if (param := runtime.parameters.get(name)) is not None}
-        names |= {id(copy): names[id(param)] for copy, param in runtime.engine.gathered() if id(param) in names}
-        inside = {key for key, name in names.items() if name.startswith(self._compiled)}
-        only = {id(getattr(getattr(x, "node", None), "variable", x)) for x in backward.inputs}
-        for leaf, is_whole in leaves_by_side(backward.outputs, functools.partial(_side_behind, inside)):
-            if is_whole and id(leaf) in names and (not only or id(leaf) in only):
-                raise UnsupportedError(
-                    "a parameter that is used with all positions, and on the example was used with some of them alone",
-                    why="the code took another way, or a loss has a penalty on it: each rank has the whole gradient of that use, and parts of those of "
-                    "the others, which are summed",
-                    fix="a penalty: sw.parameter_penalty(model, penalty) in a window of your own loop, or weight_decay= of the optimizer; pass example= with "
-                    "which the code takes this way; or leave sequence_parallel out",
-                    name=names[id(leaf)],
-                )
-
     def _enter(
         self, name: str, calls: Any, known: set[str], parts: set[str], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
@@ -288,15 +263,6 @@ class SequenceCuts(CutForward):
             return given
         group = self.ranks.group
         return map_keyed(lambda path, x: SumGradient.apply(x, group) if path in parts else x, given)
-
-
-def _side_behind(inside: Collection[int], node: Any) -> bool | None:
-    """Whether what a node was made of is whole on every rank; None: as what was made. ``inside``: parameters of what is compiled, where no exchange shows."""
-    name = node.name()
-    if name.startswith("CompiledFunction"):
-        leaves = (getattr(each, "variable", None) for each, _ in node.next_functions)
-        return False if any(id(leaf) in inside for leaf in leaves) else None
-    return None if name not in ("MovedBackward", "_AgainBackward") else name[0] == "M" and node.there != "gather"
 
 
 def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mapping[str, int]) -> None:

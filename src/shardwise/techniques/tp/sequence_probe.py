@@ -36,7 +36,6 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
             why="it has no list of blocks: sequences are cut where the first of them is entered",
             fix="keep the repeated layers in an nn.ModuleList or nn.Sequential; or leave sequence_parallel out",
         )
-    partial = frozenset(facts["partial"])
     arguments = example.shows(functools.partial(arguments_of, module))
     try:
         search, sequence = _found(module, arguments, degree, found, facts)
@@ -71,7 +70,6 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
         "draws": sequence.draws,
         "moved": sequence.moved // samples,
         "example": [samples_given, sequences.length],
-        "on_rows": sorted({*on_rows} - {*sequence.with_whole} - {*partial}),
     }
     return search
 
