@@ -1,5 +1,8 @@
 """Optimizers that keep more than the state of each parameter: it goes through checkpoints and state dicts, or is refused by name."""
 
+import warnings
+from unittest import mock
+
 import pytest
 import torch
 from layouts import LAYOUTS
@@ -228,6 +231,37 @@ def test_what_an_optimizer_keeps_besides_goes_through_checkpoints_and_state_dict
         for name, values in straight.items():
             for one, two in zip(values, found[name], strict=True):
                 assert (one - two).abs().max() < 1e-12, (way, name)
+
+
+def back_to_the_beginning():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        step, other = made(ByText, world)
+        state = sw.full_optimizer_state_dict(step.model, step.optim)
+        assert "rest" not in state
+        advance(step, [other], world, (1, 2))
+        sw.load_full_optimizer_state_dict(step.model, step.optim, state)
+        return list(step.optim.state)
+
+
+def test_state_from_before_the_first_step_leaves_nothing_behind(ranks):
+    assert ranks.run(back_to_the_beginning, 1) == [[]]
+
+
+def from_an_earlier_version(root):
+    with sw.init("dp_shard=1", device="cpu") as world:
+        step, other = made(ByAttribute, world)
+        advance(step, [other], world, (1,))
+        with sw.CheckpointManager(root, step) as manager:
+            with mock.patch("shardwise.state.optimizer.rest_of", return_value=None):
+                manager.save()
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                manager.load()
+        return [str(warning.message) for warning in seen]
+
+
+def test_a_checkpoint_without_what_the_optimizer_keeps_is_told(ranks, tmp_path):
+    assert any("ByAttribute keeps more than" in text for text in ranks.run(from_an_earlier_version, 1, tmp_path)[0])
 
 
 def refused(kind, layout, root):

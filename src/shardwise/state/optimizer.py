@@ -114,7 +114,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     install_state(runtime, optim, made, settings)
     if rest is not None:
         collectively(world, f"{type(optim).__name__}.load_state_dict", lambda: set_rest(runtime, optim, rest))
-        install_state(runtime, optim, made, settings)
+        install_state(runtime, optim, made, settings, has_rest=True)
 
 
 def install_state(
@@ -122,13 +122,15 @@ def install_state(
     optim: torch.optim.Optimizer,
     made: Mapping[str, Mapping[str, Any]],
     settings: Iterable[Mapping[str, Any]],
+    *,
+    has_rest: bool = False,
 ) -> None:
     """Sets the state of ``optim``: name -> key -> this rank's value, and the settings of each group. Values with the
-    shape of this rank's shard belong to the optimizer from here on; others are copied. What lies under other keys stays."""
+    shape of this rank's shard belong to the optimizer from here on; others are copied. What lies under other keys is removed; with ``has_rest`` it stays."""
     for group, wanted in zip(optim.param_groups, settings, strict=True):
         group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
-    for param in [key for key in optim.state if isinstance(key, Tensor)]:
-        del optim.state[param]
+    for key in [key for key in optim.state if isinstance(key, Tensor) or not has_rest]:
+        del optim.state[key]
     for name, values in made.items():
         param = runtime.parameters[name]
         group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))

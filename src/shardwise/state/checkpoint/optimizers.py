@@ -19,7 +19,7 @@ from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import damaged
 from shardwise.state.integrity.reading import VerifiedFiles
 from shardwise.state.optimizer import agreed_state, install_state, match_state, settings_of
-from shardwise.state.optimizer_rest import refuse_whole, set_rest
+from shardwise.state.optimizer_rest import refuse_whole, rest_of, set_rest
 from shardwise.state.stored import FileTensor, TensorSource
 
 
@@ -138,6 +138,13 @@ class SavedOptimizer:
                 for key, value in keys.items()
             }
 
+    def note(self) -> str | None:
+        """What the user should know: the checkpoint, of an earlier version, lacks what the optimizer keeps besides."""
+        has_own = type(self.optim).state_dict is not torch.optim.Optimizer.state_dict
+        if self._rest is not None or not has_own or rest_of(self.runtime, self.optim) is None:
+            return None
+        return f"{type(self.optim).__name__} keeps more than the state of its parameters, of which the checkpoint has nothing: it stays as it is now"
+
     def place(self) -> None:
         """Gives the optimizer the state of its parameters and the settings of its groups."""
         install_state(self.runtime, self.optim, self.made, self.settings)
@@ -146,7 +153,7 @@ class SavedOptimizer:
         """Gives it what it keeps besides, by its own ``load_state_dict``."""
         if self._rest is not None:
             set_rest(self.runtime, self.optim, self._rest)
-            self.place()
+            install_state(self.runtime, self.optim, self.made, self.settings, has_rest=True)
 
 
 def part_of(stored: TensorSource, runtime: Runtime, name: str, files: VerifiedFiles) -> Tensor:

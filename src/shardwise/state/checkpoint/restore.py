@@ -188,6 +188,7 @@ class _Reading:
             elif not is_sharded(value) and not isinstance(value, torch.optim.Optimizer):
                 refuse_numbered(f"{EXTRA}/{name}", state["extra"][name], self._runtimes)
                 self._refit(name, state["extra"][name], _only_checked)
+        self.notes += [note for optimizer in self._optimizers.values() if (note := optimizer.note())]
         self._state = state
         self.own = {
             name: value
