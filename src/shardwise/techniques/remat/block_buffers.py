@@ -93,20 +93,22 @@ class BlockBuffers:
         # Writes to .data show in no version: values are compared in the first run, then ever more rarely.
         is_rare = not self._num_runs & (self._num_runs - 1)
         compared = set(map(id, modules if writers is None else self._owners if is_rare else ()))
-        buffers = [
-            _Before(
-                owner,
-                attr,
-                b,
-                0 if b is None else b._version,
-                _copied(b, id(owner) in compared or (owner, attr) in (writers or ())),
-            )
-            for owner in (*modules, *beside)
-            for attr, b in owner._buffers.items()
-        ]
         looked_into = {id(m): m for m in modules if keeps_attributes(m)} | self._change_attributes
+        with unseen():  # selective counts the operators of the block
+            buffers = [
+                _Before(
+                    owner,
+                    attr,
+                    b,
+                    0 if b is None else b._version,
+                    _copied(b, id(owner) in compared or (owner, attr) in (writers or ())),
+                )
+                for owner in (*modules, *beside)
+                for attr, b in owner._buffers.items()
+            ]
+            attributes = [Attributes(module, all_tensors=True) for module in looked_into.values()]
         return buffers, [
-            *(Attributes(module, all_tensors=True) for module in looked_into.values()),
+            *attributes,
             *(_Bindings(module) for module in self._keep_attributes if id(module) not in looked_into),
         ]
 
