@@ -142,6 +142,12 @@ class Unsaid(Own):
         return {**state, "state": {0: {"slow": torch.zeros(2)}}}
 
 
+class UnsaidOfGroup(Own):
+    def state_dict(self):
+        state = super().state_dict()
+        return {**state, "param_groups": [{**group, "t": 1} for group in state["param_groups"]]}
+
+
 class ByNumber(Own):
     def advance(self):
         self.state[1] = {"t": 1}
@@ -239,6 +245,8 @@ def back_to_the_beginning():
         state = sw.full_optimizer_state_dict(step.model, step.optim)
         assert "rest" not in state
         advance(step, [other], world, (1, 2))
+        step.optim.state[torch.ones(1)]["m"] = 1  # of a parameter that is in no group any more
+        assert sw.full_optimizer_state_dict(step.model, step.optim)["rest"]["given"]["state"]["all"]["t"] == 2
         sw.load_full_optimizer_state_dict(step.model, step.optim, state)
         return list(step.optim.state)
 
@@ -283,6 +291,7 @@ def refused(kind, layout, root):
         (Share, ("0.weight", "'v'", "number.full_tensor()")),
         (Apart, ("base/state/0/exp_avg", "self.state = self.base.state")),
         (Unsaid, ("0.weight", "'slow'", "optim.state[param]")),
+        (UnsaidOfGroup, ("'t' of group 0", "self.param_groups[0][name]")),
         (ByNumber, ("under the key 1", "self.state['all']")),
     ],
 )

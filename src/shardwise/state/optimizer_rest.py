@@ -1,9 +1,9 @@
 """What the ``state_dict`` of an optimizer holds besides the state of its parameters and the settings of its groups: a count in an
 attribute, the averages of a wrapper, state under a key that is no parameter. It goes back through the optimizer's ``load_state_dict``.
 
-A *rest* has that state dict, as ``given``. Where this holds the state and groups of the optimizer's own parameters, by number as torch writes them, only
-keys of ``state`` that are no numbers are left, and ``param_groups`` is None. ``whole``: shapes of the parameters that were not cut: a
-tensor of such a shape may be a parameter's.
+A *rest* has that state dict, as ``given``. Where this holds the state and groups of the optimizer's own parameters, by number as torch
+writes them, only keys of ``state`` that are no numbers are left, and ``param_groups`` is None. ``whole``: shapes of the parameters that
+were not cut: a tensor of such a shape may be a parameter's.
 """
 
 from collections import OrderedDict
@@ -35,13 +35,15 @@ def rest_of(runtime: Runtime, optim: torch.optim.Optimizer) -> dict[str, Any] | 
     known = _numbered(optim)
     params = [param for group in optim.param_groups for param in group["params"]]
     others = {key: value for key, value in optim.state.items() if not isinstance(key, Tensor)}
-    # Of a parameter that was taken out of the groups, torch's own fails.
-    has_removed = any(isinstance(key, Tensor) for key in optim.state.keys() - set(params))
-    is_torchs = getattr(optim.state_dict, "__func__", None) is torch.optim.Optimizer.state_dict
-    given = {**known, "state": known["state"] | others} if is_torchs and has_removed else optim.state_dict()
+    # With state of a parameter that was taken out of the groups torch's own would fail.
+    removed = {key: optim.state.pop(key) for key in optim.state.keys() - set(params) if isinstance(key, Tensor)}
+    try:
+        given = optim.state_dict()
+    finally:
+        optim.state.update(removed)
     _refuse_clash(optim, others, len(params))
     names = {id(param): name for name, param in runtime.parameters.items()}
-    if isinstance(given, Mapping) and given.keys() >= _FORM:
+    if isinstance(given, Mapping) and given.keys() >= _FORM and isinstance(given["state"], Mapping):
         _refuse_unknown_state(optim, given, known, [names[id(param)] for param in params])
         found = {key: _without(value, known, str(key)) for key, value in given.items() if key not in _FORM}
         rest = {"state": _of_no_number(given["state"], known, "state"), "param_groups": None, **found}
@@ -127,6 +129,13 @@ def _refuse_clash(optim: torch.optim.Optimizer, others: Mapping[Any, Any], num_p
 def _refuse_unknown_state(
     optim: torch.optim.Optimizer, given: Mapping[str, Any], known: Mapping[str, Any], names: list[str]
 ) -> None:
+    for number, (theirs, group) in enumerate(zip(given["param_groups"], optim.param_groups, strict=False)):
+        if theirs.keys() - group.keys():
+            raise UnsupportedError(
+                f"{type(optim).__name__}.state_dict() with {min(theirs.keys() - group.keys())!r} of group {number}",
+                why="optim.param_groups has no such key, and that is what is saved",
+                fix=f"keep it there: self.param_groups[{number}][name] = value",
+            )
     for number, values in given["state"].items():
         if type(number) is not int or not isinstance(values, Mapping) or not 0 <= number < len(names):
             continue
