@@ -11,8 +11,13 @@ not: a fault comes from one value, or from two together. So a costly test names 
 
 ``make test`` runs a small set of combinations that has these, the same one each time; ``make soak`` runs the others.
 Combinations of one list of tuples count as well. A value that is excluded by a mark of its own (soak) stays there.
+
+Where not every value can fail by itself, a test names the variants that run each time, by their ids or by patterns of them::
+
+    @pytest.mark.quick("llama-tp=2", "gpt2-*")
 """
 
+import fnmatch
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -25,7 +30,8 @@ _SIZES = {"values": 1, "pairs": 2}
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks for the marks that it was asked for
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as soak what the tests marked with ``combinations`` leave out."""
+    """Marks as soak what the tests marked with ``quick`` or ``combinations`` leave out."""
+    _leave_out_all_but_quick(items)
     tests: dict[Callable[..., object], tuple[int, list[pytest.Function]]] = {}
     for item in items:
         mark = item.get_closest_marker("combinations")
@@ -41,6 +47,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, variant in enumerate(variants):
             if number not in kept:
                 variant.add_marker(pytest.mark.soak)
+
+
+def _leave_out_all_but_quick(items: list[pytest.Item]) -> None:
+    """Marks as soak the variants that a test's ``quick`` does not name, and refuses a name of none of them."""
+    for function, group in itertools.groupby(items, key=lambda item: getattr(item, "function", None)):
+        variants = list(group)
+        mark = variants[0].get_closest_marker("quick")
+        if function is None or mark is None:
+            continue
+        ids = {item: item.callspec.id for item in variants if isinstance(item, pytest.Function)}
+        named = {name: [item for item in variants if _is_named(ids[item], name)] for name in mark.args}
+        if lost := [name for name, found in named.items() if not found and len(variants) > len(mark.args)]:
+            raise pytest.UsageError(f"{variants[0].nodeid}: quick{mark.args} names no variant by {lost}")
+        kept = {item for found in named.values() for item in found}
+        for item in variants:
+            if item not in kept:
+                item.add_marker(pytest.mark.soak)
+
+
+def _is_named(variant: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(variant, pattern.replace("[", "[[]"))
 
 
 def _parts(item: pytest.Function, size: int) -> frozenset[object]:

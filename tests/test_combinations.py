@@ -21,8 +21,9 @@ def test_it(a, b, c, d):
 
 
 def _run(directory: Path, what: str, *words: str) -> str:
-    (directory / "test_plain.py").write_text(PLAIN.format(what=what))
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n    soak: rarely\n    combinations: of arguments\n")
+    (directory / "test_plain.py").write_text(what if "def " in what else PLAIN.format(what=what))
+    markers = ("soak: rarely", "combinations: of arguments", "quick: by ids")
+    (directory / "pytest.ini").write_text("\n    ".join(("[pytest]\nmarkers =", *markers)) + "\n")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-s", "-q", "-p", "combinations", "-p", "no:cacheprovider", *words],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
@@ -58,3 +59,21 @@ def test_a_combination_that_is_asked_for_by_name_runs(tmp_path):
 
 def test_another_word_is_refused(tmp_path):
     assert 'combinations("values") or combinations("pairs")' in _run(tmp_path, "some")
+
+
+QUICK = """
+import pytest
+
+@pytest.mark.quick({names})
+@pytest.mark.parametrize("a", ["tp[2]", "tp", "cp", "dp"])
+def test_it(a):
+    print("\\nran", a)
+"""
+
+
+def test_variants_that_are_named_are_run_and_a_name_of_none_is_refused(tmp_path):
+    names = {"not soak": {("tp[2]",), ("cp",)}, "soak": {("tp",), ("dp",)}}
+    for marks, expected in names.items():
+        assert _ran(tmp_path, QUICK.format(names='"tp[2]", "c*"'), "-m", marks) == expected
+    assert _ran(tmp_path, QUICK.format(names='"cp"'), "-m", "not soak", "test_plain.py::test_it[cp]") == {("cp",)}
+    assert "names no variant by ['sp']" in _run(tmp_path, QUICK.format(names='"cp", "sp"'))

@@ -298,6 +298,21 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} --print-config"
         case ["shardwise", "train"]:
             return f"{_make('demo')} -n"  # what the demo runs, and the demo is run
+        case [
+            "shardwise",
+            "train",
+            "examples/chat.yaml",
+            "--parallel.precision=bf16",
+            _,
+        ]:  # tests/step, tests/techniques/remat
+            return f"{command} --print-config"
+        case [
+            "shardwise",
+            "train",
+            "--model.hf=runs/chat",
+            "--data.path=runs/chat/chat.jsonl",
+        ]:  # as examples/chat.yaml
+            return f"{command} --print-config"
         case ["shardwise", "train", "examples/finetune.yaml"]:  # tests/cli/test_train_examples.py runs it to the end
             return f"{command} --print-config"
         case ["shardwise", "train", "--data.path=README.md"]:

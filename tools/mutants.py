@@ -675,7 +675,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "always-resharded",
         "reshard_after_forward=is_over_some or unit.reshard,",
         "reshard_after_forward=True,",
-        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[0-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_shows[0-2]'",
         "reshard_after_forward=False and reshard_every have no effect",
     ),
     Mutant(
@@ -717,7 +717,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sync-option-ignored",
         "self._set_reduction(is_last, each=self._sync_each)",
         "self._set_reduction(is_last, each=False)",
-        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[6-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_shows[6-2]'",
         "sync_every_microbatch has no effect, and whole gradients stay in memory",
     ),
     Mutant(
@@ -760,14 +760,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "no-prefetch-in-forward",
         "self._prefetch(self.ahead.get(number, []), backward=False)",
         "self._prefetch([], backward=False)",
-        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_shows[9-2]'",
         "Prefetch(forward=1) has no effect",
     ),
     Mutant(
         "no-prefetch-in-backward",
         "self.behind.get(number, [] if upcoming is None else [upcoming])",
         "self.behind.get(number, [])",
-        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[10-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_shows[10-2]'",
         "backward gathers no unit ahead, and waits for each",
     ),
     Mutant(
@@ -894,7 +894,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "bucket-size-ignored",
         "if not groups or size >= cap_bytes or _kind(",
         "if not groups or _kind(",
-        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[20-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_shows[20-2]'",
         "bucket_cap_mb has no effect, and no gradient travels before the backward has ended",
     ),
     Mutant(
@@ -2458,7 +2458,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "prefetch-of-itself",
         "ahead = tuple(names[at + 1 : at + 1 + plan.forward])",
         "ahead = tuple(names[max(at, 0) : max(at, 0) + plan.forward])",
-        "'tests/techniques/test_knobs.py::test_a_knob_leaves_the_numbers_and_shows[9-2]'",
+        "'tests/techniques/test_knobs.py::test_a_knob_shows[9-2]'",
         "each unit is gathered ahead of itself, which is too late",
     ),
     Mutant(

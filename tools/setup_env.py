@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-e", f"{ROOT}[dev]", args.torch]
+    install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
+    install += ["-e", f"{ROOT}[dev]", args.torch]
     if run_visibly(install, "installing", log):
         tail = [line for line in log.read_text(errors="replace").splitlines() if not line.startswith("WARNING")][-15:]
         print("\n".join(tail), file=sys.stderr)
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+    compile_all = [str(python), "-m", "compileall", "-q", "-j", "0", str(args.venv)]  # pip would use one core of all
+    run_visibly(compile_all, "compiling", args.venv / "compile.log")  # files for other Pythons do not compile
     (args.venv / ".ready").touch()
     print(f"Ready after {time.monotonic() - begin:.0f} s.", flush=True)
     return 0

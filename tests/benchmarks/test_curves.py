@@ -72,6 +72,7 @@ def test_the_committed_figures_are_whole_and_within_their_gates():
     assert found["fp32"]["steps"] == 300
 
 
+@pytest.mark.soak
 def test_the_picture_is_drawn_from_the_figures(tmp_path):
     picture = load("make_picture", "tools")
     out = tmp_path / "curves.svg"

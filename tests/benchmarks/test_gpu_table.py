@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 
+import pytest
 from benchmarks.scripts import script
 
 PEERS = "accelerate,Fabric,Trainer in bf16"
@@ -20,6 +21,7 @@ def table() -> tuple[int, str]:
     return status, printed.getvalue()
 
 
+@pytest.mark.soak
 def test_the_peers_train_on_the_same_batches(fresh_ranks):
     ((status, printed),) = fresh_ranks.run(table, 1, timeout_s=110)
     assert status == 0

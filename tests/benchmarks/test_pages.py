@@ -14,6 +14,7 @@ _spec.loader.exec_module(pages)
 FIGURES = json.loads(pages.DATA.read_text(encoding="utf-8"))
 
 
+@pytest.mark.quick("context-parallel", "layout", "units", "weights")
 @pytest.mark.parametrize("name", pages.DRAWINGS)
 def test_a_picture_is_drawn_from_its_figures(name, tmp_path):
     for path in (tmp_path / "one.svg", tmp_path / "two.svg"):

@@ -43,6 +43,7 @@ def _measure(part="step", scale=1.0):
         return benchmark.measure("tiny", 2, 1)
 
 
+@pytest.mark.quick("replicas")
 @pytest.mark.parametrize("part", ["step", "replicas"])
 def test_every_contender_is_timed_after_the_check(ranks, part):
     _, contenders, reference = load().PARTS[part]

@@ -1,5 +1,6 @@
 """The benchmark of tensor parallelism checks that its contenders are equal, and writes what it counted."""
 
+import pytest
 from benchmarks.scripts import script
 
 
@@ -7,6 +8,7 @@ def measured():
     return script("tensor_parallel").measure(4, num_blocks=2, warmup=1)
 
 
+@pytest.mark.soak
 def test_its_tables(ranks):
     benchmark, found = script("tensor_parallel"), ranks.run(measured, 2)
     assert found[0]["collectives"]["Shardwise, tp=2"] == 4

@@ -64,7 +64,7 @@ def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == kind]
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("true-tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("pack", ["false", "true"])
 def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, tmp_path, pack, layout):
@@ -120,6 +120,7 @@ def test_a_budget_of_tokens_trains_the_windows_of_single_samples(ranks, small, t
     assert row["tokens"] == sum(int((train[int(i)]["labels"] != -100).sum()) for i in first)
 
 
+@pytest.mark.soak
 def test_killed_in_an_epoch_of_packed_records_it_goes_on_under_another_degree(ranks, small, tmp_path):
     """No token twice or missing: each step has the tokens and the loss of a run that was not killed, and kept no tokens, while
     this one reads them from the cache."""

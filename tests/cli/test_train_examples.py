@@ -39,6 +39,7 @@ WITH_WORDS = (
 )
 
 
+@pytest.mark.quick("example_init.py", "example_remat.py", "own_loop.py")
 @pytest.mark.parametrize(
     "script", sorted(p for p in EXAMPLES.glob("*.py") if p.name not in WITH_WORDS), ids=lambda path: path.name
 )
@@ -108,6 +109,7 @@ def test_a_model_with_a_tokenizer_is_fine_tuned_on_its_tokens(ranks, small, tmp_
     assert AutoTokenizer.from_pretrained(tmp_path / "tuned")("import self")["input_ids"] == [2, 3]
 
 
+@pytest.mark.soak
 def test_the_command_line_fine_tunes_it_and_the_stock_library_measures_the_same_loss(ranks, small, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM

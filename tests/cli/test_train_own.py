@@ -55,6 +55,7 @@ def broken(num, other):
 """
 
 
+@pytest.mark.quick("images")
 @pytest.mark.parametrize("name", RUNS)
 def test_it_trains_validates_and_is_proved(ranks, tmp_path, name):
     """Under one rank and two the losses are the same, and so are the gradients of one process, whatever a forward draws."""

@@ -479,7 +479,7 @@ ALIASES = "\n".join(
 )  # fmt: skip
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [

@@ -1,7 +1,7 @@
 """Writing: what is written loads back equal, and every line says where its value came from."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import Parallel, Precision, Sharding
@@ -38,6 +38,7 @@ def test_what_is_written_loads_back_equal(config, tmp_path):
     assert back(config, tmp_path) == config
 
 
+@settings(max_examples=30)  # each writes and reads a file
 @given(st.dictionaries(texts, values, max_size=4))
 def test_free_arguments_load_back_equal(tmp_path_factory, args):
     config = RunConfig(model=Model(build="a:b", args=args))

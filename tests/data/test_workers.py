@@ -94,6 +94,7 @@ def children() -> int:
     return len(multiprocessing.active_children())
 
 
+@pytest.mark.quick("1", "4")
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_windows_are_those_without_workers_over_two_epochs(size):
     plain, ahead = loaders(size), loaders(size, num_workers=2)

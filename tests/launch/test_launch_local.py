@@ -373,7 +373,7 @@ def test_second_ctrl_c_does_not_wait_for_the_grace(parent):
     assert still_alive(pids) == []
 
 
-@pytest.mark.combinations("pairs")
+@pytest.mark.quick("forked-1-10", "interpreters-2-10")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_with_notice_lets_ranks_stop_in_order(parent, number, times):

@@ -49,6 +49,7 @@ def test_ranks_take_and_return_what_the_script_defines(tmp_path, before):
     assert (done.stdout, done.stderr) == ("[1.5, 1.5] ['--word']\n", "")
 
 
+@pytest.mark.quick("of the script", "of a module")
 @pytest.mark.parametrize(
     ("target", "found"),
     [

@@ -101,6 +101,7 @@ def test_nothing_else_changes_where_pytorch_is_installed(wheel, tmp_path):
     assert {each["metadata"]["name"] for each in planned} <= {"shardwise"}
 
 
+@pytest.mark.soak
 def test_the_five_lines_train_from_the_wheel(environment):
     lines = README.partition("given build_model and dataset -->\n```python\n")[2].partition("```")[0]
     (environment / "five.py").write_text(GIVEN + lines + SEES)

@@ -32,6 +32,7 @@ def run(pool):
     return lambda fn, ranks, *args: pool.run(fn, ranks, *args, timeout_s=100)
 
 
+@pytest.mark.quick("accelerate", "fsdp2", "trainer", "plain", "peft")
 @pytest.mark.parametrize("name", ["plain", "nanogpt", "peft", "qlora", *moving.NAMES])
 def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
     if name in ("peft", "qlora"):

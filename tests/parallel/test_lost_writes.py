@@ -204,6 +204,7 @@ def tried(layout):
     return found
 
 
+@pytest.mark.quick("dp_shard=2")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.soak if name == "dp_shard=3" else ()) for name in LAYOUTS]
 )
@@ -292,6 +293,7 @@ def mended(layout):
     return found
 
 
+@pytest.mark.quick("dp_replicate=2,dp_shard=2", "dp_shard=3")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_fixes_do_what_they_say(ranks, layout):
     for found in ranks.run(mended, LAYOUTS[layout], layout):

@@ -98,6 +98,7 @@ def without_a_part(layout, precision):
     return noticed
 
 
+@pytest.mark.quick("tp=2-fp32", "dp_replicate=2,tp=2-bf16")
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [("tp=2", "fp32"), ("tp=4", "bf16"), ("dp_shard=2,tp=2", "bf16"), ("dp_replicate=2,tp=2", "bf16")],

@@ -197,6 +197,7 @@ def kept(folder):
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "run/checkpoints").glob("step-*"))
 
 
+@pytest.mark.quick("true")
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_checkpoint_that_does_not_fit_does_not_end_the_training(ranks, folder, background):
     words = ("--train.steps=5", "--checkpoint.every=1", "--checkpoint.keep=9", f"--checkpoint.background={background}")
@@ -209,6 +210,7 @@ def test_a_checkpoint_that_does_not_fit_does_not_end_the_training(ranks, folder,
     assert all("1.00 MiB are free" in text and "the next save tries again" in text for text in first[2])
 
 
+@pytest.mark.quick("false")
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_last_checkpoint_that_does_not_fit_is_an_error_once_the_weights_are_there(ranks, folder, background):
     words = ("--train.steps=4", "--checkpoint.every=2", f"--checkpoint.background={background}")

@@ -151,6 +151,7 @@ def _records_of(data: bytes) -> list[bytes]:
     return found
 
 
+@pytest.mark.soak
 def test_weights_and_biases_offline_and_resumed(tmp_path):
     for done, step in ((0, 1), (1, 2)):
         logger = WandbLogger(tmp_path, OFFLINE, done)
@@ -297,5 +298,7 @@ def test_a_run_and_its_second_half_are_one_in_every_logger(ranks, tmp_path, text
     )
     in_wandb = [(r["train_step"], r["step/loss"]) for r in history_of(folder, 7) if "step/loss" in r]
     assert dict(in_wandb) == dict(losses)
+    ids = {file.name for file in folder.glob("wandb/offline-run-*/run-*.wandb")}
+    assert ids == {f"run-{(folder / 'wandb/shardwise-run-id').read_text().strip()}.wandb"}  # one run, in two parts
     told = (folder / "own.txt").read_text().splitlines()
     assert told.count("closed") == 2 and [line for line in told if line.startswith("open")] == ["open 3 0", "open 5 3"]

@@ -64,6 +64,7 @@ def bases(tmp_path_factory):
     return folder
 
 
+@pytest.mark.quick("dora", "tied", "own", "ranks")
 @pytest.mark.parametrize("case", CASES)
 def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
     refused = ranks.run(saved, 2, case, "dp_shard=2", str(tmp_path), bases(case))[0]
@@ -94,6 +95,7 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.quick("gpt2-dora-few", "ranks-few")
 @over_layouts
 @pytest.mark.parametrize(
     "case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table", "ranks"]

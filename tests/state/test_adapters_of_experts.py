@@ -35,6 +35,7 @@ def of_peft(case, folder=None, **options):
         return peft.get_peft_model(base(case), config, autocast_adapter_dtype=False).eval()
 
 
+@pytest.mark.quick("mixtral-ranks")
 @pytest.mark.parametrize("case", ["mixtral-ranks", pytest.param("qwen3-moe", marks=pytest.mark.soak), "alone"])
 def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, case):
     base(case).save_pretrained(tmp_path / "from")
@@ -81,6 +82,7 @@ def test_what_peft_has_saved_is_loaded_under_every_layout_and_saved_with_its_bit
         assert (found[0] - logits(theirs)).abs().max() <= 1e-12, layout
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "layouts",
     [

@@ -22,6 +22,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.quick("ddp-2-fsdp-4", "fsdp-2-one", "fsdp-4-ddp-4", "hsdp-2x2-fsdp-2")
 @pytest.mark.parametrize(("first", "seconds"), PAIRS)
 def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds):
     layout, num_ranks, _ = LAYOUTS[first]
@@ -43,6 +44,7 @@ def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds
         assert again["average"][1] == pytest.approx(whole["average"][1], rel=1e-12)
 
 
+@pytest.mark.quick("ddp-2-sync", "fsdp-2-sync", "one-async")
 @pytest.mark.parametrize(
     ("name", "async_save"),
     [
@@ -108,6 +110,7 @@ def kept(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
+@pytest.mark.quick("every", "best")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

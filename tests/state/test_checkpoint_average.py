@@ -65,6 +65,7 @@ def test_an_average_is_resumed_to_the_last_bit_under_any_layout(ranks, saved, pl
     assert not equal(wrote["last"], wrote["run"][0])  # it is no copy of the model
 
 
+@pytest.mark.quick("async")
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_a_run_with_an_average_goes_on_as_if_nobody_had_stopped_it(ranks, tmp_path, async_save):
     options = {"batch": 2, "dtype": torch.float32, "async_save": async_save}

@@ -134,6 +134,9 @@ def expected(ranks):
     return ranks.run(states, RANKS, 20)[0]
 
 
+@pytest.mark.quick(
+    "half-written-another-sync", "manifest-synced-rank 0-sync", "pruned-all-sync", "latest-another-async"
+)
 @pytest.mark.parametrize(("point", "victims", "mode"), CASES)
 def test_a_kill_at_a_named_moment_loses_nothing_that_was_acknowledged(ranks, tmp_path, expected, point, victims, mode):
     began = _kill_and_check(ranks, tmp_path, expected, mode, AtPoint(point, VICTIMS[victims]))
@@ -141,6 +144,7 @@ def test_a_kill_at_a_named_moment_loses_nothing_that_was_acknowledged(ranks, tmp
     assert began == (2 if after else 1) or (victims == "another" and began in (1, 2))
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 120))])
 def test_a_kill_at_a_random_moment_loses_nothing_that_was_acknowledged(ranks, tmp_path, expected, seed):
     _kill_and_check(ranks, tmp_path, expected, ("sync", "async")[seed % 2], AtRandom(seed))

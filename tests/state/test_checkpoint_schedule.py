@@ -60,6 +60,7 @@ def resumed(root, before, now):
         return equal(old, everything()), told
 
 
+@pytest.mark.quick("cosine-none-None", "none-cosine-None", "warm-cosine-*", "chain-exponential-*")
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [

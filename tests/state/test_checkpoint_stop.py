@@ -75,7 +75,7 @@ def whole(ranks) -> dict:
     return ranks.run(run, 2, "dp_shard=2", None, 6)[0]
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("SIGHUP-True", "SIGTERM-False", "SIGUSR1-True", "call-True", "time-True")
 @pytest.mark.parametrize(("how", "background"), [*((how, True) for how in HOWS), ("SIGTERM", False)])
 def test_every_rank_stops_after_the_same_window_and_the_run_goes_on_exactly(ranks, tmp_path, whole, how, background):
     options = {"async_save": background, **({"stop_after_s": 1.0} if how == "time" else {})}
@@ -120,6 +120,7 @@ def saved_on_the_way(root, how: str, *, when: int, every: int | None = 100, **op
         return {"made": made, "given back": given_back, "last": state(model, step.optim)}
 
 
+@pytest.mark.quick("signal-1-100-made0", "call-2-100-made3")
 @pytest.mark.parametrize(
     ("how", "when", "every", "made"),
     [
@@ -350,6 +351,7 @@ def asked_without_a_figure(root, loop: str) -> tuple[str, int, int]:
     return "", 0, step.num_steps
 
 
+@pytest.mark.quick("save_every-2-[2]", "none-4-[4]")
 @pytest.mark.parametrize(
     ("loop", "last", "kept"),
     [("save_every", 2, [2]), ("save", 3, [1, 3]), ("none", 4, [4])],

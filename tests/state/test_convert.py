@@ -79,6 +79,7 @@ def check_with_stock_libraries(path: Path, to: str, tensors: dict[str, torch.Ten
             assert same_bytes(state[name], tensor), name
 
 
+@pytest.mark.quick("dcp-dcp", "file-safetensors", "file-torch", "folder-dcp", "torch_file-hf", "torch_folder-shardwise")
 @pytest.mark.parametrize("to", KINDS)
 @pytest.mark.parametrize("kind", ["file", "folder", "torch_file", "torch_folder", "dcp"])
 def test_every_pair_of_kinds(good, tmp_path, kind, to):

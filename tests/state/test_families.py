@@ -85,6 +85,7 @@ def check(ranks, tmp_path, name, layout="dp_shard=2", num_ranks=2, publish=None)
     assert config["architectures"] == [type(plain).__name__]
 
 
+@pytest.mark.quick("llama", "t5")
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.soak) for n in STOCK])
 def test_a_model_saved_by_stock_transformers_comes_in_and_goes_out_as_it_was(ranks, tmp_path, name):
     check(ranks, tmp_path, name)

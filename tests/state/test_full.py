@@ -30,7 +30,7 @@ def full(name, layout, trainable_only=False):
         return sw.full_state_dict(model, trainable_only=trainable_only)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("odd-fsdp-2", "odd-hsdp-2x2", "conv-ddp-2")
 @every_layout(*KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_full_state_is_rank_0s_to_the_last_bit_and_nothing_elsewhere(ranks, name, layout):

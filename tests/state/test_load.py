@@ -170,6 +170,7 @@ def test_a_read_that_fails_half_way_is_told_on_every_rank_and_the_model_is_not_u
     equal(answers[0][1], expected)
 
 
+@pytest.mark.quick("conv-True", "odd-False")
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("name", ["conv", "odd"])
 def test_a_flipped_bit_in_a_torch_file_is_refused_by_name_on_every_rank(ranks, tmp_path, name, shared):

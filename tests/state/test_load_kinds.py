@@ -29,7 +29,15 @@ def load(name: str, layout: str, source: str) -> dict[str, torch.Tensor]:
         return sw.full_state_dict(model)
 
 
-@pytest.mark.combinations("pairs")
+@pytest.mark.quick(
+    "converted dcp-odd-fsdp-4",
+    "converted hf-odd-ddp-2",
+    "converted safetensors-conv-fsdp-4",
+    "converted torch-conv-ddp-2",
+    "dcp-conv-one",
+    "dcp-odd-fsdp-4",
+    "torch-odd-fsdp-4",
+)
 @every_layout("one", "ddp-2", "fsdp-4")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(

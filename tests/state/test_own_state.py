@@ -444,6 +444,9 @@ def saved_when_grown(kind, value, layout, who, root):
         assert torch.equal(again[1].rows, plain[1].rows) and (outputs(again) - outputs(plain)).abs().max() < 1e-12
 
 
+@pytest.mark.quick(
+    "longer-doubled", "of two dims-plain", "of whole numbers-beside", "empty-plain", "of many dims-beside"
+)
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("value", GROWN)
 def test_a_buffer_is_saved_as_it_is_now(ranks, tmp_path, kind, value):
@@ -451,6 +454,7 @@ def test_a_buffer_is_saved_as_it_is_now(ranks, tmp_path, kind, value):
     ranks.run(saved_when_grown, num_ranks, kind, value, layout, "all", tmp_path)
 
 
+@pytest.mark.quick("0-plain", "1-doubled", "1-beside")
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_buffer_that_one_rank_has_replaced_is_saved_as_rank_0_has_it(ranks, tmp_path, kind, rank):
@@ -535,6 +539,7 @@ def written(columns, dtype, layout):
                 assert torch.equal(again[name], value), (how, name)
 
 
+@pytest.mark.quick("6-dtype0-dp_replicate=2", "4-dtype1-dp_shard=2", "6-dtype2-dp_shard=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
 @pytest.mark.parametrize(("columns", "dtype"), [(6, torch.float64), (4, torch.float64), (6, torch.complex128)])
 def test_a_method_may_write_through_any_view(ranks, columns, dtype, layout):

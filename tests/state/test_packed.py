@@ -59,6 +59,7 @@ def test_each_width_has_the_bytes_of_the_whole_weight(ranks, widths):
         same(plain, {**state, **unpacked(of_layers)}, num)
 
 
+@pytest.mark.quick("tp=2-40")
 @over_layouts
 def test_a_directory_is_packed_under_every_layout_as_the_whole_tensors_are(ranks, folders, layout, wide):
     expected = base(wide).state_dict()
@@ -93,6 +94,7 @@ def test_magnitudes_of_dora_follow_the_unpacked_values(ranks, folders, layout):
         assert torch.equal(magnitude, torch.linalg.norm(value, dim=1)), name
 
 
+@pytest.mark.quick("dp_shard=3-64")
 @over_layouts
 def test_what_is_saved_computes_the_same_without_shardwise(ranks, tmp_path, folders, layout, wide):
     import peft

@@ -179,6 +179,7 @@ def exact(layout, root, datasets, readers):
     return wrong
 
 
+@pytest.mark.quick("dp_replicate=2")
 @pytest.mark.parametrize(
     ("layout", "num", "datasets", "readers"),
     [

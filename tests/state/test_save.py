@@ -61,7 +61,7 @@ def load(name, layout, source):
         return sw.full_state_dict(model)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("one-fsdp-4-odd", "ddp-2-hsdp-2x2-conv", "fsdp-2-one-conv16")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("first", "seconds"), TRIPS)
 def test_weights_go_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first, seconds):
@@ -222,6 +222,7 @@ def save_elsewhere(name, layout, dest, absent):
         staging.sees_token, writing.BUFFER = real, 8 << 20
 
 
+@pytest.mark.quick("absent0", "absent2")
 @pytest.mark.parametrize("absent", [(1,), (1, 2, 3), (2, 3)])
 def test_ranks_that_do_not_see_the_directory_send_their_pieces_in_small_messages(ranks, tmp_path, absent):
     ranks.run(save_elsewhere, 4, "odd", "dp_replicate=2,dp_shard=2", str(tmp_path / "w"), absent)
@@ -246,6 +247,7 @@ def fail_to_write(name, dest, rank, call):
         writing.write_at = real
 
 
+@pytest.mark.quick("0-3", "1-2")
 @pytest.mark.parametrize(("rank", "call"), [(0, 1), (0, 3), (1, 2)])
 def test_a_disk_that_gets_full_is_told_on_every_rank_and_the_older_weights_are_whole(ranks, tmp_path, rank, call):
     ranks.run(save, 2, "odd", "dp_shard=2", str(tmp_path / "w"), 7)

@@ -76,6 +76,7 @@ def carried_out(layout, init, options):
         return said, sw.full_state_dict(model)
 
 
+@pytest.mark.quick("{}-load", "{'frozen': False}-None", "{'numbered': True}-None")
 @pytest.mark.parametrize("init", ["load", None])
 @pytest.mark.parametrize("options", [{}, {"frozen": False}, {"numbered": True}], ids=str)
 def test_the_advice_for_wrapped_layers_is_a_rename_that_loads_them(ranks, init, options):

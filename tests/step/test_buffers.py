@@ -208,7 +208,7 @@ def test_counts_summed_are_bit_equal_to_one_process(ranks: RankPool, layout, dty
             assert "load (the sum of what the data ranks add)" in found[2] and "bias (equal on all ranks)" in found[2]
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("dtype0-dp_replicate=2", "dtype1-dp_shard=2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_counts_that_are_set_anew_in_a_forward_are_no_sum(ranks: RankPool, layout, dtype):
@@ -230,6 +230,7 @@ def test_what_forwards_do_later_is_seen_in_the_next_window_that_is_watched(ranks
     assert_refused(found, "load", "not only added to", "windows 1, 2, 4, 8")
 
 
+@pytest.mark.quick("by addcmul", "by addmm", "by addr")
 @pytest.mark.parametrize("how", PRODUCTS)
 def test_products_that_are_added_are_sums(ranks: RankPool, how):
     for dtype in (torch.float64, torch.int64) if how != "by addcdiv" else (torch.float64,):

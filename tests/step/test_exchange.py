@@ -92,6 +92,7 @@ def _never_comes(policy, absent):
     return str(caught.value), caught.value.ranks
 
 
+@pytest.mark.quick("mean-1")
 @pytest.mark.parametrize(("policy", "absent"), [("rank0", 0), ("mean", 1)])
 def test_a_rank_that_does_not_come_to_make_buffers_equal_is_named(ranks, policy, absent):
     text, who = ranks.run(_never_comes, 2, policy, absent, timeout_s=30)[1 - absent]

@@ -10,6 +10,7 @@ LAYOUTS = ("dp_shard=1", "dp_replicate=2", "dp_shard=2", "tp=2", "dp_shard=2,tp=
 NAMES = ("llama", "gpt2", "linears: kv-2", "t5", "qwen3")
 
 
+@pytest.mark.quick("gpt2-dp_replicate=2", "linears: kv-2-dp_shard=2", "llama-tp=2", "gpt2-dp_shard=2,tp=2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -36,6 +37,7 @@ def test_training_is_that_of_one_process_with_logits(ranks, name, layout):
     assert report
 
 
+@pytest.mark.quick("{'remat': 'full'}")
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"compile": sw.Compile(backend="aot_eager")}], ids=str)
 def test_with_other_options(ranks, options):
     model = models.get("llama")

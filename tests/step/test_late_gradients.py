@@ -65,6 +65,7 @@ def of_replicas(layout: str, where: str, parallel: dict[str, Any]) -> tuple[list
         return norms, [whole[name] for name, _ in model.named_parameters() if whole], num_exchanges
 
 
+@pytest.mark.quick("dp_replicate=2-*", "dp_replicate=2,tp=2-all-parallel3")
 @pytest.mark.parametrize(
     ("layout", "where", "parallel"),
     [

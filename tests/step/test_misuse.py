@@ -179,6 +179,7 @@ def alone(call, folder):
         world.close() if world.rank else None
 
 
+@pytest.mark.quick("evaluate-evaluation, a batch", "save_weights-save_weights, before it begins")
 @pytest.mark.parametrize(
     ("call", "place"),
     [

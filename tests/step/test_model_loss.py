@@ -18,6 +18,15 @@ RUN = {("tuple", layout) for layout in LAYOUTS} | {
 }
 
 
+@pytest.mark.quick(
+    "tuple-dp_shard=1",
+    "tuple-dp_replicate=2",
+    "tuple-tp=2",
+    "mapping-dp_replicate=2",
+    "loss alone-dp_shard=2",
+    "asking for targets-tp=2",
+    "transformers-dp_shard=2",
+)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -39,6 +48,7 @@ def test_the_numbers_are_those_of_plain_torch(ranks, name, layout):
         assert float((state[key] - value).abs().max()) <= 1e-12 * scale, key
 
 
+@pytest.mark.quick("{'remat': 'full'}")
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"compile": sw.Compile(backend="aot_eager")}], ids=str)
 def test_with_other_options(ranks, options):
     losses, _, _ = model_losses.in_one_process("tuple")
@@ -94,6 +104,7 @@ def test_a_mean_over_something_else_is_not_trained_silently(name):
     assert words in model_losses.says_of_padded(*args, **settings)
 
 
+@pytest.mark.quick("view-None", "tokens-bf16")
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("mean", ["view", "tokens"])
 def test_a_right_mean_is_not_refused(mean, precision):

@@ -166,6 +166,7 @@ def _one_does_not_clip(norm_type):
     return str(caught.value), caught.value.ranks
 
 
+@pytest.mark.quick("2.0")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_a_rank_that_does_not_come_to_clip_is_named(ranks, norm_type):
     text, who = ranks.run(_one_does_not_clip, 2, norm_type, timeout_s=30)[0]

@@ -90,12 +90,13 @@ def reads(layout: str, name: str, micro: int, buffered: bool = False, broken: bo
         return list(found)
 
 
+@pytest.mark.quick("clip", "metrics", "skip", "fsdp2", "recomputed")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_step_of_one_rank_reads_the_device_once(ranks, name):
     assert ranks.run(reads, 1, "dp_shard=1", name, 2)[0] == ["together"]
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("dp_shard=2-skip", "dp_replicate=2-metrics")
 @pytest.mark.parametrize("name", ["clip", "metrics", "scaler", "skip"])
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
 def test_a_step_of_two_ranks_reads_the_device_once(ranks, layout, name):
@@ -111,6 +112,7 @@ def reads_beside_nccl_alone(layout: str, name: str) -> tuple[list[str], bool]:
         return reads(layout, name, 4), is_own
 
 
+@pytest.mark.quick("dp_shard=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 def test_beside_a_group_of_nccl_alone_numbers_of_the_host_have_one_of_their_own(ranks, layout):
     """Through the GPU, each would be a read of its own: three in a step."""

@@ -241,7 +241,7 @@ def cases(optimizer: str, loop: str):
     return [("", optimizer, code, loop) for code in CODE] + [(own, optimizer, "", loop) for own in METHODS]
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("SGD-TrainStep-dp_shard=2", "AdamW-local-dp_replicate=2", "AdamW-own loop-dp_shard=1,tp=2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("optimizer", "loop"),

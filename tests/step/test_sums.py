@@ -242,6 +242,15 @@ def trained_plainly(name):
     return {n: p.detach() for n, p in model.named_parameters()}, losses, last
 
 
+@pytest.mark.quick(
+    "and an auxiliary sum",
+    "computed by the model",
+    "contrastive",
+    "of a task",
+    "of a tuple",
+    "of signs that cancel",
+    "sum",
+)
 @pytest.mark.parametrize(
     "name", [name for name in SUMS if name not in ("with constants of float32", "computed in half")]
 )

@@ -62,7 +62,9 @@ def _recover(layout, engine, where, at):
         return found
 
 
-@pytest.mark.combinations("pairs")
+@pytest.mark.quick(
+    "dp_replicate=2-None-forward-first", "dp_replicate=2-fsdp2-backward-last", "dp_shard=2-None-loss-last"
+)
 @pytest.mark.parametrize("at", [0, 2], ids=["first", "last"])
 @pytest.mark.parametrize("where", ["forward", "loss", "backward"])
 @pytest.mark.parametrize(

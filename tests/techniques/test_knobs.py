@@ -66,7 +66,10 @@ def seen_with(ranks, size: int, knob: Knob, options: dict) -> list[Seen]:
 _equal: set[tuple] = set()
 
 
-def leaves_the_numbers(ranks, size: int, knob: Knob) -> None:
+# 12 offload, 16 min_unit_bytes, 18 engine, 19 buffers, 24 and 26 remat, 31 what it saves, 44 and 46 precision
+@pytest.mark.quick(*(f"{number}-2" for number in (0, 5, 9, 10, 12, 16, 18, 19, 20, 24, 26, 31, 44, 46)))
+@pytest.mark.parametrize(("knob", "size"), ON_RANKS)
+def test_a_knob_leaves_the_numbers(ranks, knob: Knob, size: int):
     """Once for all knobs with these options."""
     key = (knob.layouts[size], repr(knob.options), knob.gate, knob.dtype)
     if key not in _equal:
@@ -75,8 +78,7 @@ def leaves_the_numbers(ranks, size: int, knob: Knob) -> None:
 
 
 @pytest.mark.parametrize(("knob", "size"), ON_RANKS)
-def test_a_knob_leaves_the_numbers_and_shows(ranks, knob: Knob, size: int):
-    leaves_the_numbers(ranks, size, knob)
+def test_a_knob_shows(ranks, knob: Knob, size: int):
     changed, usual = (seen_with(ranks, size, knob, options) for options in (knob.options, knob.base))
     for with_knob, by_default in zip(changed, usual, strict=True):
         a, b = knob.seen(with_knob), knob.seen(by_default)
@@ -101,6 +103,7 @@ UNITS, MICRO = 4, 2  # three blocks and the root
 FREED, KEPT = MICRO * 2 * (UNITS - 1) + 1, MICRO * (UNITS - 1) + 1  # gathers of a window: the root's once
 
 
+@pytest.mark.quick("HYBRID_SHARD_ZERO2-2-7-4-4", "NO_SHARD-1-0-0-1")
 @pytest.mark.parametrize(
     ("strategy", "part", "num_gathers", "num_scatters", "num_sums"),
     [

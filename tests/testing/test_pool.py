@@ -368,6 +368,7 @@ def own_pool():
         yield pool
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("with_answer", [True, False])
 def test_an_interrupt_while_a_rank_is_forked_leaves_no_rank_under_the_id_of_another(own_pool, monkeypatch, with_answer):
     """The answer that was left unread was taken for the next request's: from then on each rank was known by the process id of the one before, and

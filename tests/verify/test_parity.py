@@ -24,6 +24,27 @@ def _parity(ranks, cell: Cell, run=None, **changes) -> None:
     assert report.num_steps == 3
 
 
+@pytest.mark.quick(
+    "reference-ddp-2-acc1-noclip-default",
+    "reference-fsdp-4-acc3-clip-default",
+    "reference-hsdp-2x2-acc1-clip-blocks",
+    "odd-ddp-4-acc1-noclip-blocks",
+    "odd-fsdp-2-acc3-clip-blocks",
+    "odd-one-acc1-clip-default",
+    "conv-fsdp-2-acc1-noclip-blocks",
+    "conv-hsdp-1x2-acc3-clip-blocks",
+    "bert-ddp-2-acc1-noclip-default",
+    "branch-first-fsdp2-2x1-acc1-clip-blocks",
+    "branches-fsdp-4-acc1-noclip-default",
+    "experts-fsdp-2-acc3-noclip-default",
+    "gpt2-fsdp-2-acc3-clip-blocks",
+    "inplace-ddp-4-acc3-noclip-default",
+    "llama-hsdp-2x2-acc1-noclip-default",
+    "qwen3-fsdp2-2x1-acc3-clip-default",
+    "recurrent-ddp-2-acc1-clip-default",
+    "t5-one-acc1-noclip-blocks",
+    "vit-fsdp-2-acc1-noclip-blocks",
+)
 @pytest.mark.parametrize("cell", list(sample_cells()), ids=str)
 def test_sharded_equals_one_process(ranks, cell):
     _parity(ranks, cell)
@@ -39,6 +60,7 @@ _IN_TURN = ("fsdp-2", "ddp-2")
 _IN_FP32 = ("reference", "odd", "conv", "llama")  # the others in soak
 
 
+@pytest.mark.quick("reference-fsdp-2", "odd-ddp-2")
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
@@ -61,6 +83,7 @@ def test_five_parts_in_100_000_are_too_much_in_fp32(ranks):
 _ADAMW = (("reference", "fsdp-2"), ("odd", "ddp-2"), ("llama", "hsdp-2x2"))  # the other pairs in soak
 
 
+@pytest.mark.quick("reference-fsdp-2", "odd-ddp-2")
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
@@ -73,6 +96,14 @@ def test_adamw_equals_where_gradients_count(ranks, case, layout):
     _parity(ranks, Cell(case, layout, 3, True, 0), optimizer="adamw")
 
 
+@pytest.mark.quick(
+    "averaged-reference-fsdp-2",
+    "local_norm-reference-fsdp-2",
+    "mean_of_means-gpt2-ddp-2",
+    "stale_buffer-conv-ddp-2",
+    "whole_parameters_not_summed-odd-fsdp-2",
+    "unused_as_zero-odd-fsdp-2",
+)
 @pytest.mark.parametrize(
     ("fault", "case", "layout"),
     [

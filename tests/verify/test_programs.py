@@ -7,6 +7,7 @@ RIGHT = [0, 3, 12]
 """Programs that nothing refuses."""
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("seed", RIGHT)
 def test_a_drawn_program_has_the_numbers_of_one_process(ranks, seed):
     assert ranks.run(programs.run, 2, seed, 2)[0] is None

@@ -104,6 +104,7 @@ def verify(ranks, build, **options):
     )
 
 
+@pytest.mark.quick("adamw")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_complex_model_is_compared_in_complex128(ranks, optimizer):
     report = verify(ranks, Spectral, loss=sum_loss, optimizer=optimizer, max_grad_norm=0.1)
@@ -151,6 +152,7 @@ def with_nan(step, kind: str):
     return step
 
 
+@pytest.mark.quick("sgd")
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_nan_on_one_side_is_a_difference(ranks, optimizer):
     task = Task(Shifted, batches(), sum_loss, weights, call, optimizer)

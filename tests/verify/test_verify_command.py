@@ -276,6 +276,7 @@ def saved(folder):
     LlamaForCausalLM(LlamaConfig(vocab_size=19, attention_dropout=0.1, **sizes)).save_pretrained(folder)
 
 
+@pytest.mark.quick("a directory", "float32 images", "--count")
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -82,6 +82,7 @@ def imagined(size: int, rank: int, layout: str):
     return ours, theirs, planned, loss
 
 
+@pytest.mark.quick("8-7-dp_shard=8", "64-9-dp_replicate=4,dp_shard=16", "8192-66-dp_shard=-1")
 @pytest.mark.parametrize(
     ("size", "rank", "layout"),
     [

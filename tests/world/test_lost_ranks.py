@@ -201,6 +201,7 @@ def test_fewer_windows_on_one_rank_are_named(ended):
     assert "rank 0 failed at window 2" in own or "rank 1 left" in own
 
 
+@pytest.mark.quick("error_of_all_in_with")
 @pytest.mark.parametrize("name", ["error_of_all", "error_of_all_in_with"])
 def test_an_error_of_every_rank_is_shown_once_with_the_lines_of_the_script(ended, name):
     """As torchrun shows it: test_uncaught.py."""

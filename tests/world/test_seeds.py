@@ -48,6 +48,7 @@ def test_torchs_own_first_seed_is_nobodys(ranks: RankPool):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.soak
 def test_one_process_goes_on_as_the_seed_of_sw_init_gives():
     """torch.manual_seed(0) as a first line, and sw.init(), which takes 0: nothing to say."""
     script = (

@@ -40,6 +40,7 @@ def test_an_error_of_every_rank_is_shown_once_with_the_lines_of_the_script(tmp_p
     assert any("step([{" in line for line in told) and not any("shardwise/" in line for line in told), done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("call", "line", "fix"),
     [

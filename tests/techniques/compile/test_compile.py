@@ -29,6 +29,7 @@ _ONCE = {("fsdp-2", remat) for remat in (None, "full", "selective")} | {("ddp-2"
 _OTHERS = {("ddp-2", "full"), ("ddp-2", "selective"), ("ddp-4", "full"), ("fsdp-4", None)}
 
 
+@pytest.mark.quick("fsdp-2-selective")
 @pytest.mark.parametrize(
     ("layout", "remat"),
     [*sorted(_ONCE, key=str), *(pytest.param(*pair, marks=pytest.mark.soak) for pair in sorted(_OTHERS, key=str))],
@@ -68,6 +69,7 @@ def names_of_a_wrapper():
     return next(iter(torch.compile(build().head).state_dict()))
 
 
+@pytest.mark.quick("fsdp-2")
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2"])
 def test_t33_names_are_the_users(ranks, layout):
     """torch.compile(block) puts ``_orig_mod`` into every name of the state dict."""
@@ -116,7 +118,7 @@ def lora():
     return made
 
 
-@pytest.mark.combinations("pairs")
+@pytest.mark.quick("None-*", "compile1-fsdp-2")
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2"])
 @pytest.mark.parametrize("compile", [None, EAGER])
 def test_t32_small_trained_parts_of_frozen_blocks_keep_their_gradients(ranks, layout, compile):
@@ -145,6 +147,7 @@ def test_a_memory_budget_keeps_less_and_the_same_dropout(ranks, layout):
             assert_same(answer["grads"], want)
 
 
+@pytest.mark.quick("conv-ddp-2")
 @pytest.mark.parametrize(("case", "layout"), [("conv", "ddp-2"), ("odd", "fsdp-4")])
 def test_the_zoo_trains_as_in_one_process(ranks, case, layout):
     Cell(case, layout, 1, True, 0).run(ranks.run, compile=EAGER)

@@ -106,6 +106,9 @@ def _cell(how, layout, num):
     return pytest.param(how, layout, num, marks=marks)
 
 
+@pytest.mark.quick(
+    "calls-cp=2-2", "pooled-cp=2-2", "tokens-cp=2-2", "tokens-dp_shard=2,cp=2-4", "values of rows-cp=2-2"
+)
 @pytest.mark.parametrize(
     ("how", "layout", "num"),
     [

@@ -89,6 +89,7 @@ def sent(layout):
         return {axis: counted.num_bytes[name] // 2 for axis, name in axes.items()}, text
 
 
+@pytest.mark.quick("cp=2", "tp=2")
 @pytest.mark.parametrize("layout", ["cp=2", "tp=2", "cp=2,tp=2"])
 def test_bytes_of_describe_are_those_that_are_sent(ranks, layout):
     for counted, text in ranks.run(sent, 4 if "," in layout else 2, layout):

@@ -63,6 +63,14 @@ QUICK = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(
+    "plain-cp=2",
+    "packed-dp_shard=2,cp=2",
+    "grouped-cp=2,tp=2",
+    "rotary-cp=4",
+    "pooled-dp_replicate=2,cp=2",
+    "token shift-cp=2",
+)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -99,6 +107,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.quick("packed-dp_shard=2,cp=2-method", "rotary-cp=2-remat")
 @pytest.mark.parametrize(
     ("name", "layout", "options"),
     [
@@ -127,6 +136,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.quick("llama-cp=2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -176,6 +186,7 @@ class Llama:
         return transformers.AutoModelForCausalLM.from_config(config).double()
 
 
+@pytest.mark.quick("False-gemma3_text-sdpa-packed-cp=2")
 @pytest.mark.parametrize(
     ("kind", "attention", "name", "layout"),
     [
@@ -253,6 +264,7 @@ def test_every_length_of_others(ranks, name):
     assert max(ranks.run(every_length, 4, name, "cp=4", lengths, context_parallel=option)) <= 1e-12
 
 
+@pytest.mark.quick("window", "joined")
 @pytest.mark.parametrize("kind", ["window", "accumulate", "joined"])
 def test_loops_of_ones_own(ranks, kind):
     assert max(ranks.run(own_loop, 4, "rotary", "dp_replicate=2,cp=2", kind)) <= 1e-12

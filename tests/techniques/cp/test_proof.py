@@ -38,6 +38,7 @@ def test_zigzag_gives_each_rank_as_many_keys_under_a_causal_mask():
     assert max(keys) == min(keys)
 
 
+@pytest.mark.quick("*-4")
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", PROVED)
 def test_what_is_proved(name, degree):
@@ -53,6 +54,9 @@ def test_what_is_proved(name, degree):
     assert facts.positions == ({f"blocks.{i}.attention": made[name] for i in (0, 1)} if name in made else {})
 
 
+@pytest.mark.quick(
+    "log of the length-2", "token shift-2", "convolution-2", "batch norm-4", "running mean-2", "best half-4"
+)
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_positions_is_named_or_runs_whole(name, degree):

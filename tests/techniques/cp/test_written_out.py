@@ -18,6 +18,9 @@ def proof_of(how, degree=2, blocks=None):
     return Search(model, next(sequences_in(((), inputs))), degree, "zigzag").run()
 
 
+@pytest.mark.quick(
+    "table", "alibi", "distances", "tril", "checked", "best", "float32", "dropped", "samples", "positions"
+)
 @pytest.mark.parametrize("how", EQUAL)
 def test_what_is_proved(how):
     facts = proof_of(how)
@@ -30,6 +33,7 @@ def test_what_is_proved(how):
         assert list(facts.products) == ["blocks.0.attention", "blocks.1.attention"]
 
 
+@pytest.mark.quick("keys of the length", "over queries", "gated by all")
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_only_looks_like_attention_is_named(how):
     with pytest.raises(Differs) as raised:
@@ -80,6 +84,7 @@ QUICK = {("table", "cp=2"), ("distances", "cp=4"), ("checked", "dp_shard=2,cp=2"
 LAYOUTS = {"cp=2": {}, "cp=4": {}, "dp_shard=2,cp=2": {"remat": "full"}, "cp=2,tp=2": {}}
 
 
+@pytest.mark.quick("alibi-cp=2", "checked-dp_shard=2,cp=2")
 @pytest.mark.parametrize(
     ("how", "layout"),
     [

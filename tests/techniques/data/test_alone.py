@@ -57,7 +57,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("dp_replicate=2-branches", "dp_shard=1-experts")
 @pytest.mark.parametrize("case", ["experts", "branches", "llama"])
 @pytest.mark.parametrize("layout", ["dp_shard=1", "dp_replicate=2"])
 def test_numbers_are_those_of_collectives_over_one_rank(ranks, layout, case):
@@ -66,7 +66,7 @@ def test_numbers_are_those_of_collectives_over_one_rank(ranks, layout, case):
     assert ours == theirs
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("a part in fp32-each micro-batch reduced", "fp16-blocks", "bf16-one unit")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_option_gives_the_same_numbers(ranks, precision, options):

@@ -27,6 +27,7 @@ QUICK = {
 }
 
 
+@pytest.mark.quick("dataclass-units", "dict-both", "list in a keyword-remat", "nothing returned-units")
 @pytest.mark.parametrize(
     ("kind", "run"),
     [

@@ -141,6 +141,9 @@ NAMES = [name.replace("_", " ") for name in vars(Losses) if not name.startswith(
 REFUSED = ["with a penaltys backward later", "with the backward of a part later"]
 
 
+@pytest.mark.quick(
+    "recomputed", "past the output", "with a penalty", "with input gradients later", "with the backward of a part"
+)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (*REFUSED, "compiled")])
 def test_numbers_are_those_of_all_hooks(ranks, name):
     own, with_all = (ranks.run(trained, 2, name, kept=kept) for kept in (False, True))

@@ -225,6 +225,7 @@ def _soak(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
+@pytest.mark.quick("many units", "replicas")
 @pytest.mark.parametrize("where", ["many units", "offload", "replicas", *_soak("one unit", "many units, kept", "hsdp")])
 def test_what_is_kept_of_a_models_parameters_is_the_models(ranks, where):
     size = WHERE[where][1]
@@ -306,6 +307,7 @@ def written_in_between(where: str) -> dict[str, tuple[str, list[str]]]:
         return found
 
 
+@pytest.mark.quick("many units, kept")
 @pytest.mark.parametrize("where", ["many units", "many units, kept", *_soak("one unit")])
 def test_a_write_between_a_forward_and_its_backward_is_refused(ranks, where):
     """Of operations on a DTensor the tensor within knows nothing, and of those on lists the DTensor does not either."""
@@ -514,6 +516,7 @@ def walk_everywhere(ranks, where: str, seeds: list[int], num: int) -> None:
             assert all(len(done) == num for done in walks)
 
 
+@pytest.mark.quick("many units, kept")
 @pytest.mark.parametrize("where", ["many units, kept", "one unit", *_soak("many units")])
 def test_calls_in_any_order(ranks, where):
     walk_everywhere(ranks, where, [1, 2], 30)

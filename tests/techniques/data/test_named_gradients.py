@@ -148,6 +148,13 @@ def test_gradients_by_name_are_those_of_one_process(ranks, layout, loop):
         assert_same(found, wanted, 1e-12)
 
 
+@pytest.mark.quick(
+    "nothing_else-dp_shard=2-options1",
+    "nothing_else-dp_replicate=2-options3",
+    "one_by_one-dp_shard=2-options2",
+    "one_by_one-dp_replicate=2-options4",
+    "probes_after-dp_shard=1-options0",
+)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -199,6 +206,7 @@ def gradient_of_grad(layout, allow_unused, inside):
             return type(error).__name__, error.given, error.name, str(error)
 
 
+@pytest.mark.quick("dp_shard=2-*-True", "dp_replicate=2,dp_shard=2-False-False", "dp_shard=1,tp=2-True-False")
 @pytest.mark.parametrize("allow_unused", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2,dp_shard=2", "dp_shard=1,tp=2"])

@@ -112,6 +112,7 @@ def cells(kinds: list[tuple[str, str]], loops: list[tuple[str, int]]) -> list[tu
     return [(*kind, *loop) for kind in kinds for loop in loops]
 
 
+@pytest.mark.quick("one rank-bf16", "replicas-None")
 @pytest.mark.parametrize(("where", "precision"), list(SAMPLE))
 def test_a_models_output(ranks, where, precision):
     """A distribution, a closure, features caught by a hook: FSDP2 looks into outputs for what to wait for, and did not train
@@ -133,6 +134,7 @@ def test_every_output_in_every_loop(ranks, where, precision):
         check(found, size, precision)
 
 
+@pytest.mark.quick("many units-full")
 @pytest.mark.parametrize(
     ("where", "remat"),
     [("many units", None), ("many units", "full"), pytest.param("hsdp", None, marks=pytest.mark.soak)],

@@ -399,6 +399,14 @@ def penalised(when: str) -> dict[str, Tensor]:
     return want
 
 
+@pytest.mark.quick(
+    "dp_replicate=2-None-accumulate",
+    "dp_replicate=2-None-twice",
+    "dp_shard=2-0-before",
+    "dp_shard=2-0-with nothing else",
+    "dp_shard=2-None-after",
+    "dp_shard=2-None-accumulate",
+)
 @pytest.mark.parametrize("when", PENALTIES)
 @pytest.mark.parametrize(("layout", "unit"), [*WHERE, pytest.param(*HSDP, marks=pytest.mark.soak)])
 def test_a_weight_penalty_counts_once(ranks, layout, unit, when):
@@ -631,6 +639,7 @@ def in_one_graph():
         return bool(torch.allclose(each, model(given["x"])))
 
 
+@pytest.mark.soak
 def test_replicas_are_compiled_and_mapped_as_they_are(ranks):
     """Hooks on what parts return, which show a loss from a penalty, break no graph."""
     assert ranks.run(in_one_graph, 2) == [True, True]

@@ -139,6 +139,7 @@ def test_where_parameters_are_whole_they_are_those_of_one_process(ranks: RankPoo
         assert all(map(is_right, found)), dict(zip(cases, found, strict=True))
 
 
+@pytest.mark.quick("dp_shard=1,tp=2-2")
 @pytest.mark.parametrize(("layout", "size"), [("dp_shard=1,tp=2", 2), ("dp_replicate=2,tp=2", 4)])
 def test_over_tp_too(ranks: RankPool, layout, size):
     cases = [case for case in CASES if case[2] == "window"]

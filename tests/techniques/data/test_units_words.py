@@ -195,6 +195,7 @@ def asking(layout: str):
     return told
 
 
+@pytest.mark.quick("dp_replicate=2,dp_shard=2-mesh1")
 @pytest.mark.parametrize(("layout", "mesh"), [("dp_shard=4", (4,)), ("dp_replicate=2,dp_shard=2", (2, 2))])
 def test_the_models_own_way_is_given_the_options_that_it_asks_for(ranks, layout, mesh):
     plain = build()

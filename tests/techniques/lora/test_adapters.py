@@ -218,6 +218,7 @@ def test_what_adapters_begin_with_is_the_same_under_every_layout(ranks, builds):
     assert float(spread.mean()) == pytest.approx(3**-0.5, rel=0.2)  # uniform, as of nn.Linear: 1 / sqrt(3 x inputs)
 
 
+@pytest.mark.quick("dp_shard=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 def test_the_base_answers_alone(ranks, layout):
     lora, model = sw.LoRA(rank=2, dora=True), models.get("llama")

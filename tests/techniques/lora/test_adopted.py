@@ -20,7 +20,7 @@ from shardwise.techniques.fold import prepared
 peft = pytest.importorskip("peft")
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("llama-tp=2-dora", "gpt2-dp_shard=2-rslora")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "layout", ["dp_replicate=2", "dp_shard=2", "tp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.soak)]
@@ -31,11 +31,13 @@ def test_parity(ranks, name, layout, kind):
     compared(ranks, name, layout, None, build=building(name, **KINDS[kind]), max_grad_norm=0.05)
 
 
+@pytest.mark.soak
 def test_no_sum_is_added_under_tp(ranks):
     num_sums, cut = ranks.run(wrapped.sums, 2, "tp=2", "llama", ())[0]
     assert num_sums == 13 and cut > 20  # as of sw.LoRA(rank=2)
 
 
+@pytest.mark.quick("llama-lora", "gpt2-rslora", "llama-dora", "gpt2-dropout")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_numbers_are_those_of_pefts_own_forward(name, kind):
@@ -87,7 +89,7 @@ def test_a_class_with_other_code_is_not_adopted():
     assert found == {"base_model.model.model.layers.1.mlp.up_proj": "Twice computes something else than LoRA or DoRA"}
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("table-tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize(
     "case",
@@ -163,7 +165,7 @@ CASES = {
 }
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("dora-tp=2")
 @pytest.mark.parametrize("layout", ["tp=2", "dp_shard=2"])
 @pytest.mark.parametrize("case", CASES)
 def test_files_and_merged_weights_are_those_of_peft(ranks, tmp_path, layout, case):
@@ -192,6 +194,7 @@ def test_files_and_merged_weights_are_those_of_peft(ranks, tmp_path, layout, cas
     assert (read - answer).abs().max() < 1e-12
 
 
+@pytest.mark.soak
 def test_checkpoints_resume_under_another_layout(ranks, tmp_path):
     name, options = CASES["dora"]
     given = (str(tmp_path), name, tuple(options.items()))

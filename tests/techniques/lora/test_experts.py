@@ -28,6 +28,7 @@ OPTIONS = {
 # ---- numbers ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("qwen3-moe-dp_shard=2,tp=2-lora")
 @pytest.mark.parametrize(
     ("name", "layout", "kind"),
     [
@@ -54,12 +55,14 @@ def test_experts_beside_other_options(ranks, option, layout):
     compared(ranks, "mixtral", layout, lora, build=experts.mixtral, **OPTIONS[option])
 
 
+@pytest.mark.quick("grouped_mm")
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_experts_that_are_computed_by_one_product(ranks, implementation):
     build = {"batched_mm": experts.batched, "grouped_mm": experts.grouped}[implementation]
     compared(ranks, "mixtral", "dp_shard=2", sw.LoRA(rank=2, targets=(), experts="down_proj"), build=build)
 
 
+@pytest.mark.quick("Encoder-dp_shard=2", "Outer-tp=2", "Turned-tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("build", [experts.Outer, experts.Encoder, experts.Turned])
 def test_matrices_in_no_layer_and_stacks_that_are_turned(ranks, build, layout):
@@ -68,6 +71,7 @@ def test_matrices_in_no_layer_and_stacks_that_are_turned(ranks, build, layout):
     sw.verify(build, layout, run=ranks.run, lora=lora, **given)
 
 
+@pytest.mark.quick("tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=3", "tp=2"])
 def test_attention_of_torch_trains_as_in_one_process(ranks, layout):
     """PEFT's target ``self_attn``: adapters of both projections. Sharded, the answers of what is stored are those of the module."""

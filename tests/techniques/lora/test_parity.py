@@ -43,7 +43,13 @@ def compared(ranks, name, layout, lora, steps=2, build=None, **options):
     )
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick(
+    "llama-dp_replicate=2-lora",
+    "gpt2-dp_shard=2-rslora",
+    "mixtral-dp_shard=3-dora",
+    "nanogpt-tp=2-lora",
+    "vocabularies: tied-dp_shard=2,tp=2-lora",
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [*FEW, *(pytest.param(n, marks=pytest.mark.soak) for n in RANKS if n not in FEW)])
 @pytest.mark.parametrize(
@@ -61,7 +67,7 @@ def test_replicas_of_shards_of_cut_layers(ranks, kind, quantize):
     compared(ranks, "llama", OF_ALL, lora, quantize=quantize, max_grad_norm=0.05)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("gemma2-tp=2-dora", "opt-dp_shard=2-lora")
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("name", [*OTHERS, *(pytest.param(name, marks=pytest.mark.soak) for name in IN_SOAK)])
@@ -71,6 +77,7 @@ def test_other_families(ranks, name, layout, kind):
     compared(ranks, name, layout, sw.LoRA(rank=2, **KINDS[kind]))
 
 
+@pytest.mark.quick("bert-None")
 @pytest.mark.parametrize(
     ("name", "quantize"),
     [
@@ -93,7 +100,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("selective-gpt2-tp=2", "every micro-batch-llama-dp_shard=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("option", [*OPTIONS, pytest.param("compile", marks=pytest.mark.soak)])
@@ -104,7 +111,7 @@ def test_beside_other_options(ranks, option, name, layout):
     compared(ranks, name, layout, sw.LoRA(rank=2, dora=option != "compile"), **options)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("llama-lora0-dp_shard=2", "gpt2-lora1-tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2", pytest.param("dp_shard=2,tp=2", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("name", "lora"),
@@ -135,7 +142,8 @@ def test_a_head_with_an_adapter_is_cut_by_tokens(ranks, name, layout, kind):
     assert of_head == {part: parts[part] for part in of_head} and {"lora_A", "lora_B"} <= of_head.keys()
 
 
-def test_dropout_of_whole_inputs_is_that_of_one_process(ranks):
-    for layout in ("dp_shard=2", "dp_replicate=2"):
-        compared(ranks, "llama", layout, sw.LoRA(rank=2, dropout=0.3))
-    compared(ranks, "llama", "dp_shard=2", sw.LoRA(rank=2, dropout=0.3), remat="full")
+@pytest.mark.quick("dp_shard=2-full")
+@pytest.mark.parametrize("remat", [None, "full"])
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+def test_dropout_of_whole_inputs_is_that_of_one_process(ranks, layout, remat):
+    compared(ranks, "llama", layout, sw.LoRA(rank=2, dropout=0.3), remat=remat)

@@ -345,6 +345,7 @@ class CompiledByHand(Rotated):
         return self.graph((x @ x.mT).float().softmax(-1), super().compute(x)) + self.graph(x @ x.mT, x)
 
 
+@pytest.mark.soak
 def test_functions_that_the_model_compiles_itself(ranks):
     mine, text, _ = ranks.run(on_ranks, 1, CompiledByHand, "bf16", "dp_shard=1", None)[0]
     assert same(mine, ranks.run(on_ranks, 1, CompiledByHand, "bf16", "dp_shard=1", torch.bfloat16)[0][0])

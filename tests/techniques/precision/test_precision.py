@@ -84,7 +84,7 @@ def error_norm(grads: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return sum(float((grads[name].double() - exact[name]).pow(2).sum()) for name in exact) ** 0.5
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("ddp-2-3", "fsdp-4-1", "hsdp-2x2-1")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @every_layout(*KINDS)
 def test_bf16_gradients_are_as_good_as_one_process_has_them(ranks, layout, accumulate):
@@ -95,6 +95,7 @@ _OTHERS = ("experts", "branches", "inplace", "llama", "gpt2", "qwen3", "vit")
 """Without buffers that training writes, which one plain process has in another dtype."""
 
 
+@pytest.mark.quick("experts-ddp-2", "inplace-fsdp-2", "branches-hsdp-2x2")
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -116,6 +117,7 @@ def _be_as_good_as_one_process(ranks, layout: RankLayout, accumulate: int, case:
         assert error_norm(found, exact) <= 1.02 * noise
 
 
+@pytest.mark.quick("ddp-2", "fsdp-4")
 @every_layout(*KINDS)
 def test_fp16_gradients_are_as_good_as_one_process_has_them(ranks, layout):
     """Scaled, and nearer to the exact ones than bf16's."""

@@ -372,6 +372,7 @@ def changed_in_graphs(part: type[nn.Module], remat: str | None) -> tuple[str | N
         return None, "", counters["stats"]["unique_graphs"] - graphs
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_a_part_of_a_compiled_block_that_changes_its_input_is_refused(ranks, remat):
     """It changed a copy, and what is around it went on with what was there before."""

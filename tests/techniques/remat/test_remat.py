@@ -27,7 +27,7 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=100, **options)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("ddp-2-full", "fsdp-2-every-2", "fsdp-2-selective")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -131,6 +131,13 @@ WAYS_OF_ZOO = [
 ]
 
 
+@pytest.mark.quick(
+    "branch-first-fsdp-2-full",
+    "branches-fsdp-2-selective",
+    "conv-fsdp-4-selective",
+    "gpt2-ddp-2-selective",
+    "reference-fsdp-2-full",
+)
 @pytest.mark.parametrize(("case", "layout", "way"), WAYS_OF_ZOO)
 def test_the_zoo_trains_as_in_one_process(ranks, case, layout, way):
     cell = Cell(case, layout, 3, True, 0)

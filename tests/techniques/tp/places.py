@@ -685,11 +685,11 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    def __init__(self, kind, where="cut", late=False):
+    def __init__(self, kind, where="cut", late=False, num_blocks=4):
         super().__init__()
         self.kind = kind
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Block(kind, where, i, late) for i in range(4))
+        self.blocks = nn.ModuleList(Block(kind, where, i, late) for i in range(num_blocks))
 
     def forward(self, input_ids):
         x, aux = self.embed(input_ids), []
@@ -840,9 +840,9 @@ def loss_of(model, out, batch, kind):
     return loss
 
 
-def build(kind, where, late):
+def build(kind, where, late, num_blocks=4):
     torch.manual_seed(0)
-    return with_hooks(LM(kind, where, late).double(), kind + ("_late" if late else ""))
+    return with_hooks(LM(kind, where, late, num_blocks).double(), kind + ("_late" if late else ""))
 
 
 def plain(kind, where, late, turns=3):

@@ -94,6 +94,7 @@ def test_without_ranks_to_cut_over_a_plan_has_no_effect_and_is_read(ranks):
     assert wrong and all(found[case].startswith("PlanError") for case in wrong)
 
 
+@pytest.mark.quick("gpt2-plan0", "linears: weight-norm-plan1")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

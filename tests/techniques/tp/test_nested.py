@@ -67,7 +67,7 @@ def test_compiled_blocks(ranks):
 
 
 CELLS = [
-    ("tied", "cp=2,tp=2", {"remat": "full"}, False),
+    ("tied", "cp=2,tp=2", {"remat": "full"}, True),
     ("", "cp=2,tp=2", {"context_parallel": "gather"}, True),
     ("", "cp=2,tp=2", {"context_parallel": "ulysses"}, True),
     ("inline", "dp_shard=2,cp=2,tp=2", {"remat": "selective"}, True),

@@ -56,6 +56,14 @@ LEFT = {
 }
 
 
+@pytest.mark.quick(
+    "other uses: computed, layer",
+    "other uses: ComputedElsewhere",
+    "other uses: HookedBackward",
+    "other uses: Reversed",
+    "other uses: GateInLoss",
+    "other uses: returns integer",
+)
 @pytest.mark.parametrize(  # that the same stays whole is seen of each below
     "name",
     [pytest.param(n, marks=pytest.mark.soak if i % 3 else ()) for i, n in enumerate(models.select("other uses"))],
@@ -68,6 +76,27 @@ def test_training_is_that_of_one_process(ranks, name):
     assert report
 
 
+@pytest.mark.quick(
+    "other uses: BiasElsewhere",
+    "other uses: NormElsewhere",
+    "other uses: TrainsElse",
+    "other uses: OneBias",
+    "other uses: LateHalf",
+    "other uses: MixedBackward",
+    "other uses: HookedAround",
+    "other uses: HookedBackward",
+    "other uses: LastIsElse",
+    "other uses: LastIsRead",
+    "other uses: RunningMean",
+    "other uses: GateInLoss",
+    "other uses: GateInSecondHalf",
+    "other uses: Reversed",
+    "other uses: Swapped",
+    "other uses: ComputedElsewhere",
+    "other uses: computed, layer",
+    "other uses: computed, by another",
+    "other uses: computed, two names",
+)
 @pytest.mark.parametrize("name", models.select("other uses"))
 def test_it_stays_whole_and_nothing_else_does(name):
     torch.manual_seed(0)
@@ -79,6 +108,7 @@ def test_it_stays_whole_and_nothing_else_does(name):
     assert attention == []
 
 
+@pytest.mark.quick("Reversed-None", "Rotated-rank0", "Swapped-None")
 @pytest.mark.parametrize("init", [None, "rank0"])
 @pytest.mark.parametrize("name", ["Reversed", "Rotated", "Swapped"])
 def test_a_model_that_is_built_on_meta_is_tried_with_its_own_indices(ranks, name, init):

@@ -71,6 +71,7 @@ MATRIX = [
 ]
 
 
+@pytest.mark.quick("tp=2-4-2.0", "tp=4-1-None", "dp_shard=2,tp=2-4-inf")
 @pytest.mark.parametrize(("layout", "accumulate", "clip"), MATRIX)
 def test_the_reference(ranks, layout, accumulate, clip):
     norm = {} if clip is None else {"max_grad_norm": 0.1, "norm_type": clip}
@@ -99,6 +100,24 @@ CELLS = [
 ]
 
 
+@pytest.mark.quick(
+    "linears: qkv-kv-1-dp_shard=2,tp=2-",
+    "linears: qkv-kv-1-dp_shard=2,tp=2-remat",
+    "linears: slopes-tp=2-",
+    "linears: steered-tp=2-",
+    "linears: steered-tp=2-compile",
+    "linears: mixer-tp=2-",
+    "linears: norm-of-width-tp=2-",
+    "linears: in-place-dp_shard=2,tp=2-",
+    "linears: kept-function-tp=2-",
+    "linears: weight-norm-tp=2-",
+    "linears: hooked-tp=2-",
+    "linears: from-the-width, lora-tp=2-",
+    "linears: value-residual-tp=2-remat",
+    "gpt2-tp=2-",
+    "qwen3-tp=2-",
+    "t5-tp=2-",
+)
 @pytest.mark.parametrize(
     ("name", "layout", "options"),
     [
@@ -114,6 +133,7 @@ def test_models(ranks, name, layout, options):
     assert held < (0.55 if "dp_shard" in layout else most)
 
 
+@pytest.mark.quick("falcon: groups-tp=2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -152,6 +172,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.quick("linears: slopes")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.soak] if slow else []) for name, slow in SHAPES.items()]
 )

@@ -25,16 +25,11 @@ CASES = [
     for where in wheres
     for late in (False, True)
 ]
-QUICK = {
-    ("attribute", "cut", False), ("nested", "outside", True), ("class_dict", "cut", True), ("method_cache", "outside", False), ("module_global", "cut", False),
-    ("closure_cell", "outside", True), ("weak_dict", "cut", False), ("context_variable", "cut", True), ("second_count", "outside", False),
-    ("library_module", "cut", False), ("out_list", "cut", True), ("out_object", "cut", False), ("out_generator", "cut", True), ("out_context", "cut", False),
-    ("on_layer", "cut", False), ("on_parameter", "outside", True), ("on_namespace", "cut", True), ("on_user_dict", "outside", False), ("on_global_args", "cut", False),
-    ("in_thread", "cut", True), ("history", "outside", False), ("second_function", "cut", False), ("out_layer", "cut", True), ("out_queue", "cut", False),
-    ("out_shape", "cut", False), ("out_flag", "cut", True), ("out_text", "cut", False), ("out_array", "cut", True), ("measured", "cut", True),
-    ("in_log_records", "cut", False), ("in_log_stream", "outside", True), ("in_log_buffer", "cut", True), ("in_c_array", "outside", False),
-    ("in_dispatch", "cut", True), ("in_environ", "cut", False), ("put_together", "outside", False), ("put_together_elsewhere", "cut", True), ("in_text", "cut", False), ("in_bytes", "outside", True), ("on_torch_class", "cut", True), ("on_class_of_layer", "cut", False),
-    ("on_torch_function", "outside", True), ("out_number", "cut", False), ("inside", "cut", True), ("of_row", "cut", True), ("before_block", "cut", True),
+QUICK = {  # training on ranks; the search alone, where it is seen too, has the others below
+    ("attribute", "cut", False), ("class_dict", "cut", True), ("module_global", "cut", False),
+    ("context_variable", "cut", True), ("second_count", "outside", False), ("out_list", "cut", True),
+    ("out_layer", "cut", True), ("out_shape", "cut", False), ("in_environ", "cut", False), ("in_text", "cut", False),
+    ("put_together", "outside", False), ("put_together_elsewhere", "cut", True), ("inside", "cut", True), ("of_row", "cut", True),
 }  # fmt: skip
 
 
@@ -80,7 +75,7 @@ SEARCHED = {kind for kind, *_ in QUICK}  # by places.trained, whose search is lo
 )
 def test_a_search_leaves_nothing_behind(kind):
     places.reset()
-    model = places.build(kind, "cut", late=False)
+    model = places.build(kind, "cut", late=False, num_blocks=2)
     if kind in REFUSED and kind == "counter":
         with pytest.raises(Exception, match="COUNTER"):
             places.searched(model, run_on(None), 2)

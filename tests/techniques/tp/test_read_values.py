@@ -41,6 +41,7 @@ def wanted():
     return alone()
 
 
+@pytest.mark.quick("tp=2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_of_the_whole_they_are_those_of_one_process(ranks, layout):
     for found in ranks.run(of_ranks, size(layout), layout, sw.full_tensor):
@@ -58,6 +59,7 @@ def test_of_a_part_each_loop_is_refused_by_the_parameters_name(ranks, layout):
             assert "that is cut over tp, outside of the model's forward" in text and "sw.full_tensor(p.grad)" in text
 
 
+@pytest.mark.quick("tp=2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_read_of_a_part_is_refused(ranks, layout):
     for found in ranks.run(single_reads, size(layout), layout):

@@ -46,6 +46,7 @@ def compared(ranks, how, layout, **options):
 QUICK = {"kv-1", "inline", "norm inside", "norm of the root", "condition", "used both ways", "list twice", "batch norm"}
 
 
+@pytest.mark.quick("inline", "norm inside", "norm of the root", "condition", "batch norm")
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.soak]) for how in EXACT])
 def test_models(ranks, how):
     assert compared(ranks, how, "tp=2")
@@ -67,6 +68,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.quick("kv-2-dp_shard=2,tp=2-remat")
 @pytest.mark.parametrize(
     ("how", "layout", "options"),
     [
@@ -95,6 +97,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.quick("llama-tp=2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -157,6 +160,7 @@ def test_what_is_kept_between_regions_falls_by_tp(ranks):
 # ---- lengths, randomness, buffers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("shift-tp=4-4")
 @pytest.mark.parametrize(("how", "layout", "num"), [("inline", "tp=2", 2), ("shift", "tp=4", 4)])
 def test_every_length(ranks, how, layout, num):
     """Where a rank has no positions one stands for them, which counts nowhere."""
@@ -216,6 +220,7 @@ def test_what_is_dropped_follows_from_what_it_is(ranks):
         assert (mine == its) == (kind != "rows")
 
 
+@pytest.mark.quick("counts")
 @pytest.mark.parametrize("how", ["counts", "batch norm"])
 def test_buffers_hold_what_they_do_in_one_process(ranks, how):
     expected = plain_buffers(how)
@@ -223,6 +228,7 @@ def test_buffers_hold_what_they_do_in_one_process(ranks, how):
         assert all(torch.allclose(found[name], x, rtol=1e-12, atol=0) for name, x in expected.items())
 
 
+@pytest.mark.quick("mean for a weight")
 @pytest.mark.parametrize(
     "how",
     [
@@ -248,6 +254,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick("late", "statistics", "two lengths", "left out", "another drop", "another flag", "no blocks")
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_is_refused(ranks, case):
     for told in ranks.run(refused, 2, case):

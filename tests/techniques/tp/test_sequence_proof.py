@@ -52,6 +52,7 @@ FOUND = {
 }
 
 
+@pytest.mark.quick("-2", "inline-4", "norm of the root-2", "shift-4", "counts-2")
 @pytest.mark.parametrize(
     ("how", "degree"),
     [

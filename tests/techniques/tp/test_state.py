@@ -12,6 +12,7 @@ def equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.quick("linears: qkv-kv-1")
 @pytest.mark.parametrize("name", ["linears: qkv-kv-1", "linears: slopes", pytest.param("t5", marks=pytest.mark.soak)])
 def test_initial_values_do_not_depend_on_the_layout(ranks, name):
     seeded = ranks.run(states.initial, 1, name, ONE[0])[0]
@@ -20,14 +21,23 @@ def test_initial_values_do_not_depend_on_the_layout(ranks, name):
         assert ranks.run(states.of_a_module, size, name, layout)[0]
 
 
-@pytest.mark.parametrize("name", ["linears: qkv-kv-1", pytest.param("gpt2", marks=pytest.mark.soak)])
-def test_a_run_goes_on_under_any_layout(ranks, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        pytest.param("linears: qkv-kv-1", (*CUT[1:], ONE, CUT[0]), id="few"),
+        *(
+            pytest.param(name, (*CUT, ONE, ("dp_shard=2", 2), CUT[0]), id=name, marks=pytest.mark.soak)
+            for name in ("linears: qkv-kv-1", "gpt2")
+        ),
+    ],
+)
+def test_a_run_goes_on_under_any_layout(ranks, tmp_path, name, layouts):
     """Every layout reads what another has written: parameters in packed parts, replicas, and AdamW's state."""
-    whole = ranks.run(states.train, 1, name, ONE[0], str(tmp_path / "one"), 6)[0]
+    whole = ranks.run(states.train, 1, name, ONE[0], str(tmp_path / "one"), len(layouts))[0]
     losses = []
-    for stop, (layout, size) in enumerate((*CUT, ONE, ("dp_shard=2", 2), CUT[0]), start=1):
+    for stop, (layout, size) in enumerate(layouts, start=1):
         losses += ranks.run(states.train, size, name, layout, str(tmp_path / "many"), stop)[0]
-    assert len(losses) == 6
+    assert len(losses) == len(layouts)
     assert losses == pytest.approx(whole, rel=1e-13)
 
 

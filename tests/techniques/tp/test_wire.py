@@ -10,6 +10,7 @@ LOGITS = 2 * 6 * 10 * 4  # of a rank: half of 19 tokens
 BLOCKS, MICRO = 2, 3
 
 
+@pytest.mark.quick("linears: apart-4-0", "linears: kv-1-4-1")
 @pytest.mark.parametrize(
     ("name", "per_block", "at_the_end"),
     [
@@ -38,6 +39,7 @@ def test_no_logits_go_over_the_wire_with_a_fused_loss(ranks):
         assert counted.layers.count(ACTIVATION) == (4 * BLOCKS + 2) * MICRO
 
 
+@pytest.mark.soak
 def test_a_compiled_block_sums_as_often(ranks):
     compile = sw.Compile(backend="aot_eager", fullgraph=True)
     for counted, (num_graphs, num_breaks) in ranks.run(

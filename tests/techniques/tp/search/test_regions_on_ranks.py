@@ -5,7 +5,7 @@ import pytest
 from techniques.tp.search.cut_by_hand import errors, regions_of
 
 OWN = list(models.select("linears"))
-ON_4 = [f"linears: {name}" for name in ("kv-2", "qkv-kv-2", "qkv-kv-1", "lora", "from-the-width", "latent", "table")]
+ON_4 = [f"linears: {name}" for name in ("qkv-kv-1", "lora", "latent", "table")]
 FAMILIES = ["llama", "gpt2", "qwen3", "t5", "bert", "vit", "albert", "mamba", "bloom", "falcon", "whisper", "nanogpt"]
 ALL = [name for name, model in models.MODELS.items() if model.batch is not None and name not in {*OWN, *FAMILIES}]
 
