@@ -2180,13 +2180,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "a block that counts its forwards in an attribute counts each twice, and its second run goes by the count of the first",
     ),
     Mutant(
-        "copies-counted-among-the-blocks-operators",
-        "with unseen():  # selective counts the operators of the block",
-        "with contextlib.nullcontext():",
-        "tests/techniques/remat/test_second_runs.py -k without_a_buffer",
-        "selective takes a kept result of another call, as copies of a block's state were counted in one of its runs",
-    ),
-    Mutant(
         "late-changes-of-attributes",
         "*(_Bindings(module) for module in self._keep_attributes if id(module) not in looked_into),",
         "",

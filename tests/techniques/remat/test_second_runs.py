@@ -427,13 +427,17 @@ def gradients(kind, remat):
         built = nn.Sequential(nn.ModuleList([Stateful(kind) for _ in range(2)]), nn.Linear(6, 2))
         built.forward = types.MethodType(lambda self, x: self[1](self[0][1](self[0][0](x))), built)
         model = sw.parallelize(built.double(), world, remat=remat)
+        optim = torch.optim.SGD(model.parameters(), lr=0.01)  # the first step chooses what is kept
         for number in range(19 if kind == "late" else 3):
             x = torch.randn(5 if number == 18 else 3, 6, dtype=torch.float64)
             with sw.accumulate(model, is_last=True):
                 loss = model(x).square().sum()
                 loss.backward()
             found += [float(loss.detach()), model[0][0].total]
-    return found, [sw.full_tensor(p.grad) for p in model.parameters()]
+            grads = [sw.full_tensor(p.grad) for p in model.parameters()]
+            optim.step()
+            optim.zero_grad()
+    return found, grads
 
 
 @pytest.mark.parametrize("remat", ["full", "selective", Remat(mode="selective", save=("aten.clone", "matmul"))])
