@@ -92,7 +92,8 @@ def test_a_regression_with_a_metric(ranks, tmp_path, data):
 
 def test_an_entry_of_the_loss_with_the_name_of_a_figure_is_refused(ranks, tmp_path):
     (tmp_path / "own.py").write_text(REGRESSION)
-    words = ("--model.build=own.py:model", "--data.build=own.py:table", "--train.loss=own.py:taken", *FEW)
+    words = ("--model.build=own.py:model", "--data.build=own.py:table", "--train.loss=own.py:taken")
+    words += ("--train.steps=2", "--train.eval_every=0", "--data.val_fraction=0")  # as a validation refuses it too
     said = on_ranks(ranks, "train", *words, "--log.dir=run", folder=tmp_path, num_ranks=1, status=2)
     assert "a loss with an entry 'epoch'" in said and "'loss_epoch'" in said
 
