@@ -7,7 +7,7 @@ import torch
 from cli.commands import on_ranks
 
 from shardwise.cli import main as cli
-from shardwise.run.metrics import read_metrics
+from shardwise.run.metrics import FIGURES, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = "examples/own_data.py"
@@ -38,6 +38,11 @@ def squares(output, batch):
     return {"loss": (output - batch["y"]).square().sum(), "absolute": (output - batch["y"]).abs().sum().detach()}
 
 squares.count = lambda batch: len(batch["y"])
+
+def taken(output, batch):
+    return {**squares(output, batch), "epoch": squares(output, batch)["absolute"]}
+
+taken.count = squares.count
 
 def nothing():
     return 3
@@ -80,8 +85,17 @@ def test_a_regression_with_a_metric(ranks, tmp_path, data):
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [row for row in rows if row["kind"] == "step"]
     assert all({"loss", "absolute"} <= row.keys() and row["tokens"] in (16, 10) for row in steps)
+    assert all(row.keys() - {"absolute"} <= FIGURES for row in rows if row["kind"] in ("step", "val"))
     assert ("a stream of samples" in said) == (data == "stream")
     assert len([row for row in rows if row["kind"] == "val"]) == (2 if data == "table" else 0)
+
+
+def test_an_entry_of_the_loss_with_the_name_of_a_figure_is_refused(ranks, tmp_path):
+    (tmp_path / "own.py").write_text(REGRESSION)
+    words = ("--model.build=own.py:model", "--data.build=own.py:table", "--train.loss=own.py:taken")
+    words += ("--train.steps=2", "--train.eval_every=0", "--data.val_fraction=0")  # as a validation refuses it too
+    said = on_ranks(ranks, "train", *words, "--log.dir=run", folder=tmp_path, num_ranks=1, status=2)
+    assert "a loss with an entry 'epoch'" in said and "'loss_epoch'" in said
 
 
 OWN_LOSS = """

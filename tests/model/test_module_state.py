@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
-from shardwise.model.module_state import ModuleState, plain_numbers
+from shardwise.model.module_state import ModuleState, plain_values
 
 
 @dataclass(slots=True)
@@ -124,13 +124,13 @@ def test_however_a_buffer_is_written_the_state_beside_it_goes_back(how):
     assert torch.equal(module.norm.running_mean, torch.zeros(2)) and module.norm.num_batches_tracked == 0
 
 
-def test_modules_of_which_no_buffer_was_written_are_left_alone():
+def test_modules_of_which_no_buffer_was_written_go_back_too():
     writer, other = Keeper(), Keeper()
     state = ModuleState([writer, other])
     writer.write()
     other.rows = 4
     state.restore()
-    assert (writer.rows, other.rows) == (0, 4)
+    assert (writer.rows, other.rows) == (0, 0)
 
 
 class Holder(nn.Module):
@@ -165,7 +165,7 @@ def test_state_of_what_holds_a_written_buffer_goes_back_with_it(where, kind):
     module.rows = beside.rows = 5
     state.restore()
     assert module.rows == 0 and torch.equal(buffer, before)
-    assert beside.rows == 5  # its buffers were not written
+    assert beside.rows == 0  # though its buffers were not written
 
 
 ITERATORS = {
@@ -234,8 +234,43 @@ def test_what_a_running_backward_has_saved_is_not_written():
 
 def test_numbers_are_named_by_their_path():
     module = Keeper()
-    before = plain_numbers(module)
+    before = dict(plain_values(module))
     module.length.rows, module.nested["by"][0]["n"] = 3, 1.5
-    changed = {name for name, value in plain_numbers(module).items() if before.get(name) != value}
+    changed = {
+        name for name, value in plain_values(module) if type(value) in (int, float) and before.get(name) != value
+    }
     assert changed == {"length.rows", "nested.by.0.n"}
     assert "training" not in before
+
+
+class Bare(nn.Module):
+    """State of its own, and neither a buffer nor a module that has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.loose, self.rebound = 0, torch.zeros(2), torch.zeros(2)
+        self.listed, self.array, self.length = [torch.zeros(1)], np.zeros(2), Length()
+
+    def write(self) -> None:
+        self.rows += 1
+        self.loose += 1
+        self.rebound = self.rebound + 1
+        self.listed[0] += 1
+        self.listed.append(torch.ones(1))
+        self.array += 1
+        self.length.rows += 1
+
+    def read(self) -> list[float]:
+        tensors = [self.loose, self.rebound, *self.listed]
+        return [self.rows, self.length.rows, *self.array, *(float(x) for tensor in tensors for x in tensor)]
+
+
+def test_the_state_of_a_module_without_a_buffer_goes_back():
+    module = nn.Sequential(Bare(), nn.Linear(1, 1))
+    loose, state = module[0].loose, ModuleState(module.modules())
+    before = module[0].read()
+    for _ in range(2):
+        module[0].write()
+        assert module[0].read() != before
+        state.restore()
+        assert module[0].read() == before and module[0].loose is loose

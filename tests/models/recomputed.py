@@ -1,10 +1,14 @@
 """Models whose blocks run twice: with dropout, attention, keyword arguments, tuples."""
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.record import Model
+
+_RUNS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 class Block(nn.Module):
@@ -14,7 +18,15 @@ class Block(nn.Module):
         super().__init__()
         self.qkv, self.out, self.up = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
         self.register_buffer("gain", torch.linspace(0.5, 1.5, dim))
-        self.runs = 0
+
+    @property
+    def runs(self) -> int:
+        """All of them: an attribute of its own would be put back after those that do not count."""
+        return _RUNS.get(self, 0)
+
+    @runs.setter
+    def runs(self, number: int) -> None:
+        _RUNS[self] = number
 
     def forward(self, x: Tensor, *, mask: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling():

@@ -154,5 +154,5 @@ def test_a_function_that_keeps_a_parameter_which_is_replaced(ranks, layout, is_r
         assert (
             text == "no error"
             if is_right
-            else "inner.weight: call, a function that keeps a parameter which is cut" in text
+            else "inner.weight: call, a function that keeps a parameter which another one replaces" in text
         )

@@ -14,6 +14,7 @@ from shardwise.errors import ConfigError
 from shardwise.run.build import (
     build_model,
     build_plain,
+    check_takes_tokens,
 )
 from shardwise.run.config import Data, Log, Model, Optim, Parallel, RunConfig, Schedule, Train
 from shardwise.run.datasets import open_data, prompt_of
@@ -211,6 +212,14 @@ def test_a_run_of_a_model_that_takes_no_tokens_is_refused_before_the_first_step(
             train(config, world, lambda *_, **__: None)
     assert told in error.value.why and "shardwise train feeds tokens" in error.value.why
     assert "data.build=pkg.mod:fn" in error.value.fix and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_the_trial_of_tokens_leaves_a_part_in_eval_mode():
+    config = RunConfig(data=Data(seq_len=4), model=Model(build="models:one"))
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(nn.Sequential(nn.Identity(), nn.Dropout(0.9).eval()), world)
+        check_takes_tokens(config, model)
+    assert [module.training for module in model.modules()] == [True, True, False]
 
 
 def test_the_reference_model_refuses_unknown_sizes():

@@ -1,13 +1,14 @@
 """Operations of the model, its part of the device's, and the bytes of collectives."""
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.run.config import RunConfig
-from shardwise.run.device_use import DeviceUse, flops_of_sample, peak_flops
+from shardwise.run.device_use import DeviceUse, flops_of_sample, mean_flops, peak_flops
 from shardwise.run.reference import build
 from shardwise.world import init
 
@@ -60,6 +61,14 @@ def test_of_a_hugging_face_model():
     assert 6 * linear * SEQ <= flops_of_sample(model, SEQ) <= 8 * linear * SEQ
 
 
+def test_samples_of_unequal_length_count_with_their_tokens():
+    lengths = np.array([5, 5, 9, 14, 20, 31, 32])
+    exact = sum(flops_of_sample(reference(), int(length)) for length in lengths) / len(lengths)
+    assert mean_flops(reference(), lengths) == pytest.approx(exact, rel=1e-12)
+    assert mean_flops(reference(), lengths[:2]) == flops_of_sample(reference(), 5)
+    assert mean_flops(Reads(), lengths) is None
+
+
 class Reads(nn.Module):
     def __init__(self):
         super().__init__()
@@ -97,9 +106,9 @@ def config_of(**log) -> RunConfig:
     return msgspec.convert(given, RunConfig)
 
 
-def figures(layout: str, log: dict):
+def figures(layout: str, log: dict, lengths: np.ndarray | None = None):
     with init(layout, device="cpu") as world:
-        use = DeviceUse(config_of(**log), world)
+        use = DeviceUse(config_of(**log), world, lengths)
         before = use.figures(2.0)
         for nth in range(3):
             with use.counted(nth):
@@ -115,7 +124,9 @@ def test_figures_of_a_step(ranks):
     assert then["mfu"] == pytest.approx(then["tflops"] / 0.5)
     assert then["comm_bytes"] == 8000  # of the second step
     assert others == ({}, {}, {})
-    assert "mfu" not in ranks.run(figures, 1, "dp_shard=1", {})[0][1]
+    of_records = ranks.run(figures, 1, "dp_shard=1", {}, np.array([SEQ // 2] * 3))[0][1]
+    assert "mfu" not in of_records
+    assert of_records["tflops"] == pytest.approx(16 * flops_of_sample(reference(max_seq=256), SEQ // 2) / 1e12)
 
 
 def test_a_run_logs_them(ranks, tmp_path):

@@ -9,10 +9,11 @@ from run import tuned
 from run.tuned import rates
 from torch import nn
 
+import shardwise as sw
 from shardwise.errors import ConfigError
 from shardwise.run.build import freeze_parameters
 from shardwise.run.config import Model, RunConfig, load_config
-from shardwise.run.optim import make_optimizer
+from shardwise.run.optim import base_rate, make_optimizer, make_scheduler
 from shardwise.run.optim_config import Optim, Schedule
 
 LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_replicate=2,dp_shard=2": 4, "dp_shard=1,tp=2": 2}
@@ -253,3 +254,13 @@ def test_a_curve_that_gives_no_rate_is_refused(words):
     with pytest.raises(ConfigError) as caught:
         rates(load_config(None, list(words)).config.schedule, 4)
     assert CURVES[words] in str(caught.value)
+
+
+def test_the_rate_that_is_logged_is_that_of_parameters_without_one_of_their_own():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(torch.nn.Sequential(torch.nn.Embedding(4, 4), torch.nn.Linear(4, 4)), world)
+        for groups, shown in (({"0.*": {"lr_scale": 0.1}}, 0.04), ({"*": {"lr_scale": 0.1}}, 0.004)):
+            config = Optim(lr=0.04, groups=groups)
+            optim = make_optimizer(config, model)
+            make_scheduler(Schedule(name="constant", warmup_steps=0), optim, 4)
+            assert base_rate(config, optim) == pytest.approx(shown)

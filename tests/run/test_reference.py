@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 
+from shardwise.data.sft.packing import check_attention
 from shardwise.errors import ConfigError
 from shardwise.run import reference
 from shardwise.run.reference import ReferenceConfig, ReferenceModel
@@ -113,6 +114,31 @@ def test_generate_greedy_takes_the_most_likely(model):
     assert out.shape == (2, 7) and torch.equal(out[:, :3], prompt)
     for t in range(3, 7):
         assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
+
+
+class PartlyInEvalMode(torch.nn.Sequential):
+    """A part is kept in eval mode on purpose, as docs/training.md advises for frozen norms."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Embedding(8, 4), torch.nn.Dropout(0.9).eval(), torch.nn.Linear(4, 8))
+
+    def forward(self, input_ids, **_):
+        assert not self.training
+        return super().forward(input_ids)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model: generate(model, torch.tensor([[1, 2]]), 2, context=4),
+        lambda model: check_attention(model, lambda inner, batch: inner(**batch), 2),
+    ],
+    ids=["generate", "check_attention"],
+)
+def test_a_part_that_is_in_eval_mode_stays_so(look):
+    model = PartlyInEvalMode()
+    look(model)
+    assert [module.training for module in model.modules()] == [True, True, False, True]
 
 
 def test_generate_draws_the_same_on_every_rank_and_leaves_the_training_alone(model):

@@ -4,6 +4,7 @@ that names the buffer."""
 import contextlib
 import tempfile
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -625,6 +626,44 @@ def test_a_number_that_a_forward_changes_is_named_once(ranks: RankPool):
     assert "state.step" in told[0] and len(lines) == 1
     (alone, lines), *_ = ranks.run(_annealed, 1, "dp_shard=1")
     assert not alone and "state.temperature" in lines[0]
+
+
+class Attached(nn.Module):
+    """State in attributes that are no numbers; tables and what it only returns stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.rebound, self.inner, self.bank = torch.zeros(6), SimpleNamespace(t=torch.zeros(())), []
+        self.array, self.table, self.held, self.last = np.zeros(2), torch.ones(6), [torch.ones(2)], None
+
+    def forward(self, x):
+        if self.training:
+            self.rebound = self.rebound * 0.9 + x.detach().mean(0)
+            self.inner.t += 1
+            self.array += 1
+            self.bank.append(x.detach())
+        self.last = self.body(x - self.rebound + self.table)
+        return self.last
+
+
+def _attached(layout):
+    with sw.init(layout, device="cpu", timeout_s=30) as world, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = sw.parallelize(Attached().double(), world)
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=ce, forward=by_x)
+        for window in range(3):
+            step(mine(world, rows(window)))
+        told = [str(w.message) for w in seen if "of this rank only" in str(w.message)]
+        return told, [line for line in sw.describe(model).splitlines() if line.startswith("attributes:")]
+
+
+def test_tensors_arrays_and_lists_that_a_forward_changes_are_named_once(ranks: RankPool):
+    (told, lines), (other, _) = ranks.run(_attached, 2, "dp_shard=2")
+    assert len(told) == 1 == len(lines) and not other
+    assert told[0].startswith("bank, array, rebound and 1 more changed") and "held" not in told[0]
+    assert 'Sharding(buffers={name: "mean"})' in told[0]
+    assert not ranks.run(_attached, 1, "dp_shard=1")[0][0]
 
 
 class Counter(nn.Module):

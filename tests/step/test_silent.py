@@ -260,6 +260,22 @@ class Seen(nn.Module):
         return self.body(x)
 
 
+def evaluate_taken():
+    with sw.init("dp_shard=1", device="cpu") as world:
+        model = sw.parallelize(nn.Linear(4, 1), world)
+
+        def loss(out, batch):
+            return {"loss": out.sum(), "num_tokens": out.abs().sum()}
+
+        with pytest.raises(sw.ConfigError, match="an entry 'num_tokens'"):
+            sw.evaluate(model, [{"x": torch.ones(2, 4)}], loss=loss, count=lambda batch: len(batch["x"]))
+    return True
+
+
+def test_an_entry_with_the_name_of_the_number_of_tokens_is_refused(ranks):
+    assert ranks.run(evaluate_taken, 1) == [True]
+
+
 def evaluated_buffer(layout, policy):
     with sw.init(layout, device="cpu") as world:
         model = sw.parallelize(Seen(), world, sharding=sw.Sharding(buffers={"seen": policy}, min_unit_bytes=0))

@@ -2,9 +2,12 @@
 
 import contextlib
 import functools
+import gc
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter, length_hint
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +26,7 @@ __all__ = [
     "Side",
     "StopRecomputation",
     "TorchDispatchMode",
+    "accumulator_is_held",
     "at_end_of_backward",
     "before_backward",
     "checkpointed",
@@ -345,6 +349,16 @@ def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], T
 def num_hooks(tensor: Tensor) -> tuple[int, int]:
     """Number of hooks on ``tensor`` by ``register_hook`` and by ``register_post_accumulate_grad_hook``."""
     return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
+
+
+def accumulator_is_held(tensor: Tensor) -> bool:
+    """Whether an object of Python holds the node that accumulates the gradient of a leaf, as what has put a hook on the node does: a node does
+    not outlive what holds it. torch does not say which hooks a node has."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return False
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    # 2: this variable and the argument. A graph that is alive counts too, and has no referrer.
+    return sys.getrefcount(node) > 2 and any(not isinstance(each, FrameType) for each in gc.get_referrers(node))
 
 
 def has_users_hook(tensor: Tensor) -> bool:

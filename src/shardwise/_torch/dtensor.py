@@ -1,8 +1,8 @@
 """DTensors: the local piece of a rank, Python numbers read from a DTensor, DTensors over existing memory."""
 
 import functools
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -40,6 +40,23 @@ def forget_meshes() -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's local piece of a DTensor, without the autograd work of ``to_local``; any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def cuts_of(tensor: DTensor | DTensorSpec) -> list[bool]:
+    """For each dim of its mesh: ranks along it have other values."""
+    return [n > 1 and not p.is_replicate() for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True)]
+
+
+@contextmanager
+def without_handler(op: Any) -> Iterator[None]:
+    """torch runs ``op`` by itself. A view that another thread makes meanwhile is not marked."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(op, None)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handlers[op] = handler
 
 
 _on_scalar_read = WeakIdKeyDictionary()  # root of a mesh -> the function to call
@@ -90,6 +107,3 @@ def _call_before(name: str) -> None:
     read.is_ours = True  # type: ignore[attr-defined]
     if not getattr(method, "is_ours", False):
         patch(DTensor, name, read, "refuses to read numbers of this rank's piece of a parameter")
-
-
-# ---- writes -------------------------------------------------------------------------------------------------------

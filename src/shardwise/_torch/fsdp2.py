@@ -26,6 +26,11 @@ _SHARDED, _WHOLE = map(attrgetter, ("sharded_param", "_unsharded_param"))
 _VERSION, _LOCAL_VERSION = map(attrgetter, ("_version", "_local_tensor._version"))
 
 
+def _users(param: Tensor) -> dict[str, Any]:
+    """The attributes that the user has set on a parameter."""
+    return {key: value for key, value in vars(param).items() if key != "_is_param" and not key.startswith("_shardwise")}
+
+
 def take_over(root: nn.Module) -> None:
     """Removes the FSDP2 hooks by which the units of ``root`` gather, free and reduce by themselves.
 
@@ -76,6 +81,8 @@ class Unit:
         self._state = _state(self.modules[0])
         self.groups: list[Any] = groups_of(self._state)
         self._params = [param for group in self.groups for param in group.fsdp_params]
+        own = ((param, _users(param.sharded_param)) for param in self._params)
+        self._attributes = [(param, users) for param, users in own if users]
         self._stand_ins: list[StandIn] | None = None  # None: not made yet; empty: nothing is computed in another dtype
         self._runs = False  # a forward of the model runs
         self._guards = PausableHooks([])
@@ -201,6 +208,8 @@ class Unit:
     def show_whole(self) -> None:
         """Sets the gathered parameters on the modules."""
         _show(self._params, map(_WHOLE, self._params))
+        for param, users in self._attributes:
+            vars(param._unsharded_param).update(users)
         self._guards.pause()
 
     def show_shards(self) -> None:

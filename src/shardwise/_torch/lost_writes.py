@@ -2,8 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise._torch.dtensor import cut_like, local_tensor
+from shardwise._torch.dtensor import cut_like, cuts_of, local_tensor, without_handler
 from shardwise._torch.patches import patch
 from shardwise._torch.pytrees import tree_flatten
 
@@ -148,35 +147,18 @@ def _mark(tensor: DTensor, origin: Origin) -> None:
 def _refuse(tensor: DTensor, name: str, *, origin: Origin | None = None, kind: Kind = "write") -> None:
     """Calls what was registered for the mesh of ``tensor``, if it is cut."""
     call = _on_lost_write.get(tensor.device_mesh._get_root_mesh())
-    if call is not None and (origin is not None or any(_cuts(tensor))):
+    if call is not None and (origin is not None or any(cuts_of(tensor))):
         call(name, origin or origin_of(tensor), kind)
 
 
-def _cuts(tensor: DTensor | DTensorSpec) -> list[bool]:
-    """For each dim of its mesh: ranks along it have other values."""
-    return [n > 1 and not p.is_replicate() for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True)]
-
-
-@contextmanager
-def _without_handler(op: Any) -> Iterator[None]:
-    """torch runs ``op`` by itself. A view that another thread makes meanwhile is not marked."""
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handler = handlers.pop(op, None)
-    try:
-        yield
-    finally:
-        if handler is not None:
-            handlers[op] = handler
-
-
 def _viewed(op: Any, args: Any, kwargs: Any) -> Any:
-    with _without_handler(op):
+    with without_handler(op):
         result = op(*args, **kwargs)
     tensor = args[0]
     if not torch.compiler.is_compiling() and tensor.device_mesh._get_root_mesh() in _on_lost_write:
-        cuts = _cuts(tensor)
+        cuts = cuts_of(tensor)
         for each in result if isinstance(result, list | tuple) else (result,):
-            if cuts != _cuts(each) and not is_fake(tensor._local_tensor):
+            if cuts != cuts_of(each) and not is_fake(tensor._local_tensor):
                 _mark(each, origin_of(tensor))
     return result
 
@@ -190,7 +172,7 @@ def _strided(before: Callable[..., Any] | None, op: Any, args: Any, kwargs: Any)
     try:
         if before is not None:
             return before(op, args, kwargs)
-        with _without_handler(op):
+        with without_handler(op):
             return op(*args, **kwargs)
     except RuntimeError:
         _refuse(args[0], "as_strided", kind="view")
@@ -201,7 +183,7 @@ def _drawn(op: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu" and not is_fake(tensor._local_tensor):
         _refuse(tensor, op.overloadpacket.__name__, kind="draw")
-    with _without_handler(op):
+    with without_handler(op):
         return op(*args, **kwargs)
 
 
@@ -209,7 +191,7 @@ def _placed(op: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(args[0], _Gathered):  # that w[0] = x has made, in C++
         _refuse(args[0], op.overloadpacket.__name__, origin=args[0].origin)
     try:
-        with _without_handler(op):
+        with without_handler(op):
             return op(*args, **kwargs)
     except RuntimeError as error:
         written = (
@@ -227,7 +209,7 @@ def _filled(op: Any, args: Any, _kwargs: Any) -> Any:
         _refuse(tensor, "fill_", origin=tensor.origin)
     is_ours = isinstance(tensor, DTensor) and tensor.device_mesh._get_root_mesh() in _on_lost_write
     if not is_ours or any(placement.is_partial() for placement in tensor.placements):
-        with _without_handler(op):
+        with without_handler(op):
             return op(*args, **_kwargs)
     op(tensor._local_tensor, value.full_tensor() if isinstance(value, DTensor) else value)
     return tensor
@@ -236,7 +218,7 @@ def _filled(op: Any, args: Any, _kwargs: Any) -> Any:
 def _never(op: Any, _args: Any, kwargs: Any) -> Any:
     if isinstance(kwargs["out"], DTensor):
         _refuse(kwargs["out"], op.overloadpacket.__name__)
-    with _without_handler(op):
+    with without_handler(op):
         return op(*_args, **kwargs)
 
 
@@ -244,7 +226,7 @@ def _before_redistribution(info: Any, wanted: Any, *rest: Any) -> None:
     """Called before torch gathers an argument of an operator, or cuts it otherwise."""
     given, then = info.flat_args_schema[0], wanted.args_schema[0]
     written = wanted.op._schema.arguments[0].alias_info
-    if written is not None and written.is_write and isinstance(then, DTensorSpec) and _cuts(given) != _cuts(then):
+    if written is not None and written.is_write and isinstance(then, DTensorSpec) and cuts_of(given) != cuts_of(then):
         call = _on_lost_write.get(given.mesh._get_root_mesh())
         if call is not None:
             call(wanted.op.overloadpacket.__name__, origin_of(info.local_args[0]), "write")

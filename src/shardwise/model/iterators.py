@@ -29,6 +29,11 @@ class Iteration:
         except TypeError:  # a generator, or one over it; those of itertools from Python 3.14 on
             self._copy = None
 
+    @property
+    def may_have_run(self) -> bool:
+        """False for a generator that has not."""
+        return self._copy is not None or _place(self._iterator) != self._place
+
     def again(self, module: nn.Module) -> Any:
         """An iterator that goes on from there: a new one each time. ``module``: that keeps it, for messages.
 
@@ -41,8 +46,8 @@ class Iteration:
             return self._iterator
         raise UnsupportedError(
             f"a {type(self._iterator).__name__} in a {type(module).__name__}",
-            why="a forward that does not count (a skipped step, a padding) has written a buffer beside it, and Python cannot put it back to "
-            "where it was",
+            why="it may have run in a forward that does not count (a skipped step, a padding, a trial of the loss, the second run of a block), "
+            "and Python cannot put it back to where it was",
             fix="keep a number in an attribute and count it up, or a list and the place in it",
         )
 

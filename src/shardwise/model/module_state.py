@@ -6,7 +6,7 @@ count, both go back together: one without the other would be read wrong from the
 
 import operator
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -32,9 +32,8 @@ _DEPTH = 32  # containers within containers that are looked into, each once
 class ModuleState:
     """Buffers of modules as they are now, with the Python state of the modules; :meth:`restore` puts back what has changed.
 
-    Python state goes back for modules of which a buffer was written, replaced, registered or removed, and for those that hold them: how
-    much of a cache is filled may be known to its parent. Modules of torch have none beside their buffers, and are looked at only if they
-    have buffers.
+    Python state goes back for all modules, with tensors that are not registered. Modules of torch have none beside their buffers, and are
+    looked at only if they have buffers.
 
     Args:
         modules: those that a forward may write. Those that they hold without having registered them, as in a list, are added.
@@ -83,36 +82,10 @@ class ModuleState:
         """
         with unseen():  # what only compares is no use of a buffer
             changed = written_keys(self._values)
-        written = {
-            id(owner.module)
-            for owner in self._owners
-            if not owner.holds_same() or any(id(b) in changed for b in owner.buffers.values())
-        }
-        if written:
-            attributes = [owner.attributes for owner in self._owners if owner.attributes is not None]
-            written = with_holders(written, self._modules.values(), attributes)
-            for owner in self._owners:
-                if id(owner.module) in written:
-                    owner.restore()
+        for owner in self._owners:
+            owner.restore()
         for key in changed:
             self._values[key].restore()
-
-
-def with_holders(written: set[int], modules: Iterable[nn.Module], attributes: Iterable["Attributes"]) -> set[int]:
-    """Modules, by id, and all that hold one of them: as a child, or in their ``attributes``."""
-    holders: dict[int, list[int]] = {}
-    for module in modules:
-        for child in module._modules.values():
-            holders.setdefault(id(child), []).append(id(module))
-    for each in attributes:
-        for child in each.modules:
-            holders.setdefault(id(child), []).append(id(each.module))
-    found, waiting = set(written), list(written)
-    while waiting:
-        new = set(holders.get(waiting.pop(), ())) - found
-        found |= new
-        waiting += new
-    return found
 
 
 class _Owner:
@@ -121,12 +94,7 @@ class _Owner:
     def __init__(self, module: nn.Module):
         self.module, self.buffers = module, dict(module._buffers)
         self._computed = set(module._non_persistent_buffers_set)
-        self.attributes = Attributes(module) if keeps_attributes(module) else None
-
-    def holds_same(self) -> bool:
-        """Whether the module has the same buffer objects."""
-        now = self.module._buffers
-        return now.keys() == self.buffers.keys() and all(now[name] is b for name, b in self.buffers.items())
+        self.attributes = Attributes(module, all_tensors=True) if keeps_attributes(module) else None
 
     def restore(self) -> None:
         self.module._buffers.clear()
@@ -164,6 +132,17 @@ class Attributes:
         do. It takes a tenth of a new look."""
         now, was = vars(self.module), self._all
         return self._is_plain and now.keys() == was.keys() and all(map(operator.is_, now.values(), was.values()))
+
+    @property
+    def may_have_changed(self) -> bool:
+        """Whether anything has changed; also where it holds an iterator that may have run, which most do not show."""
+        if self.are_same():
+            return False
+        parts = [(_own(self.module), self._attributes), *((content_of(part), was) for part, was in self._parts)]
+        if not all(is_same(now, was) for now, was in parts):
+            return True
+        with unseen():
+            return bool(written_keys(self._tensors)) or any(each.may_have_run for each in self._iterators.values())
 
     def changed(self) -> list[Any]:
         """The values that are new, in the attributes or in what these hold."""
@@ -256,9 +235,8 @@ def _mutable_parts(
     return found
 
 
-def plain_numbers(module: nn.Module) -> dict[str, float]:
-    """Path within a module -> number that it keeps as an attribute, or in a container there; not its parameters and buffers."""
-    found: dict[str, float] = {}
+def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Path within a module, and value, of what it keeps as attributes and in containers there; not its parameters and buffers."""
     parts: list[tuple[str, Any]] = [("", _own(module))]
     seen: set[int] = set()
     while parts:
@@ -269,12 +247,10 @@ def plain_numbers(module: nn.Module) -> dict[str, float]:
         )
         for key, value in pairs:
             name = f"{path}.{key}" if path else str(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                found[name] = value
-            elif is_mutable(value) and id(value) not in seen and name.count(".") < _DEPTH:
+            yield name, value
+            if is_mutable(value) and id(value) not in seen and name.count(".") < _DEPTH:
                 seen.add(id(value))
                 parts.append((name, value))
-    return found
 
 
 def keeps_attributes(module: nn.Module) -> bool:

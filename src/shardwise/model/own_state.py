@@ -26,7 +26,7 @@ from shardwise.model.names import canonical_modules, canonical_tensors, module_o
 from shardwise.model.own_methods import answering_functions, is_own, own_methods
 from shardwise.model.plain_state import changed_attributes, plain_attributes, tensors_in
 from shardwise.model.state_trace import NeedsValuesError, StateTrace, storage_key
-from shardwise.model.tensors import follow_parameters
+from shardwise.model.tensors import follow_parameters, parameter_like
 
 EXTRA_STATE = "_extra_state"  # the key of a module's extra state in a state dict, after the module's name
 HELD = "a tensor of the module: "  # before the names of what a tensor is made of: the values that the module holds
@@ -245,7 +245,8 @@ class OwnState:
             for name, owner, attr in canonical_tensors(module, kind):
                 tensor = getattr(owner, kind)[attr]
                 bare = torch.empty(tensor.shape, dtype=dtypes.get(name, tensor.dtype), device="meta")
-                memo.setdefault(id(tensor), nn.Parameter(bare, tensor.requires_grad) if kind == "_parameters" else bare)
+                is_param = kind == "_parameters"
+                memo.setdefault(id(tensor), parameter_like(tensor, bare, tensor.requires_grad) if is_param else bare)
         try:
             twin = copy.deepcopy(unwrap_module(module), memo)
         except Exception as error:
@@ -269,7 +270,7 @@ class OwnState:
             held, attr = self._places[name][0]
             before[name] = held[attr]
             made = values[name] if name in values else torch.empty_like(bare, requires_grad=False)
-            homes[name] = nn.Parameter(made, bare.requires_grad) if isinstance(bare, nn.Parameter) else made
+            homes[name] = parameter_like(bare, made, bare.requires_grad) if isinstance(bare, nn.Parameter) else made
             for held, attr in self._places[name]:
                 held[attr] = homes[name]
         follow_parameters(self._twin, before, homes)

@@ -41,17 +41,19 @@ class Hidden:
     put: Callable[[Tensor], None]
 
 
-def hidden_tensors(module: nn.Module) -> Iterator[Hidden]:
-    """All of them in ``module``, named like ``blocks.0.tables.cos``; one that is also registered is included."""
+def hidden_tensors(module: nn.Module, kind: type = Tensor) -> Iterator[Hidden]:
+    """All of them in ``module``, named like ``blocks.0.tables.cos``; one that is also registered is included. ``kind``: what is looked for."""
     seen: set[int] = set()
     for prefix, owner in canonical_modules(module):
         for attr in [attr for attr in own_attributes(owner) if not attr.startswith("_shardwise")]:
             put = functools.partial(object.__setattr__, owner, attr)
-            yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr], put, seen)
+            yield from _hidden_in(f"{prefix}.{attr}" if prefix else attr, vars(owner)[attr], put, seen, kind)
 
 
-def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int], depth: int = 4) -> Iterator[Hidden]:
-    if isinstance(value, Tensor):
+def _hidden_in(
+    name: str, value: Any, put: Callable[[Any], None], seen: set[int], kind: type, depth: int = 4
+) -> Iterator[Hidden]:
+    if isinstance(value, kind):
         yield Hidden(name, value, put)
         return
     if depth == 0 or id(value) in seen:
@@ -60,19 +62,21 @@ def _hidden_in(name: str, value: Any, put: Callable[[Any], None], seen: set[int]
     if isinstance(value, dict):
         for i, (key, item) in enumerate(list(value.items())):
             text = str(i) if " at 0x" in str(key) else key  # an address is no name: it differs in each process
-            yield from _hidden_in(f"{name}.{text}", item, functools.partial(value.__setitem__, key), seen, depth - 1)
+            yield from _hidden_in(
+                f"{name}.{text}", item, functools.partial(value.__setitem__, key), seen, kind, depth - 1
+            )
     elif isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _hidden_in(f"{name}.{i}", item, functools.partial(value.__setitem__, i), seen, depth - 1)
+            yield from _hidden_in(f"{name}.{i}", item, functools.partial(value.__setitem__, i), seen, kind, depth - 1)
     elif isinstance(value, tuple):
         parts = list(value)  # shared by the elements' put functions, so that each keeps what the others have put
         for i, item in enumerate(value):
             put_part = functools.partial(_put_in_tuple, type(value), parts, put, i)
-            yield from _hidden_in(f"{name}.{i}", item, put_part, seen, depth - 1)
+            yield from _hidden_in(f"{name}.{i}", item, put_part, seen, kind, depth - 1)
     elif _is_users(value):
         for attr, item in list(vars(value).items()):
             yield from _hidden_in(
-                f"{name}.{attr}", item, functools.partial(object.__setattr__, value, attr), seen, depth - 1
+                f"{name}.{attr}", item, functools.partial(object.__setattr__, value, attr), seen, kind, depth - 1
             )
 
 
@@ -168,9 +172,7 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
         if id(tensor) not in made:
             value = make(tensor)
             if isinstance(tensor, nn.Parameter) and value is not tensor:
-                value = value.detach()
-                value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-                value.__dict__.update(vars(tensor))  # attributes that a library set on it, such as "no weight decay"
+                value = parameter_like(tensor, value.detach(), tensor.requires_grad)
                 share_hooks(tensor, value)
             # A module with two names is visited twice. What was put into it the first time is not made again, or the
             # tensors tied to it would keep the old one.
@@ -183,6 +185,13 @@ def replace_tensors(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None
             getattr(owner, kind)[attr] = new(getattr(owner, kind)[attr])
     for hidden in list(hidden_tensors(module)):
         hidden.put(new(hidden.tensor))
+
+
+def parameter_like(param: nn.Parameter, value: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter with another value and the attributes that were set on ``param``, such as "no weight decay"."""
+    made = nn.Parameter(value, requires_grad)
+    vars(made).update(vars(param))
+    return made
 
 
 def like_parameter(value: Any, param: nn.Parameter) -> Any:

@@ -32,7 +32,7 @@ from shardwise.model.names import canonical_modules, canonical_tensors, module_o
 from shardwise.model.packed import packed_layers
 from shardwise.model.pytrees import leaves_of, tensors_within
 from shardwise.model.run import Call, Place, Run
-from shardwise.model.tensors import hidden_tensors, loose_tensors
+from shardwise.model.tensors import hidden_tensors, loose_tensors, parameter_like
 
 Change = Callable[[Place, Tensor], Tensor]
 
@@ -374,7 +374,9 @@ class Trial:
                     continue
                 is_weight = kind == "_parameters" and tensor.dim() > 1 and name not in with_values
                 made = _without_values(tensor) if is_weight else _with_values(tensor, generator)
-                memo[id(tensor)] = nn.Parameter(made, made.is_floating_point()) if kind == "_parameters" else made
+                memo[id(tensor)] = (
+                    parameter_like(tensor, made, made.is_floating_point()) if kind == "_parameters" else made
+                )
                 if kind == "_parameters":
                     param = memo[id(tensor)]
                     self._names[id(param)] = param, name

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor, nn
 
+from shardwise._torch.wrong_rules import mend_rules
 from shardwise.config.caller import level_of_caller
 from shardwise.config.keywords import public_call
 from shardwise.config.record import Options
@@ -46,6 +47,7 @@ from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
 from shardwise.parallel.unfit_modules import (
     own_state_of,
+    refuse_held_accumulators,
     refuse_numbers_of_parts,
     refuse_unfit_parts,
     refuse_whole_values,
@@ -220,6 +222,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         act.check(module, recipe, world)
     refuse_unfit_parts(module, recipe, world)
     own_state = own_state_of(module, recipe)
+    given_parameters = tensors_of(module, "_parameters")
     for act in acts():
         act.inside(module, recipe, world)
     before = tensors_of(module, "_parameters")
@@ -228,13 +231,15 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
         refuse_whole_values(module)
         refuse_numbers_of_parts(world)
         refuse_lost_writes(world)
+        mend_rules()
     for act in acts():
         act.around(module, recipe, world)
     runtime = Runtime(module, recipe, world, engine)
     refuse_other_shapes(runtime)
     runtime.explainers += [act.explain for act in acts()]
     follow_parameters(module, before, runtime.parameters)
-    mark_stale(before, runtime.parameters)
+    for replaced in (given_parameters, before):
+        mark_stale(replaced, runtime.parameters)
     watch_steps(runtime)
     watch_backwards()
     watch_named_gradients()
@@ -242,6 +247,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     watch_modules(runtime)
     refuse_states_of_parts(module, recipe)
     show_parts(runtime, plain_parts(recipe))
+    runtime.before_first_step.append(functools.partial(refuse_held_accumulators, runtime))
     runtime.before_first_step.append(functools.partial(refuse_other_copies, runtime))
     for act in acts():
         act.begin(runtime)

@@ -1,5 +1,6 @@
 """Detects what no longer fits a sharded module: an optimizer built before sharding, a module changed after it."""
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise._torch.autograd import has_users_hook, hook_counts, num_hooks
+from shardwise._torch.autograd import has_users_hook, hook_counts, num_hooks, without_subclasses
 from shardwise._torch.fully_shard import gathered_parameters
+from shardwise._torch.pytrees import tree_flatten
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, canonical_tensors
 
@@ -28,14 +30,79 @@ _IN_A_RUN = (
 
 
 def mark_stale(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Marks the parameter objects that sharding replaced; any optimizer that steps one of them raises UsageError."""
+    """Marks the parameter objects that sharding replaced. What computes with one, a backward that comes to one by way of a view made
+    before, and an optimizer that steps one, raise UsageError from then on."""
     global _installed
+    kept = set(map(id, after.values()))
     for name, tensor in before.items():
-        if after.get(name) is not tensor:
-            setattr(tensor, _MARK, name)
+        if id(tensor) in kept or hasattr(tensor, _MARK):
+            continue
+        setattr(tensor, _MARK, name)
+        if tensor.requires_grad and tensor.is_leaf:
+            tensor._backward_hooks = None  # the new parameter shares them
+            tensor.register_hook(functools.partial(_refuse_gradient, name))
+        if type(tensor) is nn.Parameter:
+            tensor.__class__ = _Replaced
     if not _installed:
         register_optimizer_step_pre_hook(refuse_stale)
         _installed = True
+
+
+class _Replaced(nn.Parameter):
+    """A parameter that sharding has replaced, and that something still holds: what it is can be asked, and nothing is computed with it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        held = next((x for x in tree_flatten((args, kwargs))[0] if isinstance(x, _Replaced)), None)
+        is_asked = attribute not in _TENSORS if name == "__get__" else attribute == "grad" or name in _ASKED
+        if held is None or is_asked:
+            with without_subclasses():
+                return func(*args, **(kwargs or {}))
+        raise _is_replaced(f"{attribute or name}() of a parameter", getattr(held, _MARK))
+
+
+_TENSORS = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])
+_ASKED = frozenset(
+    [
+        "numel",
+        "nelement",
+        "size",
+        "dim",
+        "ndimension",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_inference",
+        "get_device",
+        "data_ptr",
+        "untyped_storage",
+        "__len__",
+        "__repr__",
+        "__hash__",
+        "__format__",
+        "__dir__",
+    ]
+)
+
+
+def _refuse_gradient(name: str, _gradient: Tensor) -> NoReturn:
+    raise _is_replaced("a backward that comes to a parameter", name)
+
+
+def _is_replaced(what: str, name: str) -> UsageError:
+    return UsageError(
+        f"{what} that parallelize has replaced",
+        why="what still holds it (a functools.partial, a class attribute, a global, a view made before) computes with values that are never "
+        "updated, and its gradient would be lost",
+        fix="take the parameter from its module each time it is used: self.linear.weight; make what holds it, or views of it, after parallelize",
+        name=name,
+    )
 
 
 def replaced_name(param: Tensor) -> str | None:

@@ -1,20 +1,23 @@
 """Refuses, before anything is moved, what a module may hold that would train wrongly once it is sharded."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch.autograd import num_hooks
+from shardwise._torch.autograd import accumulator_is_held, num_hooks
 from shardwise._torch.dtensor import on_scalar_read
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.model import canonical_modules, dtype_of
 from shardwise.model.closures import functions_with_parameters
 from shardwise.model.own_methods import has_only_extra_states, own_methods
 from shardwise.model.own_state import OwnState
+from shardwise.model.shared_memory import overlapping
 from shardwise.model.tensors import tensors_of
-from shardwise.parallel.runtime import is_parallelized
+from shardwise.parallel.runtime import Runtime, is_parallelized
+from shardwise.parallel.stale import replaced_name
 from shardwise.recipe import Recipe
 from shardwise.world import World
 
@@ -24,15 +27,16 @@ _WHOLE = 'keep parameters whole on every rank: sw.init("dp_replicate=-1")'
 def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
     """Raises UnsupportedError for hooks on parameters that would not run, or would see only a part of the gradient, for
     functions that keep a parameter which is replaced, and for embeddings that write their own weight in forward."""
+    parameters = tensors_of(module, "_parameters")
+    replaced = {n for n, p in parameters.items() if recipe.is_cut or recipe.params[n].cuts or p.device != world.device}
+    if replaced:
+        _refuse_shared_memory(module)
     kept = functions_with_parameters(module)
-    for name, param in tensors_of(module, "_parameters").items():
-        if id(param) in kept and (recipe.is_cut or recipe.params[name].cuts):
-            raise UnsupportedError(
-                f"{kept[id(param)]}, a function that keeps a parameter which is cut over the ranks",
-                why="it would go on to use the tensor that the parameter was: without a gradient, and never updated",
-                fix="let the function take it from its module when it is called (m.weight, not weight); or " + _WHOLE,
-                name=name,
-            )
+    for name, param in parameters.items():
+        if replaced_name(param) is not None:
+            raise part_of_another(name)
+        if name in replaced:
+            _refuse_to_replace(name, param, kept)
         on_tensor, after = num_hooks(param)
         if after and world.size > 1 and is_parallelized(param):  # Shardwise's own hook, of the other model
             raise part_of_another(name)
@@ -68,6 +72,71 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="leave max_norm out, and scale the rows it returns, or the weight after optim.step()",
                 name=name or None,
             )
+
+
+def refuse_to_replace(module: nn.Module) -> None:
+    """Raises UnsupportedError for what would go on with the parameters of ``module`` if others took their places."""
+    _refuse_shared_memory(module)
+    kept = functions_with_parameters(module)
+    for name, param in tensors_of(module, "_parameters").items():
+        _refuse_to_replace(name, param, kept)
+
+
+def _refuse_to_replace(name: str, param: Tensor, kept: Mapping[int, str]) -> None:
+    if id(param) in kept:
+        raise UnsupportedError(
+            f"{kept[id(param)]}, a function that keeps a parameter which another one replaces",
+            why="it would go on to use the tensor that the parameter was: without a gradient, and never updated",
+            fix="let the function take it from its module when it is called (m.weight, not weight); or " + _WHOLE,
+            name=name,
+        )
+    if issubclass(type(param), nn.Parameter) and type(param) is not nn.Parameter:
+        raise UnsupportedError(
+            f"a parameter of the class {type(param).__name__}",
+            why="another tensor takes its place, an nn.Parameter, which has none of the methods of that class, and is no instance of it",
+            fix=f"make it an nn.Parameter; what is known of it can be an attribute, weight.is_scale = True, which stays; or {_WHOLE}",
+            name=name,
+        )
+    if accumulator_is_held(param) and not any(
+        num_hooks(param)
+    ):  # what has put a hook on the tensor may hold the node too
+        raise _held_accumulator(name)
+
+
+def refuse_held_accumulators(runtime: Runtime) -> None:
+    """Raises UnsupportedError for a parameter that is cut and has a hook on the node that would accumulate its gradient, put on after parallelize."""
+    for name, param in runtime.parameters.items():
+        if runtime.recipe.params[name].cuts and accumulator_is_held(param):
+            raise _held_accumulator(name)
+
+
+def _held_accumulator(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        "something holds the node that accumulates the gradient of a parameter which is replaced, as a hook on it needs",
+        why="gradients come to another tensor, so that a hook on the node is never called",
+        fix=f"change gradients after the window, before optim.step(), and let go of the node; or {_WHOLE}",
+        name=name,
+    )
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Raises UnsupportedError for a parameter whose memory another parameter, a buffer or an attribute has too: they would get memory of their own."""
+    found = overlapping(module)
+    if found is None:
+        return
+    param, beside = found
+    layouts = [(each.start, each.tensor.shape, each.tensor.stride()) for each in found]
+    is_tie = beside.kind == "parameter" and layouts[0] == layouts[1]
+    raise UnsupportedError(
+        f"a parameter in the memory of {beside.name}, which is another {beside.kind}"
+        if beside.kind == "parameter"
+        else f"a parameter whose memory {beside.name}, {'a buffer' if beside.kind == 'buffer' else 'an attribute'}, shares",
+        why="each gets memory of its own, and the one would no longer follow the other in training",
+        fix=f"tie them as one Parameter: the module of {beside.name} gets it by an assignment, b.weight = a.weight, without .data"
+        if is_tie
+        else "let forward compute it from the parameter (self.weight.t(), self.weight.detach()); or take a copy: .clone()",
+        name=param.name,
+    )
 
 
 def own_state_of(module: nn.Module, recipe: Recipe) -> OwnState | None:

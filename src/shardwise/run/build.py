@@ -15,6 +15,7 @@ from shardwise.config.target import called, load_target
 from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.errors import CheckpointError, ConfigError, ShardwiseError, UsageError, first_line
 from shardwise.model.calling import call, run_on
+from shardwise.model.mode import eval_mode
 from shardwise.model.names import canonical_tensors
 from shardwise.parallel import recipe_of, runtime_of, shard, world_of
 from shardwise.run.attention import IMPLEMENTATIONS
@@ -62,10 +63,8 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
         return
     device = world_of(model).device
     batch = {"input_ids": torch.zeros(1, config.data.seq_len, dtype=torch.long, device=device)}
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        with eval_mode(model), torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
             call(model, batch)
     except (torch.OutOfMemoryError, torch.distributed.DistError):
         raise
@@ -82,7 +81,6 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
             "train.count=pkg.mod:fn",
         ) from error
     finally:
-        model.train(was_training)
         if isinstance(model, FSDPModule):
             model.reshard()  # plain FSDP2 keeps the parameters that the root's last forward gathered
 

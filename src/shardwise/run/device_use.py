@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,11 +34,17 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 class DeviceUse:
-    """Of one run, for its log. On rank 0; other ranks have no figures."""
+    """Of one run, for its log. On rank 0; other ranks have no figures.
 
-    def __init__(self, config: RunConfig, world: World):
-        self._config, self._world = config, world
-        self._flops: int | None = None  # of one step, over all ranks
+    Args:
+        config: of the run.
+        world: its ranks.
+        lengths: tokens of each sample, without padding; None: each has ``data.seq_len``.
+    """
+
+    def __init__(self, config: RunConfig, world: World, lengths: np.ndarray | None = None):
+        self._config, self._world, self._lengths = config, world, lengths
+        self._flops: float | None = None  # of one step, over all ranks
         self._peak = self._peak_of_device() if world.is_main else None
         self._comm_bytes: int | None = None
 
@@ -53,7 +60,8 @@ class DeviceUse:
             if config.data.build is not None:  # what a sample is is not known
                 yield
                 return
-            of_sample = flops_of_sample(build_plain(config), config.data.seq_len)
+            lengths = np.array([config.data.seq_len]) if self._lengths is None else self._lengths
+            of_sample = mean_flops(build_plain(config), lengths)
             self._flops = None if of_sample is None else of_sample * config.data.global_batch
             yield
             return
@@ -97,13 +105,26 @@ def peak_flops(device: str, dtype: str) -> float | None:
     return None
 
 
+def mean_flops(model: nn.Module, lengths: np.ndarray) -> float | None:
+    """The mean of :func:`flops_of_sample` over samples of so many tokens. Counted for three lengths, and between them by the parabola
+    through these: layers grow with the length, attention with its square. ``model`` is used up."""
+    counted = np.unique(np.quantile(lengths, [0, 0.5, 1], method="nearest"))
+    flops = [flops_of_sample(model, int(length)) for length in counted]
+    if None in flops:
+        return None
+    total = np.zeros(len(lengths))
+    for at, f in zip(counted, flops, strict=True):
+        total += f * np.prod([(lengths - other) / (at - other) for other in counted if other != at], axis=0)
+    return float(total.mean())
+
+
 def flops_of_sample(model: nn.Module, seq_len: int) -> int | None:
     """Floating-point operations of training on one sample: forward and backward of the whole model, without what remat runs
     again, as ``torch.utils.flop_counter`` counts them (matrix products, attention, convolutions). A frozen layer has no
     gradients of weights. Nothing is computed: the model is moved to meta.
 
     Args:
-        model: the plain, whole model; it is used up.
+        model: the plain, whole model; it stays on meta.
         seq_len: tokens of the sample.
 
     Returns:

@@ -33,8 +33,8 @@ from shardwise.run.datasets import RunData, limit_to_model, open_data, prompt_of
 from shardwise.run.device_use import DeviceUse
 from shardwise.run.diagnostics import Diagnostics, arithmetic
 from shardwise.run.memory import memory_of
-from shardwise.run.metrics import Pace, perplexity_of
-from shardwise.run.optim import put_on_schedule
+from shardwise.run.metrics import Pace, perplexity_of, refuse_taken_names
+from shardwise.run.optim import base_rate, put_on_schedule
 from shardwise.run.output import RunOutput
 from shardwise.run.sample import answer, complete
 from shardwise.run.steps import check_steps, steps_left
@@ -87,7 +87,8 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
         with checkpoints.opened(step, run.last, emit):
             run.resume(checkpoints)
             if corpus.records is not None and config.data.pack:
-                corpus.records.check_attention(model, functions_of(config).get("forward", call))
+                num = min(config.data.samples_at_least, 2)  # more cross where two do
+                corpus.records.check_attention(model, functions_of(config).get("forward", call), micro_batch=num)
             run.output.open(run.done)
             run.output.introduce(corpus, run.steps)
             run.complete("before")
@@ -167,7 +168,8 @@ class _Run:
             "val_loss": None,
         }
         self.done = 0  # steps, including those before a resume
-        self.use = DeviceUse(self.config, self.world)
+        lengths = None if self.corpus.records is None else self.corpus.train.lengths
+        self.use = DeviceUse(self.config, self.world, lengths)
         self.diagnostics = Diagnostics(
             self.config.train,
             self.world,
@@ -248,7 +250,7 @@ class _Run:
         while self.done < steps:
             for window in self.loader:
                 self.diagnostics.begin(self.done + 1)
-                lr = self.step.optim.param_groups[0]["lr"]  # after the step the scheduler has set that of the next
+                lr = base_rate(self.config.optim, self.step.optim)  # after the step: that of the next
                 with self.use.counted(self.done + 1 - first):
                     out, self.done = self.step(window), self.done + 1
                 done = self.done
@@ -282,6 +284,7 @@ class _Run:
 
     def report(self, done: int, out: Any, pace: Pace, *, lr: float, is_first: bool) -> None:
         """Reports the result of a step: an event for each, a line of metrics every ``log.every`` steps."""
+        refuse_taken_names(out.metrics or ())
         figures = {
             "step": done,
             "steps": self.steps,
@@ -325,6 +328,7 @@ class _Run:
         figures: Mapping[str, Any] = evaluate(
             self.model, val, **functions_of(self.config), fused=self.config.train.fused
         )
+        refuse_taken_names(figures.keys() - {"loss", "num_tokens"})
         self.last["val_loss"], self.num_validated = float(figures["loss"]), done
         perplexity = perplexity_of(self.config, self.last["val_loss"])
         more = {} if perplexity is None else {"perplexity": perplexity}

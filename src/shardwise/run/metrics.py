@@ -7,14 +7,48 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.caller import level_of_caller
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
-from shardwise.errors import CheckpointError, UsageError
+from shardwise.errors import CheckpointError, ConfigError, UsageError
 from shardwise.run.config import RunConfig
+
+FIGURES = frozenset(
+    {
+        "kind",
+        "step",
+        "steps",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "data_s",
+        "tflops",
+        "mfu",
+        "comm_bytes",
+    }
+    | {"seconds_left", "skipped", "num_skipped", "epoch", "loss_scale", "memory", "num_tokens", "perplexity"}
+)
+"""Names in the rows of steps and validations that are not for entries of the loss."""
+
+
+def refuse_taken_names(names: Iterable[str]) -> None:
+    """Refuses entries of a loss with the name of a figure of the run.
+
+    Raises:
+        ConfigError: one has.
+    """
+    taken = next((name for name in names if name in FIGURES), None)
+    if taken is not None:
+        raise ConfigError(
+            f"a loss with an entry {taken!r}",
+            why="the log has a figure of the run under that name, and one of the two would be lost",
+            fix=f"give the entry another name: 'loss_{taken}'",
+        )
 
 
 class MetricsWriter:

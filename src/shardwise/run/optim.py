@@ -53,6 +53,12 @@ def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=optim.betas, fused=fused, **given)
 
 
+def base_rate(config: Optim, optim: torch.optim.Optimizer) -> float:
+    """The learning rate, now, of the parameters that have none of their own; where all have one, that of the first group."""
+    base, groups = config.settled_lr(is_pretrained=False), optim.param_groups
+    return next((group["lr"] for group in groups if group.get("initial_lr") == base), groups[0]["lr"])
+
+
 def _muon(groups: list[dict[str, Any]], model: nn.Module, **given: Any) -> Muon:
     is_hidden = is_hidden_matrix(model)
     hidden, others = (

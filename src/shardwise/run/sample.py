@@ -1,5 +1,6 @@
 """Generates completions of a prompt, and measures how many of their words occur in the training text."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardwise.data.sft.dataset import SFTDataset
 from shardwise.errors import ConfigError
+from shardwise.model.mode import eval_mode
 from shardwise.parallel import world_of
 from shardwise.run.config import RunConfig
 
@@ -35,7 +37,7 @@ def generate(
 
     Each token is one call of the module itself, so that a sharded model gathers its parameters as in training, and
     all ranks make equally many calls. Tokens are drawn on the CPU from a separate generator: the same on every rank,
-    and the training's random numbers do not change. The module runs in eval mode, and returns to its mode afterwards.
+    and the training's random numbers do not change. The module runs in eval mode; afterwards each part is in the mode that it had.
 
     Args:
         model: ``model(input_ids [B, T]) -> logits [B, T, V]``.
@@ -60,9 +62,12 @@ def generate(
             fix="give at least one token as prompt, and temperature=0.0 for the most likely continuation",
         )
     draws, begin = torch.Generator().manual_seed(seed), prompt.shape[1]
-    was_training = model.training
-    model.eval()
-    try:
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, FSDPModule):
+            stack.callback(
+                model.reshard
+            )  # plain FSDP2 keeps what the root's last forward gathered, and would use it again
+        stack.enter_context(eval_mode(model))
         for _ in range(num_tokens):
             out = model(prompt[:, -context:])
             logits = _logits_in(out)[:, -1].float().cpu()
@@ -75,10 +80,6 @@ def generate(
                 on_token(token)
             if stop is not None and bool((prompt[:, begin:] == stop).any(1).all()):
                 break
-    finally:
-        model.train(was_training)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # plain FSDP2 keeps what the root's last forward gathered, and would use it again
     return prompt
 
 

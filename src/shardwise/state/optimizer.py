@@ -2,7 +2,8 @@
 
 The form is that of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups": [{"params":
 [name, ...], "lr": ...}]}``. State with the parameter's shape is sharded like it; everything else (step counts) is equal
-on every rank.
+on every rank. Two more entries where there is something: ``rest``, what the optimizer's own ``state_dict`` gives besides, and ``class``,
+where its groups have keys that it was not built with.
 """
 
 import copy
@@ -20,6 +21,7 @@ from shardwise.model.tensors import like_parameter
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.init.values import scatter_values
 from shardwise.parallel.stale import refuse_no_optimizer
+from shardwise.state.optimizer_rest import refuse_partial, refuse_whole, rest_of, set_rest
 from shardwise.state.report import shortened
 from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world import described
@@ -49,7 +51,7 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
     runtime = runtime_of(model)
     refuse_no_optimizer(optim, "full_optimizer_state_dict")
     names = names_of(runtime, optim)
-    kinds = agreed_kinds(runtime, optim, "full_optimizer_state_dict, before it is gathered")
+    kinds, rest = agreed_state(runtime, optim, "full_optimizer_state_dict, before it is gathered")
     kept = {name: optim.state[runtime.parameters[name]] for name, keys in kinds.items() if keys}
     cut = [(name, key) for name, keys in kinds.items() for key, is_cut in keys.items() if is_cut]
     gathered = gather_tensors(runtime, ((name, local_tensor(kept[name][key]).detach()) for name, key in cut))
@@ -61,7 +63,14 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
         for name, keys in kinds.items()
         if keys
     }
-    return {"state": found, "param_groups": [settings_of(runtime, group, names) for group in optim.param_groups]}
+    groups = [settings_of(runtime, group, names) for group in optim.param_groups]
+    has_added = any(_added(optim, group) for group in groups)
+    return {
+        "state": found,
+        "param_groups": groups,
+        **({} if rest is None else {"rest": rest}),
+        **({"class": type(optim).__name__} if has_added else {}),
+    }
 
 
 @public_call()
@@ -87,8 +96,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     refuse_no_optimizer(optim, "load_full_optimizer_state_dict")
     world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
     names_of(runtime, optim)  # on every rank: raises for a parameter that is not the model's
-    told = collectively(world, place, lambda: match_state(runtime, optim, state), on_main=True)
-    told, settings = world.broadcast(told)
+    matched = collectively(world, place, lambda: _matched(runtime, optim, state), on_main=True)
+    told, settings, rest = world.broadcast(matched)
     made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
     cut = {key for values in told.values() for key, value in values.items() if isinstance(value, torch.dtype)}
     values_of = _by_canonical_name(runtime, state["state"]) if world.is_main else {}
@@ -103,6 +112,9 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
         for name, tensor in local.items():
             made[name][key] = tensor
     install_state(runtime, optim, made, settings)
+    if rest is not None:
+        collectively(world, f"{type(optim).__name__}.load_state_dict", lambda: set_rest(runtime, optim, rest))
+        install_state(runtime, optim, made, settings, has_rest=True)
 
 
 def install_state(
@@ -110,12 +122,15 @@ def install_state(
     optim: torch.optim.Optimizer,
     made: Mapping[str, Mapping[str, Any]],
     settings: Iterable[Mapping[str, Any]],
+    *,
+    has_rest: bool = False,
 ) -> None:
     """Sets the state of ``optim``: name -> key -> this rank's value, and the settings of each group. Values with the
-    shape of this rank's shard belong to the optimizer from here on; others are copied."""
+    shape of this rank's shard belong to the optimizer from here on; others are copied. What lies under other keys is removed; with ``has_rest`` it stays."""
     for group, wanted in zip(optim.param_groups, settings, strict=True):
         group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
-    optim.state.clear()
+    for key in [key for key in optim.state if isinstance(key, Tensor) or not has_rest]:
+        del optim.state[key]
     for name, values in made.items():
         param = runtime.parameters[name]
         group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))
@@ -140,20 +155,30 @@ def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
     return [name for name in runtime.recipe.params if name in mine]
 
 
-def agreed_kinds(runtime: Runtime, optim: torch.optim.Optimizer, place: str) -> dict[str, dict[str, bool]]:
-    """Canonical name -> key of the parameter's state -> whether it is sharded like the parameter; in the model's order.
-    All ranks must call it.
+def agreed_state(
+    runtime: Runtime, optim: torch.optim.Optimizer, place: str
+) -> tuple[dict[str, dict[str, bool]], dict[str, Any] | None]:
+    """Canonical name -> key of the parameter's state -> whether it is sharded like the parameter, in the model's order; and
+    :func:`~shardwise.state.optimizer_rest.rest_of` the optimizer. All ranks must call it.
 
     Raises:
         UsageError: a parameter is not the model's, or ranks have different state.
-        UnsupportedError: state of a sharded parameter is neither shaped like it nor equal on every rank.
+        UnsupportedError: state of a sharded parameter is neither shaped like it nor equal on every rank; or the rest cannot be saved.
     """
     names = names_of(runtime, optim)
+
+    def act() -> tuple[dict[str, dict[str, bool]], dict[str, Any] | None]:
+        for number, group in enumerate(optim.param_groups):
+            for key, value in group.items():
+                refuse_partial(value, f"{key!r} of group {number} of {type(optim).__name__}")
+        kinds = {name: _kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names}
+        return kinds, rest_of(runtime, optim)
+
     return collectively(
         runtime.world,
         place,
-        lambda: {name: _kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names},
-        same=repr,
+        act,
+        same=lambda found: f"{found[0]} {described(found[1])}",
         differ=UsageError(
             "optimizers that keep different state on different ranks",
             why="some parameter was stepped on one rank and not on another",
@@ -168,6 +193,7 @@ def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, 
     param = runtime.recipe.params[name]
     found = {}
     for key, value in values.items():
+        refuse_partial(value, f"optimizer state {key!r}", name)
         alike = isinstance(value, Tensor) and local_tensor(value).shape == shape and len(param.shape) > 0
         if isinstance(value, Tensor) and not alike and value.dim() and param.cuts:
             raise UnsupportedError(
@@ -215,6 +241,17 @@ def _as_before(value: Any, own: Any) -> Any:
 # ---- what fits --------------------------------------------------------------------------------------------------
 
 
+def _matched(
+    runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], Any]:
+    """What :func:`match_state` returns, and the rest."""
+    told, settings = match_state(runtime, optim, state)
+    rest = state.get("rest")
+    if rest is not None:
+        refuse_whole(runtime, rest)
+    return told, settings, rest
+
+
 def match_state(
     runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
@@ -254,7 +291,8 @@ def match_state(
         )
     told = {name: _values_of(runtime, name, stored[name]) for name in names if name in stored}
     return told, [
-        _group_settings(runtime, optim, number, state["param_groups"]) for number in range(len(optim.param_groups))
+        _group_settings(runtime, optim, number, state["param_groups"], state.get("class"))
+        for number in range(len(optim.param_groups))
     ]
 
 
@@ -285,9 +323,14 @@ def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[s
 
 
 def _group_settings(
-    runtime: Runtime, optim: torch.optim.Optimizer, number: int, saved: Iterable[Mapping[str, Any]]
+    runtime: Runtime,
+    optim: torch.optim.Optimizer,
+    number: int,
+    saved: Iterable[Mapping[str, Any]],
+    saved_by: str | None,
 ) -> dict[str, Any]:
-    """The settings for one group of ``optim``: those of the saved groups that its parameters were in."""
+    """The settings for one group of ``optim``: those of the saved groups that its parameters were in. ``saved_by``: the class whose
+    groups they are, where it is known: what that has added to them while it stepped (Prodigy's ``d_hat``) is taken."""
     group = optim.param_groups[number]
     members = {id(param) for param in group["params"]}
     names = [name for name, param in runtime.parameters.items() if id(param) in members]
@@ -315,11 +358,18 @@ def _group_settings(
             name=names[0],
         )
     wanted = found[0] if found else {}
-    differ = (set(group) - {"params", "param_names"}) ^ set(wanted)
+    own = set(group) - {"params", "param_names"}
+    differ = own - set(wanted) if saved_by == type(optim).__name__ else own ^ set(wanted)
     if found and differ - _SAVED_BY_OTHERS - _FLAGS:
         raise CheckpointError(
             f"an optimizer state with other settings than {type(optim).__name__} has: {shortened(sorted(differ))}",
             why="it was saved by another optimizer, whose state means something else",
-            fix="build the optimizer that it was saved from",
+            fix="build the optimizer that it was saved from; where it adds them to its groups while it steps, give them before: "
+            "optim.param_groups[0][name] = 0.0",
         )
     return wanted
+
+
+def _added(optim: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
+    """Keys of a group that its optimizer was not built with."""
+    return set(group) - {"params", "param_names"} - set(optim.defaults) - _SAVED_BY_OTHERS - _FLAGS

@@ -12,8 +12,9 @@ from shardwise.config.keywords import public_call
 from shardwise.data.batch import Place, is_padding
 from shardwise.data.labels import compare_labels, judge_labels
 from shardwise.data.loader import Loader, mark_used
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.model.calling import call
+from shardwise.model.mode import eval_mode
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.argument_checks import refuse_torch_loss
@@ -30,7 +31,6 @@ from shardwise.step.loss import (
     with_count,
 )
 from shardwise.step.loss_check import LossCheck
-from shardwise.step.mode import eval_mode
 from shardwise.step.no_gradient import refuse_autocast
 from shardwise.step.same_data import digest_of_dataset, other_datasets
 from shardwise.step.step_state import StepState
@@ -158,6 +158,12 @@ class _Sums:
                 "an evaluation without a valid token",
                 why="every label is ignored (-100), or every count is 0, and a loss of 0 would look perfect",
                 fix="look at the labels, or at count=",
+            )
+        if "num_tokens" in self.totals:
+            raise ConfigError(
+                "a loss with an entry 'num_tokens' in sw.evaluate",
+                why="its result has the number of valid tokens under that name, and one of the two would be lost",
+                fix="give the entry another name",
             )
         means = {name: float(agreed[f"sum of {name}"]) / num_tokens for name in sorted(self.totals)}
         return {"loss": means.pop("loss"), "num_tokens": num_tokens, **means}

@@ -18,11 +18,12 @@ from shardwise.errors import ConfigError, RankError, UsageError, first_line
 from shardwise.launch.failure import is_lost_peer
 from shardwise.model.calling import line_of
 from shardwise.model.function_state import FunctionState
+from shardwise.model.mode import eval_mode
 from shardwise.model.pytrees import map_leaves
 from shardwise.parallel import Runtime
 from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.step.loss import Batch, Loss, as_sums
-from shardwise.step.mode import eval_mode, without_draws
+from shardwise.step.mode import without_draws
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
 

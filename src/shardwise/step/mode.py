@@ -1,4 +1,4 @@
-"""Eval mode for a while; and a warning for training steps of a model in eval mode: dropout and batch norm act differently
+"""Eval mode of layers that draw random numbers, for a while; and a warning for training steps of a model in eval mode: dropout and batch norm act differently
 there, and torch does not warn."""
 
 import contextlib
@@ -10,19 +10,7 @@ from torch import nn
 from shardwise._torch.modules import BatchNormBase
 from shardwise.config.caller import level_of_caller
 from shardwise.model import canonical_modules
-
-
-@contextlib.contextmanager
-def eval_mode(model: nn.Module, *, on: bool = True) -> Iterator[None]:
-    """Within, if ``on``: the model is in eval mode. Afterwards each module is in the mode in which it was."""
-    modes = {module: module.training for module in model.modules()}
-    if on:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+from shardwise.model.mode import eval_mode
 
 
 @contextlib.contextmanager

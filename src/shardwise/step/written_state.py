@@ -1,15 +1,21 @@
-"""What the first windows' forwards write besides gradients, for ``describe``: buffers with their policies, and plain numbers, which count
-a rank's own forwards only."""
+"""What the first windows' forwards write besides gradients, for ``describe``: buffers with their policies, and what lies in attributes,
+which follows a rank's own forwards only."""
 
 import warnings
+from collections import deque
 from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
-from shardwise.model.module_state import plain_numbers
+from shardwise.model.module_state import plain_values
 from shardwise.model.tensors import change_marks, version_of
 from shardwise.parallel import Runtime
 
+_LARGEST = 1 << 24  # bytes of a tensor or an array in an attribute that are compared
 _NUM_WINDOWS = 2  # what a hook after the step writes shows in the second
 _MEANING = {
     "equal": "equal on all ranks",
@@ -45,7 +51,7 @@ class WrittenState:
         self._begin: _Buffers | None = None  # of the running window
         # Buffers that are to be equal, and the forwards of each window so far have changed.
         self._counted: set[str] = set()
-        self._numbers = {prefix: plain_numbers(module) for prefix, module in runtime.modules}
+        self._plain = _PlainState(runtime)
 
     def begin(self) -> None:
         if self._begin is None:
@@ -60,8 +66,8 @@ class WrittenState:
         self._counted = changed & self._counted if self.num_windows else changed
         self.num_windows, self._begin = self.num_windows + 1, None
         if self.num_windows == 1:
-            self._name_numbers()
-            self._numbers = {}
+            self._name_attributes()
+            del self._plain
         elif self._counted:
             names = sorted(self._counted)
             self._warn(
@@ -79,20 +85,23 @@ class WrittenState:
         told = [f"{first_few(names)} ({_MEANING[word]})" for word, names in groups.items()]
         return f"written in the first windows: {'; '.join(told)}" if told else ""
 
-    def _name_numbers(self) -> None:
-        runtime = self._runtime
-        caches = self._after.homes_of_new(self._before, runtime)
-        found = [
-            f"{prefix}.{path}" if prefix else path
-            for prefix, module in runtime.modules
-            if prefix not in caches  # how much of a cache is filled belongs to the cache
-            for path, value in plain_numbers(module).items()
-            if path in self._numbers[prefix] and self._numbers[prefix][path] != value
-        ]
-        if found:
-            runtime.chosen["numbers"] = self._warn(
-                "in the first window: plain numbers, in no checkpoint, that count", found
+    def _name_attributes(self) -> None:
+        # How much of a cache is filled belongs to the cache.
+        found = _PlainState(self._runtime).changed_since(
+            self._plain, self._after.homes_of_new(self._before, self._runtime)
+        )
+        numbers = [name for name, is_number in found.items() if is_number]
+        others = [name for name, is_number in found.items() if not is_number]
+        if numbers:
+            self._runtime.chosen["numbers"] = self._warn(
+                "in the first window: plain numbers, in no checkpoint, that count", numbers
             )
+        if others:
+            what = "in the first window: lists, arrays or tensors in attributes, that follow"
+            policy = (
+                'A tensor that is registered as a buffer is combined over the ranks: Sharding(buffers={name: "mean"}). '
+            )
+            self._runtime.chosen["attributes"] = self._warn(what, others, policy)
 
     def _warn(self, what: str, names: Collection[str], policy: str = "") -> str:
         runtime, num = self._runtime, self._runtime.world.axis("loss").size
@@ -104,6 +113,37 @@ class WrittenState:
                 stacklevel=level_of_caller(),
             )
         return text
+
+
+class _PlainState:
+    """What the modules of a model keep in attributes at one time: numbers, tensors and arrays by their values, lists by their lengths."""
+
+    def __init__(self, runtime: Runtime):
+        self._seen: dict[tuple[str, str], Any] = {}
+        self._numbers: set[tuple[str, str]] = set()
+        tensors: dict[tuple[str, str], Tensor] = {}
+        for prefix, module in runtime.modules:
+            for path, value in plain_values(module):
+                if type(value) is Tensor and not value.requires_grad and not value.is_meta and value.nbytes <= _LARGEST:
+                    tensors[prefix, path] = value
+                elif isinstance(value, int | float) and not isinstance(value, bool):
+                    self._seen[prefix, path] = value
+                    self._numbers.add((prefix, path))
+                elif isinstance(value, list | deque):
+                    self._seen[prefix, path] = len(value)
+                elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.nbytes <= _LARGEST:
+                    self._seen[prefix, path] = value.shape, value.tobytes()
+        marks = change_marks([*tensors.values()]).tolist() if tensors else []
+        for (key, tensor), mark in zip(tensors.items(), marks, strict=True):
+            self._seen[key] = tuple(tensor.shape), mark
+
+    def changed_since(self, before: "_PlainState", without: Collection[str]) -> dict[str, bool]:
+        """Name of what has changed -> whether it is a number; but for the modules ``without``."""
+        return {
+            f"{key[0]}.{key[1]}" if key[0] else key[1]: key in self._numbers
+            for key, value in self._seen.items()
+            if key[0] not in without and key in before._seen and before._seen[key] != value
+        }
 
 
 class _Buffers:

@@ -10,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import chat
 from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import shardwise as sw
 from shardwise.data.sft.packing import packs
@@ -137,6 +140,29 @@ class Crosses(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         return self.head(self.embed(input_ids).cumsum(1) / (position_ids[..., None] + 1))
+
+
+def finds_documents(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, position_ids: Tensor, **__: Any
+) -> Any:
+    """Attention that finds documents as the flash kernels of transformers do, by the same function."""
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()[None]
+    if _is_packed_sequence(position_ids, q.shape[0]):
+        document = (position_ids == 0).cumsum(-1)
+        mask = mask & (document[:, :, None] == document[:, None, :])
+    out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+    return out.transpose(1, 2).contiguous(), None
+
+
+def test_flash_attention_is_right_for_one_sample_only_and_that_is_what_is_told(tmp_path, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "finds_documents", finds_documents)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "finds_documents", lambda *_, **__: None)
+    data = sw.SFTDataset(records(tmp_path / "chat.jsonl"), chat.tokenizer(), seq_len=SEQ_LEN, pack=True)
+    model = chat.model(attn_implementation="finds_documents")
+    data.check_attention(model, micro_batch=1)
+    with pytest.raises(ConfigError, match=r"(?s)2 in a micro-batch.*micro_batch=1"):
+        data.check_attention(model)
+    data.check_attention(chat.model(attn_implementation="eager"), micro_batch=3)
 
 
 def said(build: Any, path: Path, forward: Any) -> str:

@@ -1,5 +1,7 @@
 """Hooks that users put on parameters: carried along where they are right, refused by name where they are not."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from shardwise import Sharding
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import parallelize, runtime_of
+from shardwise.parallel.unfit_modules import refuse_held_accumulators
 from shardwise.step.window import window
 from shardwise.world import init
 
@@ -52,6 +55,15 @@ def five_times(param):
 def after_accumulation():
     net = Net().double()
     net.blocks[1].weight.register_post_accumulate_grad_hook(five_times)
+    return net
+
+
+def on_node():
+    global node_held  # in a list of its own: referrers are not looked for among what was there when the rank was started
+    net = Net().double()
+    node = net.blocks[1].weight.view_as(net.blocks[1].weight).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: None)
+    node_held = [node]
     return net
 
 
@@ -144,6 +156,7 @@ def refused(name: str, how: str, layout: str, engine: str):
         ("on_gradient", "dp_shard=2", "fsdp2", "never be called"),
         ("on_gradient", "dp_shard=1", "fsdp2", "never be called"),
         ("after_accumulation", "dp_shard=2", "fsdp2", "never be called"),
+        ("on_node", "dp_shard=2", "fsdp2", "never called"),
         ("after_accumulation", "dp_replicate=2", "ddp", "this rank's part"),
     ],
 )
@@ -180,6 +193,40 @@ def test_a_hook_put_on_later(ranks, kind, layout, engine, why):
         assert (said is None) == (why is None)
         if why is not None:
             assert said[0] == "blocks.1.weight" and why in said[1]
+
+
+def node_held_later(layout: str, engine: str):
+    """A forward before, whose graph is alive, holds nodes too: that is no hook."""
+    with init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(1)
+        net = plain()
+        out = net(torch.ones(2, 4, dtype=torch.float64))
+        model = parallelize(net, world, sharding=Sharding(engine=engine))
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        found, held = [], []
+        for is_held in (False, True):
+            if is_held:
+                held.append(torch.autograd.graph.get_gradient_edge(model.blocks[1].weight).node)
+            runtime_of(model).before_first_step.append(functools.partial(refuse_held_accumulators, runtime_of(model)))
+            for node in held:
+                node.register_hook(lambda *_: None)
+            with window(model, micro_batches(1), count=len) as w:
+                for batch in w:
+                    (model(batch["x"]).sum() / w.num_tokens).backward()
+            try:
+                optim.step()
+                found.append(None)
+            except UnsupportedError as error:
+                found.append(error.name)
+            optim.zero_grad()
+        return found, out.requires_grad
+
+
+@pytest.mark.parametrize(("layout", "engine"), [("dp_shard=2", "fsdp2"), ("dp_replicate=2", "ddp")])
+def test_a_hook_on_a_node(ranks, layout, engine):
+    """torch calls it before a gradient is accumulated into a leaf: into a shard it never is."""
+    for found, _ in ranks.run(node_held_later, 2, layout, engine):
+        assert found == [None, "blocks.1.weight" if engine == "fsdp2" else None]
 
 
 def put_twice():

@@ -211,17 +211,18 @@ class Cached(nn.Module):
 
     def __init__(self, dim: int = 8):
         super().__init__()
-        self.up, self.cache = nn.Linear(dim, dim), []
+        cache: list[Tensor] = []
+        self.up, self.cached = nn.Linear(dim, dim), lambda: cache  # in an attribute of the block it would be put back
 
     def forward(self, x: Tensor) -> Tensor:
-        self.cache.append(torch.tanh(self.up(x)))
-        return x + torch.cat(self.cache, 1).sum(1, keepdim=True)
+        self.cached().append(torch.tanh(self.up(x)))
+        return x + torch.cat(self.cached(), 1).sum(1, keepdim=True)
 
 
 class Raises(Cached):
     def forward(self, x: Tensor) -> Tensor:
-        self.cache.append(self.up(x))
-        return x + torch.stack(self.cache).reshape(x.shape)
+        self.cached().append(self.up(x))
+        return x + torch.stack(self.cached()).reshape(x.shape)
 
 
 class Recurrent(nn.Module):

@@ -133,18 +133,20 @@ class SFTDataset:
             "position_ids": torch.nn.functional.pad(places, (0, rest)),
         }
 
-    def check_attention(self, model: nn.Module, forward: Callable[..., Any] = call) -> None:
-        """Runs the model on two documents in one sample, to see that neither attends to the other. All ranks must call it,
+    def check_attention(self, model: nn.Module, forward: Callable[..., Any] = call, *, micro_batch: int = 2) -> None:
+        """Runs the model on samples of two documents, to see that neither attends to the other. All ranks must call it,
         before training on packed samples.
 
         Args:
             model: from ``parallelize``, or a plain one.
             forward: how training calls it: ``forward(model, batch)``.
+            micro_batch: samples of a micro-batch, as of the :class:`~shardwise.Loader`: there are models for which one sample is
+                right and two are not (flash attention).
 
         Raises:
             ConfigError: one does.
         """
-        check_attention(model, forward)
+        check_attention(model, forward, micro_batch)
 
     @property
     def lengths(self) -> np.ndarray:

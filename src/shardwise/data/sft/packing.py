@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
+from shardwise.model.mode import eval_mode
 
 _FEW = 4  # tokens of a document that is tried
 
@@ -76,32 +77,39 @@ def packs(lengths: Sequence[int] | np.ndarray, size: int) -> Packs:
     return Packs(order[by_sample], np.searchsorted(sample_of[by_sample], np.arange(num + 1)))
 
 
-def check_attention(model: nn.Module, forward: Callable[[nn.Module, dict[str, Tensor]], Any]) -> None:
-    """Runs a model on two documents in one sample, the first of them once with other tokens: what it says of the second must
-    stay. All ranks must call it.
+def check_attention(model: nn.Module, forward: Callable[[nn.Module, dict[str, Tensor]], Any], num_samples: int) -> None:
+    """Runs a model on ``num_samples`` samples of two documents, the first of them once with other tokens: what it says of the second
+    must stay. All ranks must call it.
 
     Raises:
         ConfigError: it does not.
     """
-    device = next(model.parameters()).device
-    ids = torch.arange(2 * _FEW, device=device)[None] % 3 + 1
-    other = torch.cat([3 - ids[:, :_FEW], ids[:, _FEW:]], 1)
-    places = torch.arange(_FEW, device=device).repeat(2)[None]
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs = [
-                forward(model, {"input_ids": each, "labels": each, "position_ids": places}) for each in (ids, other)
-            ]
-    finally:
-        model.train(was_training)
-    one, two = (getattr(output, "logits", output)[:, _FEW:].double() for output in outputs)
-    if (one - two).abs().max() > 1e-6 * one.abs().max():
+    if not _crosses(model, forward, num_samples):
+        return
+    if num_samples > 1 and not _crosses(model, forward, 1):
         raise ConfigError(
-            f"packed samples for a {type(model).__name__}",
-            why="its attention goes from one document of a sample to the next: with other tokens in the first, its logits for the second "
-            "change, though their position_ids begin anew",
-            fix='use padding: pack=False (data.pack=false); or a causal model of transformers with attn_implementation="sdpa", "eager" or a '
-            "flash one, which finds documents by position_ids where it is called with use_cache=False",
+            f"packed samples for a {type(model).__name__}, {num_samples} in a micro-batch",
+            why="its attention stays within a document of a batch of one sample, and goes from one document to the next in a larger one: "
+            "so do the flash kernels of transformers, which look for documents by position_ids in a batch of one",
+            fix="use micro-batches of one sample, in training and evaluation: micro_batch=1 (--data.micro_batch=1), which may be longer "
+            '(seq_len); or attn_implementation="sdpa" or "eager" (--model.args.attn_implementation=sdpa); or pack=False',
         )
+    raise ConfigError(
+        f"packed samples for a {type(model).__name__}",
+        why="its attention goes from one document of a sample to the next: with other tokens in the first, its logits for the second "
+        "change, though their position_ids begin anew",
+        fix='use padding: pack=False (data.pack=false); or a causal model of transformers with attn_implementation="sdpa", "eager", or a '
+        "flash one and micro_batch=1, which finds documents by position_ids where it is called with use_cache=False",
+    )
+
+
+def _crosses(model: nn.Module, forward: Callable[[nn.Module, dict[str, Tensor]], Any], num_samples: int) -> bool:
+    """Whether tokens of one document change what is said of the next."""
+    device = next(model.parameters()).device
+    ids = (torch.arange(2 * _FEW, device=device)[None] % 3 + 1).repeat(num_samples, 1)
+    other = torch.cat([3 - ids[:, :_FEW], ids[:, _FEW:]], 1)
+    places = torch.arange(_FEW, device=device).repeat(num_samples, 2)
+    with eval_mode(model), torch.no_grad():
+        outputs = [forward(model, {"input_ids": each, "labels": each, "position_ids": places}) for each in (ids, other)]
+    one, two = (getattr(output, "logits", output)[:, _FEW:].double() for output in outputs)
+    return bool((one - two).abs().max() > 1e-6 * one.abs().max())

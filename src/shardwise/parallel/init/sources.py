@@ -22,6 +22,7 @@ from shardwise.parallel.init.tape import Tape
 from shardwise.parallel.init.values import scatter_values, write_from_tape
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import mark_stale
+from shardwise.parallel.unfit_modules import refuse_to_replace
 from shardwise.recipe import Note, Recipe
 from shardwise.world import World
 from shardwise.world.agreement import digest_of_text
@@ -208,7 +209,10 @@ def _build_on_rank0(model: Callable[[], nn.Module], world: World, refused: str |
     refuse_lazy(module)
     why = "rank0 (asked for)" if refused is None else f"rank0 (seeded values are not possible: {refused})"
     source = FromRank0(module, world, Note(name="init", why=why, option="init", warns=refused is not None))
+    refuse_to_replace(module)
+    held = tensors_of(module, "_parameters")
     to_meta(module)
+    mark_stale(held, {})
     return module, source
 
 

@@ -18,7 +18,8 @@ from shardwise.state.checkpoint.json_state import to_plain
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import damaged
 from shardwise.state.integrity.reading import VerifiedFiles
-from shardwise.state.optimizer import agreed_kinds, match_state, settings_of
+from shardwise.state.optimizer import agreed_state, install_state, match_state, settings_of
+from shardwise.state.optimizer_rest import refuse_whole, rest_of, set_rest
 from shardwise.state.stored import FileTensor, TensorSource
 
 
@@ -39,7 +40,7 @@ def _state_by_name(
 ) -> dict[str, Any]:
     """The state of an optimizer by the names of parameters; what is sharded is added to ``parts``, by ``prefix`` and its name:
     the parameter that it is sharded as, and this rank's part."""
-    kinds = agreed_kinds(runtime, optim, "a checkpoint, taking down the optimizer's state")
+    kinds, rest = agreed_state(runtime, optim, "a checkpoint, taking down the optimizer's state")
     kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
     keys: dict[str, dict[str, str | None]] = {}
     plain: dict[str, dict[str, Any]] = {}
@@ -55,6 +56,7 @@ def _state_by_name(
         "keys": keys,
         "state": plain,
         "param_groups": [settings_of(runtime, group, kinds) for group in optim.param_groups],
+        **({} if rest is None else {"rest": rest}),
     }
 
 
@@ -97,8 +99,11 @@ class SavedOptimizer:
                 fix=f"build {saved['class']}, or load the weights only: sw.load_weights(model, {str(folder)!r})",
             )
         self._values, self.settings = match_state(
-            runtime, optim, {"state": state, "param_groups": saved["param_groups"]}
+            runtime, optim, {"state": state, "param_groups": saved["param_groups"], "class": saved["class"]}
         )
+        self._rest = saved.get("rest")
+        if self._rest is not None:
+            refuse_whole(runtime, self._rest)
         if prefix:  # those of the run's own are settled with it
             self.settings = Settled([{} for _ in self.settings]).settings(self.settings)
 
@@ -132,6 +137,23 @@ class SavedOptimizer:
                 else value
                 for key, value in keys.items()
             }
+
+    def note(self) -> str | None:
+        """What the user should know: the checkpoint, of an earlier version, lacks what the optimizer keeps besides."""
+        has_own = type(self.optim).state_dict is not torch.optim.Optimizer.state_dict
+        if self._rest is not None or not has_own or rest_of(self.runtime, self.optim) is None:
+            return None
+        return f"{type(self.optim).__name__} keeps more than the state of its parameters, of which the checkpoint has nothing: it stays as it is now"
+
+    def place(self) -> None:
+        """Gives the optimizer the state of its parameters and the settings of its groups."""
+        install_state(self.runtime, self.optim, self.made, self.settings)
+
+    def place_rest(self) -> None:
+        """Gives it what it keeps besides, by its own ``load_state_dict``."""
+        if self._rest is not None:
+            set_rest(self.runtime, self.optim, self._rest)
+            install_state(self.runtime, self.optim, self.made, self.settings, has_rest=True)
 
 
 def part_of(stored: TensorSource, runtime: Runtime, name: str, files: VerifiedFiles) -> Tensor:

@@ -37,7 +37,6 @@ from shardwise.state.left_base import LeftBase, digests, refuse_other_base
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.meaning import refuse_other_meaning
-from shardwise.state.optimizer import install_state
 from shardwise.state.own_load import give_attributes
 from shardwise.state.sidecars import Origin
 from shardwise.state.stored import InMemoryTensor
@@ -189,6 +188,7 @@ class _Reading:
             elif not is_sharded(value) and not isinstance(value, torch.optim.Optimizer):
                 refuse_numbered(f"{EXTRA}/{name}", state["extra"][name], self._runtimes)
                 self._refit(name, state["extra"][name], _only_checked)
+        self.notes += [note for optimizer in self._optimizers.values() if (note := optimizer.note())]
         self._state = state
         self.own = {
             name: value
@@ -309,11 +309,13 @@ class _Reading:
             if states:
                 set_extra_states(runtime.module, states)
         for saved in self._optimizers.values():
-            install_state(saved.runtime, saved.optim, saved.made, saved.settings)
+            saved.place()
         self._place_random(self._state["random"])
 
     def place_extra(self) -> None:
-        """Loads the state of the user's ``extra`` objects, whose code may fail on one rank only."""
+        """Loads the state of the user's optimizers and ``extra`` objects, whose code may fail on one rank only."""
+        for saved in self._optimizers.values():
+            saved.place_rest()
         for name, value in self.extra.items():
             if name in self._extra:
                 value.load_state_dict(self._extra[name])

@@ -25,6 +25,7 @@ class _Optimizer(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
     keys: dict[str, dict[str, str | None]]
     state: dict[str, dict[str, Any]]
     param_groups: list[dict[str, Any]]
+    rest: dict[str, Any] | None = None  # what optim.state_dict() gives besides; earlier versions have none
 
 
 class _Streams(msgspec.Struct):

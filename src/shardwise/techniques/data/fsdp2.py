@@ -73,6 +73,9 @@ def apply_fsdp2(module: nn.Module, recipe: Recipe, world: World) -> "FSDP2Engine
             sum_gradients(child)
     materialise(module, world.device, cut=torch.device("cpu") if entry_of(recipe).offload else world.device)
     leave_unflattened(module)
+    for name, param in tensors_of(module, "_parameters").items():
+        if name in cut:
+            vars(param).update(vars(parameters[name]))  # what the user has set on it, such as "no weight decay"
     return FSDP2Engine(module, recipe, world)
 
 

@@ -20,6 +20,7 @@ from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
 from shardwise.errors import ConfigError, PlanError, ShardwiseError, UsageError
 from shardwise.model import canonical_modules, dtype_of
+from shardwise.model.tensors import parameter_like
 from shardwise.recipe import Draft
 from shardwise.recipe.draft import Casting
 from shardwise.techniques.data.options import DDP, Sharding
@@ -264,7 +265,7 @@ def _without_values(module: nn.Module) -> Any:
     for tensor in (*module.parameters(), *module.buffers()):
         bare = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = (
-            nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+            parameter_like(tensor, bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
         )
     return copy.deepcopy(module, memo)
 

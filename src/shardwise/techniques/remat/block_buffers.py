@@ -2,11 +2,12 @@
 with, and leaves nothing.
 
 The first run copies all buffers, and shows which are written: later ones copy only those. A block may write buffers of other modules
-(counts of a router that it was given, a cache of its parent): they are looked at in the runs that are compared.
+(counts of a router that it was given, a cache of its parent): they are looked at in the runs that are compared. So is what attributes hold;
+later runs look whether the attributes are the same objects, and into those of modules that have changed any.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from shardwise._torch.autograd import unseen
 from shardwise.errors import UnsupportedError
 from shardwise.model.module_state import Attributes, keeps_attributes
+from shardwise.model.names import own_attributes
 
 
 class _Before(NamedTuple):
@@ -27,7 +29,24 @@ class _Before(NamedTuple):
     copy: Tensor | None
 
 
-Before = tuple[Sequence[_Before], Sequence[Attributes]]
+class _Bindings:
+    """The attributes of a module, and not what is in them."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self._was = module, own_attributes(module)
+
+    @property
+    def may_have_changed(self) -> bool:
+        now, was = own_attributes(self.module), self._was
+        return now.keys() != was.keys() or not all(value is was[name] for name, value in now.items())
+
+    def restore(self) -> None:
+        for name in own_attributes(self.module).keys() - self._was.keys():
+            del self.module.__dict__[name]
+        self.module.__dict__.update(self._was)
+
+
+Before = tuple[Sequence[_Before], Sequence[Attributes | _Bindings]]
 _ABSENT = object()  # in place of a buffer that was not registered
 
 
@@ -49,6 +68,8 @@ class BlockBuffers:
         self._outside = [module for module in outside if module._buffers]
         self._siblings = [module for module in siblings if module._buffers]
         self._written_outside: list[nn.Module] = []  # those of which the block writes buffers
+        self._keep_attributes = [module for module in modules if keeps_attributes(module)]
+        self._change_attributes: dict[int, nn.Module] = {}  # by id: modules whose attributes a forward has changed
         self._num_runs = 0
         self._known: dict[Any, set[Any]] = {}  # training flags of the owners -> buffers that a forward writes
 
@@ -65,25 +86,31 @@ class BlockBuffers:
         """What to hand to :meth:`written` after a first run. ``is_checked``: other modules than known ones may register or write some."""
         modules = [*self._modules, *self._outside] if is_checked else [*self._owners, *self._written_outside]
         beside = self._siblings if is_checked else ()
-        if not modules and not beside:
+        if not modules and not beside and not self._keep_attributes:
             return None
         writers = self._known.get(self._mode)
         self._num_runs += 1
         # Writes to .data show in no version: values are compared in the first run, then ever more rarely.
         is_rare = not self._num_runs & (self._num_runs - 1)
         compared = set(map(id, modules if writers is None else self._owners if is_rare else ()))
-        buffers = [
-            _Before(
-                owner,
-                attr,
-                b,
-                0 if b is None else b._version,
-                _copied(b, id(owner) in compared or (owner, attr) in (writers or ())),
-            )
-            for owner in (*modules, *beside)
-            for attr, b in owner._buffers.items()
+        looked_into = {id(m): m for m in modules if keeps_attributes(m)} | self._change_attributes
+        with unseen():  # selective counts the operators of the block
+            buffers = [
+                _Before(
+                    owner,
+                    attr,
+                    b,
+                    0 if b is None else b._version,
+                    _copied(b, id(owner) in compared or (owner, attr) in (writers or ())),
+                )
+                for owner in (*modules, *beside)
+                for attr, b in owner._buffers.items()
+            ]
+            attributes = [Attributes(module, all_tensors=True) for module in looked_into.values()]
+        return buffers, [
+            *attributes,
+            *(_Bindings(module) for module in self._keep_attributes if id(module) not in looked_into),
         ]
-        return buffers, [Attributes(module) for module in modules if keeps_attributes(module)]
 
     def written(self, before: Before | None) -> "WrittenBuffers":
         """The buffers that a run has written, as they were before it."""
@@ -105,7 +132,9 @@ class BlockBuffers:
             found += [(owner, attr, _ABSENT) for attr in owner._buffers if (id(owner), attr) not in there]
         if any(value is _ABSENT for _, _, value in found):
             self._owners = [module for module in self._modules if module._buffers]
-        homes = {id(owner) for owner, _, _ in found}
+        changed = {id(each.module): each.module for each in attributes if each.may_have_changed}
+        self._change_attributes |= changed
+        homes = {id(owner) for owner, _, _ in found} | changed.keys()
         self._written_outside = [module for module in self._outside if any(module is owner for owner, _ in writers)]
         outside = [b for owner, attr, b, *_ in buffers if owner in self._written_outside and (owner, attr) in writers]
         return WrittenBuffers(
@@ -123,24 +152,37 @@ class BlockBuffers:
 
 
 class WrittenBuffers:
-    """Buffers that a block's first run has written, and Python state of their modules, as before it. ``outside``: those of them that the
+    """Buffers that a block's first run has written, and Python state of modules, as before it. ``outside``: those of them that the
     block may hold by themselves, without their module."""
 
     def __init__(
-        self, buffers: Sequence[tuple[nn.Module, str, Any]], attributes: Sequence[Attributes], outside: Sequence[Tensor]
+        self,
+        buffers: Sequence[tuple[nn.Module, str, Any]],
+        attributes: Sequence[Attributes | _Bindings],
+        outside: Sequence[Tensor],
     ):
         self._buffers, self._attributes, self._outside = buffers, attributes, outside
 
     def __bool__(self) -> bool:
-        return bool(self._buffers)
+        return bool(self._buffers or self._attributes)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """Context manager: all is as before the first run; what is written within is dropped. Buffers are copies within: what was
         saved for backward stays."""
+        with unseen():  # by what selective keeps of the first run
+            undo = self._put()
+        try:
+            yield
+        finally:
+            with unseen():
+                undo()
+
+    def _put(self) -> Callable[[], None]:
+        """Puts all back as it was before the first run; returns a function that undoes this."""
         owners = {id(owner): owner for owner, _, _ in self._buffers}.values()
         now = [(owner, dict(owner._buffers), set(owner._non_persistent_buffers_set)) for owner in owners]
-        attributes = [Attributes(each.module) for each in self._attributes]
+        attributes = [Attributes(each.module, all_tensors=True) for each in self._attributes]
         for owner, attr, value in self._buffers:
             if value is _ABSENT:
                 owner._buffers.pop(attr, None)
@@ -149,9 +191,8 @@ class WrittenBuffers:
         for each in self._attributes:
             each.restore()
         outside = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._outside]
-        try:
-            yield
-        finally:
+
+        def undo() -> None:
             for buffer, version, value in outside:
                 if buffer._version != version:
                     buffer.data.copy_(value)  # what backward has saved of it is what it was
@@ -162,6 +203,8 @@ class WrittenBuffers:
                 owner._non_persistent_buffers_set.update(computed)
             for each in attributes:
                 each.restore()
+
+        return undo
 
 
 def _copied(buffer: Tensor | None, may_be_written: bool) -> Tensor | None:

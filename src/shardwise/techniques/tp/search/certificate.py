@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import first_line
 from shardwise.model.run import Call, Place, Run
+from shardwise.model.tensors import parameter_like
 from shardwise.model.trial import Change, Trial
 from shardwise.techniques.tp.search.region_records import Cut, Region, Setting, Whole, part_of, rows_of
 from shardwise.techniques.tp.search.regions import weights_for
@@ -204,7 +205,7 @@ def _cut_tensors(root: nn.Module, region: Region, degree: int, rank: int) -> Ite
             local[name] = before = getattr(owner, attr)
             if isinstance(cut, tuple):
                 mine = before.detach().index_select(cut[0], rows_of(cut[1], degree, rank))
-                local[name] = nn.Parameter(mine) if attr in owner._parameters else mine.requires_grad_()
+                local[name] = parameter_like(before, mine, True) if attr in owner._parameters else mine.requires_grad_()
                 stack.callback(setattr, owner, attr, before)
                 setattr(owner, attr, local[name])
         yield local
