@@ -385,11 +385,10 @@ class Rows(ComparedRows):
 
     def _note_function(self, name: str, *, is_own: bool = False, cut_off: Sequence[Any] = ()) -> None:
         if self._rows is None:
-            module = self.frames[-1].name if self.frames else ""
-            self._whole.functions.append((module, name))
+            self._whole.functions.append(name)
             self._whole.has_own_backwards |= is_own
             if is_own or any(isinstance(x, Tensor) and x.requires_grad for x in cut_off):
-                self._whole.hides.add(module)
+                self._whole.hides.add(self.frames[-1].name if self.frames else "")
 
     def refuse_backward_hooks(self, name: str, given: Any, output: Any) -> None:
         """Refuses backward hooks of the user's own on a module, which may go by a threshold, but where each rank has all of its gradients."""

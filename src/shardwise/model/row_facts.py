@@ -149,7 +149,7 @@ class Whole:
             unless heads are divided.
         products: and the number of a product in its own code -> its second factor.
         made: module -> its calls that make positions, ``(kind, number)``.
-        functions: those that were called, in order: module whose code runs, and name.
+        functions: the names of the functions that were called, in order.
         hides: modules whose code computes with values apart from their gradients.
         writes: modules that write what they are called with.
         has_own_backwards: code of the model has backwards that are not torch's, or looks at those: functions, operators, hooks.
@@ -176,7 +176,7 @@ class Whole:
         self.products: dict[tuple[str, int, int], Any] = {}
         self.looked_up: dict[tuple[str, int, int], list[Tensor]] = {}  # indices of embeddings, where they count
         self.made: dict[str, dict[tuple[str, int], None]] = {}
-        self.functions: list[tuple[str, str]] = []
+        self.functions: list[str] = []
         self.has_own_backwards = False
         self.hides: set[str] = set()
         self.writes: set[str] = set()

@@ -75,7 +75,6 @@ class Gradients:
         """Modules that ranks call with something else, such as an expert with its tokens: which of their calls are the same is not known."""
         self._calls: dict[str, int] = {}
         self._weights: dict[tuple[str, int], Tensor] = {}  # of layers, which have none: factors of their outputs
-        self._pending: dict[Place, tuple[Any, bool | None]] = {}  # of a rank, until its gradient arrives
         self._sizes: dict[Place, float] = {}
         self._middle = 0.0
         self._last = ""  # module whose output has got a gradient
@@ -86,7 +85,6 @@ class Gradients:
         self.mode = mode
         self._joined.clear()
         self._weights.clear()
-        self._pending.clear()
 
     def weighted(self, weight: str, y: Tensor) -> Tensor:
         """The outputs of a layer, times a factor that has its weight's place: its gradient depends on those of all outputs."""
@@ -104,8 +102,6 @@ class Gradients:
             return x
         y = x.clone() if copies else x.view_as(x)
         y.register_hook(lambda grad: self._arrived(place, grad, is_part))
-        if not self.mode.is_whole:
-            self._pending[place] = x.shape, is_part
         given = y.clone() if copies else y.view_as(y)  # which the model's code may put hooks on: they are called first
         self.mode.replaced(x, given)
         return given
@@ -189,9 +185,6 @@ class Gradients:
                 grad = torch.zeros_like(self._full[place])
             if grad is not None:
                 self._arrived(place, grad, kind_of(name), is_end=True)
-        for place, (shape, is_part) in list(self._pending.items()):  # where none has come, it is 0
-            if place in self._full:
-                self._arrived(place, self._full[place].new_zeros(shape), is_part, is_end=True)
 
     def refuse_wrong(self) -> None:
         """Raises BackwardDiffers, once all ranks have run, with the module whose backward is given the right gradients and gives others."""
@@ -228,7 +221,6 @@ class Gradients:
         if not (self.is_backward or is_end) or grad.is_meta:
             return
         grad = grad.detach()
-        self._pending.pop(place, None)
         self._last = place.name if place.what == "out" else self._last
         if self.mode.is_whole:
             self._full[place] = self._full[place] + grad if place in self._full else grad.clone()

@@ -159,12 +159,7 @@ class Search:
         for name, child in self.module.named_modules():
             if has_backward_hooks(child):
                 raise Differs(name, "its backward hook is not one of all blocks that are alike")
-        hides = self._run_whole(self.trial, is_training=True).hides
         for blocks in kinds:
-            if name := next((n for n in hides for b in blocks if n == b or is_in_block(n, b)), None):
-                raise Differs(
-                    name, "it computes apart from gradients, which is not compared where blocks stand for others"
-                )
             _refuse_other_buffers(self.module, blocks[_SEARCHED - 1 :])
         self._whole.clear()
         trial = self._new_trial(foreign=frozenset({*self.trial.foreign, *foreign}))
@@ -174,8 +169,11 @@ class Search:
         for is_training in (True, False):
             trial.set_training(is_training)
             whole = whole_run(trial, self.length, only, frozenset(facts.products), self.heads_over, self.kind)
-            for blocks in kinds if is_training else ():
-                self._refuse_other_functions(whole, blocks[_SEARCHED - 1 :])
+            for name in sorted(whole.hides):
+                if any(name == b or is_in_block(name, b) for blocks in kinds for b in blocks):
+                    raise Differs(
+                        name, "it computes apart from gradients, which is compared in blocks that are run by themselves"
+                    )
             for rows in () if before is not None and before.is_like(whole) else (parts[0], parts[-1]):
                 found = run_on_rows(trial, whole, plan, self.length, rows, facts, self.heads_over, self.kind)
                 if not _follows(found, facts):
@@ -184,16 +182,6 @@ class Search:
             before = whole.without_modules()
             del whole  # before the next one is made
         _refuse_mixed_drops(facts)
-
-    def _refuse_other_functions(self, whole: Whole, blocks: Sequence[str]) -> None:
-        """Raises Differs unless blocks call the functions of the first of them, whose backward is proved."""
-        found: dict[str, list[tuple[str, str]]] = {block: [] for block in blocks}
-        for name, function in whole.functions:
-            if (block := next((b for b in blocks if name == b or is_in_block(name, b)), None)) is not None:
-                found[block].append((in_block(name, block, ""), function))
-        for block in blocks:
-            if found[block] != found[blocks[0]]:
-                raise Differs(block, "it calls other functions than the blocks like it")
 
     def _compared(self, facts: Facts) -> frozenset[str]:
         """The modules that are compared in a model of many blocks."""
