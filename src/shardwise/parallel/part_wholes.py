@@ -23,6 +23,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _tensor: Tensor, whole: Tensor, part: PartOf) -> Tensor:
         ctx.part = part
+        ctx.sides = None, None, "unknown"  # its own backward refuses
         return whole.view_as(whole)
 
     @staticmethod

@@ -69,7 +69,7 @@ class WholeUses:
     def _sides_behind(self, node: Any, side: Side) -> Side | Sequence[Side] | None:
         of, expected, sides = getattr(node, "sides", (None, None, None))
         if of is None:
-            return "unknown" if node.name().startswith("CompiledFunction") else None
+            return sides or ("unknown" if node.name().startswith("CompiledFunction") else None)
         if of != self._group:
             return None
         self._is_mixed |= side not in (expected, "unknown")
