@@ -2913,7 +2913,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cp-buffers-that-do-not-add-up",
         "            found[name] = None if parts else True\n",
         "            found[name] = False if parts else True\n",
-        "tests/techniques/cp/test_buffers.py -k 'no_sum'",
+        "tests/techniques/cp/test_buffers.py -k otherwise_is_refused",
         "a buffer to which ranks add no parts of what one process adds is summed",
     ),
     Mutant(
@@ -3340,7 +3340,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sp-late-branch-not-compared",
         '                runtime.compared["tp"] = "leave sequence_parallel out"\n',
         "                pass\n",
-        "tests/techniques/tp/test_sequence.py -k 'refused and late'",
+        "tests/techniques/tp/test_sequence.py -k 'what_is_refused and graph'",
         "a parameter that the example did not use trains on a rank's positions until the next comparison",
     ),
     Mutant(

@@ -3,6 +3,7 @@
 import copy
 import functools
 import warnings
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -754,6 +755,9 @@ def refused(case):
 
 
 def _use(case, world):
+    if case == "late, in a graph that is not seen":
+        with mock.patch("shardwise.techniques.tp.whole_uses.WholeUses.share"):
+            return _use("late", world)
     if case == "compiled dropout":
         parallel("dropout", world, compile=sw.Compile(backend="aot_eager"))
     if case == "no blocks":

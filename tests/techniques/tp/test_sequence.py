@@ -242,6 +242,7 @@ def test_backwards_of_ones_own(ranks, how):
 
 REFUSED = {
     "late": "own: a parameter of whose gradient each rank along tp gets a part",
+    "late, in a graph that is not seen": "with other gradients of a parameter that each holds whole",
     "statistics": "into a module of its own",
     "two lengths": "with sequences of two lengths that differ",
     "compiled dropout": "ranks draw numbers of their own for their positions",
@@ -254,7 +255,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.quick("late", "statistics", "two lengths", "left out", "another drop", "another flag", "no blocks")
+@pytest.mark.quick(
+    "late",
+    "late, in a graph that is not seen",
+    "statistics",
+    "two lengths",
+    "left out",
+    "another drop",
+    "another flag",
+    "no blocks",
+)
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_is_refused(ranks, case):
     for told in ranks.run(refused, 2, case):
