@@ -608,23 +608,24 @@ class Annealed(nn.Module):
         return self.body(x) / self.state["temperature"]
 
 
-def _annealed(layout):
+def _warned(layout, kind, of, line):
+    """Warnings of three windows that name ``of``, and the lines of the description that begin with ``line``."""
     with sw.init(layout, device="cpu", timeout_s=30) as world, warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.manual_seed(0)
-        model = sw.parallelize(Annealed().double(), world)
+        model = sw.parallelize(kind().double(), world)
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=ce, forward=by_x)
         for window in range(3):
             step(mine(world, rows(window)))
-        told = [str(w.message) for w in seen if "state.temperature" in str(w.message)]
-        return told, [line for line in sw.describe(model).splitlines() if line.startswith("numbers:")]
+        told = [str(w.message) for w in seen if of in str(w.message)]
+        return told, [text for text in sw.describe(model).splitlines() if text.startswith(line)]
 
 
 def test_a_number_that_a_forward_changes_is_named_once(ranks: RankPool):
-    (told, lines), (other, _) = ranks.run(_annealed, 2, "dp_shard=2")
+    (told, lines), (other, _) = ranks.run(_warned, 2, "dp_shard=2", Annealed, "state.temperature", "numbers:")
     assert len(told) == 1 and not other
     assert "state.step" in told[0] and len(lines) == 1
-    (alone, lines), *_ = ranks.run(_annealed, 1, "dp_shard=1")
+    (alone, lines), *_ = ranks.run(_warned, 1, "dp_shard=1", Annealed, "state.temperature", "numbers:")
     assert not alone and "state.temperature" in lines[0]
 
 
@@ -647,23 +648,12 @@ class Attached(nn.Module):
         return self.last
 
 
-def _attached(layout):
-    with sw.init(layout, device="cpu", timeout_s=30) as world, warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        model = sw.parallelize(Attached().double(), world)
-        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=ce, forward=by_x)
-        for window in range(3):
-            step(mine(world, rows(window)))
-        told = [str(w.message) for w in seen if "of this rank only" in str(w.message)]
-        return told, [line for line in sw.describe(model).splitlines() if line.startswith("attributes:")]
-
-
 def test_tensors_arrays_and_lists_that_a_forward_changes_are_named_once(ranks: RankPool):
-    (told, lines), (other, _) = ranks.run(_attached, 2, "dp_shard=2")
+    (told, lines), (other, _) = ranks.run(_warned, 2, "dp_shard=2", Attached, "of this rank only", "attributes:")
     assert len(told) == 1 == len(lines) and not other
     assert told[0].startswith("bank, array, rebound and 1 more changed") and "held" not in told[0]
     assert 'Sharding(buffers={name: "mean"})' in told[0]
-    assert not ranks.run(_attached, 1, "dp_shard=1")[0][0]
+    assert not ranks.run(_warned, 1, "dp_shard=1", Attached, "of this rank only", "attributes:")[0][0]
 
 
 class Counter(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 ROUNDING = {8: 1e-9, 4: 3e-4, 2: 1e-2}
 """Bytes per number -> relative differences up to this are rounding, in sums of millions. The last one also where a forward runs on
 another number of samples, for which devices have other kernels."""
-APART = 10  # two guesses are told apart where they differ by so many times the rounding
+APART = 10  # two guesses are different ones from so many times the rounding on
 UNCHANGED = 1e-3  # of what another label changes: less, and the label is not used
 
 

@@ -15,6 +15,7 @@ from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
 from shardwise.model.pytrees import keyed_leaves
 from shardwise.model.row_facts import Differs
+from shardwise.model.row_gradients import BackwardDiffers
 from shardwise.model.rows import imbalance, most_rows
 from shardwise.recipe import Draft
 from shardwise.techniques.cp.options import ContextParallel
@@ -224,7 +225,9 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
         )
     return UnsupportedError(
         f"{what} of a {type(module).__name__}",
-        why=f"what it computes for a position depends on other positions, and not by attention alone: on some of them {wrong.why}",
+        why=f"its values are right on some positions, and {wrong.why}: by detach(), a hook or a backward of its own they depend on other positions"
+        if isinstance(wrong, BackwardDiffers)
+        else f"what it computes for a position depends on other positions, and not by attention alone: on some of them {wrong.why}",
         fix=(
             'use method="gather", which takes attention that is written out too; or '
             if option.method == "ulysses"

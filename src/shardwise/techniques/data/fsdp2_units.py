@@ -1,4 +1,4 @@
-"""The units of a recipe as FSDP2 wraps them: their parameters by group, what it is told of each, and what it cannot wrap."""
+"""The units of a recipe as FSDP2 wraps them: their parameters by group, the options of each, and what it cannot wrap."""
 
 import warnings
 from collections.abc import Mapping, Sequence
