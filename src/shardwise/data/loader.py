@@ -224,6 +224,7 @@ class Loader:
             if not samples:
                 if not self._position:
                     refuse_empty(self.dataset)
+                self._state = stream.state()
                 stream.end()
                 return
             place.digest = stream.digest
@@ -237,7 +238,7 @@ class Loader:
             self._state = stream.state()
             self._is_over = stream.has_ended
             self._ends[tuple(place)] = (
-                (self.epoch + 1, 0, None) if self._is_over else (self.epoch, self._position, self._state)
+                (self.epoch + 1, 0, self._state) if self._is_over else (self.epoch, self._position, self._state)
             )
             yield window
             if self._is_over:
@@ -260,7 +261,7 @@ class Loader:
             )
 
     def _next_epoch(self) -> None:
-        self.epoch, self._position, self._state, self._is_over = self.epoch + 1, 0, None, False
+        self.epoch, self._position, self._is_over = self.epoch + 1, 0, False
 
     @property
     def _length(self) -> int:
@@ -397,7 +398,7 @@ class Loader:
         """The position after the last window yielded, as plain numbers, and the own state of a dataset that is read by
         iterating; the same on every rank."""
         if self._is_over:
-            return self._state_at(self.epoch + 1, 0, None)
+            return self._state_at(self.epoch + 1, 0, self._state)
         return self._state_at(self.epoch, self._position, self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

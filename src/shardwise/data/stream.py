@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from shardwise.data.batch import default_collate
 from shardwise.errors import ConfigError, UsageError
+from shardwise.model.plain_state import is_same_value
 from shardwise.model.pytrees import leaves_of
 
 _SAMPLES = 4  # of a window, that are compared over ranks
@@ -54,8 +55,9 @@ class Stream:
     """Reads an iterable dataset, from any sample on.
 
     A dataset with ``state_dict`` and ``load_state_dict`` (``datasets.IterableDataset``, torchdata's nodes and
-    ``StatefulDataLoader``) goes on from its state. Any other, and one of Hugging Face with a shuffle buffer, is read again from
-    the start of the epoch, and as many samples are left out. ``set_epoch(epoch)`` is called at each start, if there is one.
+    ``StatefulDataLoader``) goes on from its state, into the next epoch too: its state may have the epoch in it, or the generator
+    of its order. Any other, and one of Hugging Face with a shuffle buffer, is read again from the start of the epoch, and as many
+    samples are left out. ``set_epoch(epoch)`` is called at each start, if there is one.
 
     Args:
         dataset: each ``iter(dataset)`` begins a new pass over the samples.
@@ -92,12 +94,14 @@ class Stream:
         """
         if self._items is not None and self._place == (epoch, position):
             return
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        if self.has_state:
-            # Without a position too: an epoch that has ended is no start.
-            self.dataset.load_state_dict(copy.deepcopy(self._first if state is None else state))
+        wanted = self._first if state is None else state
+        if position:
+            self._set_epoch(epoch)  # first: the state is one within the epoch
+        # What it holds by itself, where an epoch has ended here, is not loaded: that may draw a number, or end the epoch again.
+        if self.has_state and (position or not is_same_value(self._taken(), wanted)):
+            self._load(wanted)
+        if not position:
+            self._set_epoch(epoch)  # last: the state may have the epoch that has ended, or the first one
         self._items, self._held, self._place, self.digest = iter(self.dataset), [], (epoch, position), 0
         if state is None:
             for number in range(position):
@@ -114,8 +118,12 @@ class Stream:
         samples = self._held
         try:
             samples += itertools.islice(self._items, count - len(samples))
+            if not (samples or self._place[1]) and self.has_state:
+                samples += self._rewound(count)
             self._state = self._taken()
             self._held = list(itertools.islice(self._items, 1))
+            if not self._held:
+                self._state = self._taken()  # it may only now have drawn, or counted, for the next epoch
         except BaseException:
             self.end()  # a generator that has raised gives nothing more, which would look like the epoch's end
             raise
@@ -123,6 +131,31 @@ class Stream:
         for sample in samples[:: max(1, -(-len(samples) // _SAMPLES))]:
             self.digest = _digest(sample, self.digest)
         return samples
+
+    def _rewound(self, count: int) -> list[Any]:
+        """The first samples of an epoch that begins in a state in which nothing is left: some datasets begin anew by themselves, once
+        they have said so, and others only from their first state."""
+        assert self._place is not None
+        for state in (None, self._first):
+            if state is not None:
+                self._load(state)
+            self._set_epoch(self._place[0])
+            self._items = iter(self.dataset)
+            if samples := list(itertools.islice(self._items, count)):
+                return samples
+        return []
+
+    def _load(self, state: Any) -> None:
+        if getattr(self.dataset, "_iter_for_state_dict", False):
+            iter(
+                self.dataset
+            )  # torchdata's nodes: the iterator that was made to be asked would come next, whatever is loaded
+        self.dataset.load_state_dict(copy.deepcopy(state))
+
+    def _set_epoch(self, epoch: int) -> None:
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
     @property
     def has_ended(self) -> bool:
@@ -134,7 +167,7 @@ class Stream:
         self._items, self._held = None, []
 
     def state(self) -> Any:
-        """The dataset's own state after what was taken; None if it has none."""
+        """The dataset's own state after what was taken, and after the end of the epoch where that has been seen; None if it has none."""
         return self._state
 
     def _taken(self) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from shardwise.model.names import canonical_modules, own_attributes
@@ -22,7 +23,9 @@ def changed_attributes(
     """Those of ``now`` that differ from ``before``, or are not in it."""
     found = {
         name: {
-            attr: value for attr, value in values.items() if not _is_same(value, before.get(name, {}).get(attr, _NONE))
+            attr: value
+            for attr, value in values.items()
+            if not is_same_value(value, before.get(name, {}).get(attr, _NONE))
         }
         for name, values in now.items()
     }
@@ -57,7 +60,8 @@ def _is_plain(value: Any, depth: int = 6) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | bytes)
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def is_same_value(a: Any, b: Any) -> bool:
+    """Whether two nested containers hold the same numbers, texts and tensors."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -66,7 +70,7 @@ def _is_same(a: Any, b: Any) -> bool:
         known = a.device == b.device and a.device.type != "meta"
         return known and a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(is_same_value(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    return bool(a == b)
+        return len(a) == len(b) and all(map(is_same_value, a, b))
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)

@@ -10,13 +10,20 @@ from shardwise.model.tensors import checksum, checksums
 from shardwise.parallel.runtime import Runtime
 from shardwise.world.agreement import minority
 
+BEGIN = "the begin of"
+"""How a place begins that is no end."""
 Fact = tuple[str, tuple[int, ...], str]
 """Name, shape and dtype of a buffer."""
 
+_SUM = '"sum" for counts and running sums that are used after the step, '
 _WORDS = (
-    '"sum" for counts and running sums that are used after the step, "mean" for averages, "min" and "max" for the ranges of observers, '
+    '"mean" for averages, "min" and "max" for the ranges of observers, '
     '"rank0" where those of one rank will do, "own" for what each rank keeps for itself, of any shape'
 )
+
+
+def when(place: str) -> str:
+    return f"at {place}" if place.startswith(BEGIN) else f"at the end of {place}"
 
 
 def not_only_added_to(runtime: Runtime, use: tuple[str, str] | None, place: str) -> UsageError:
@@ -40,7 +47,7 @@ def other_begin(runtime: Runtime, begin: Mapping[str, Tensor], place: str) -> Ra
     at = next((i for i in range(len(marks)) if len({of_rank[i] for of_rank in by_rank}) > 1), 0)
     _, ranks = minority([of_rank[at] for of_rank in by_rank])
     return RankError(
-        f'a buffer of the policy "sum" that ranks began {place} with other values of',
+        f'a buffer of the policy "sum" that ranks began {place.removeprefix(BEGIN).strip()} with other values of',
         why="what all ranks add in a window is added to one value: code between windows, or after the step, has written another on some",
         fix="write it on all ranks alike there, such as self.tokens.zero_() in post_optimizer_step",
         name=list(begin)[at],
@@ -59,7 +66,7 @@ def other_buffers(runtime: Runtime, own: list[Fact], place: str) -> RankError:
     other = next(rank for rank in range(len(held)) if rank not in ranks)
     can_be_own = name in runtime.buffer_policies
     return RankError(
-        f"a persistent buffer that is not the same on all ranks at the end of {place}",
+        f"a persistent buffer that is not the same on all ranks {when(place)}",
         why=f"rank {ranks[0]} has {held[ranks[0]]}, rank {other} has {usual}",
         fix="give it one shape and dtype in the constructor; or, where a forward computes it from its input, "
         "register_buffer(..., persistent=False)"
@@ -92,6 +99,8 @@ def other_values(
         f"they run the same data ({', '.join(grid.shared_axes)}), and a layer that is cut shows each another part"
         if same_data
         else "each runs other data"
+        if not place.startswith(BEGIN)
+        else "code between windows has written it, or a forward in training mode outside of them, and each rank has other data"
     )
     beside_it = (
         f". Its module has also written {', '.join(map(repr, written))}, not persistent and therefore each rank's own: where this buffer "
@@ -100,9 +109,10 @@ def other_values(
         else ""
     )
     return RankError(
-        f"a persistent buffer whose values differ between ranks at the end of {place}",
+        f"a persistent buffer whose values differ between ranks {when(place)}",
         why=f"rank {rank} has {shown[rank]}, rank {other} has {shown[other]}{more}: {because}, and nothing says what their values make together{beside_it}",
-        fix=f"say it: Sharding(buffers={{{(written or [name])[0]!r}: WORD}}), where WORD is {_WORDS}; or, where a forward computes it from its "
+        fix=("write it on all ranks alike there: run the same batches on each; or " if place.startswith(BEGIN) else "")
+        + f"say it: Sharding(buffers={{{(written or [name])[0]!r}: WORD}}), where WORD is {'' if place.startswith(BEGIN) else _SUM}{_WORDS}; or, where a forward computes it from its "
         "input, register_buffer(..., persistent=False)",
         name=name,
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""What ranks agree on about the buffers of a model at the end of a window, or of an evaluation.
+"""What ranks agree on about the buffers of a model at the end of a window, at both ends of an evaluation, and before a save.
 
 One digest compares names, shapes and dtypes, others the values, in the exchange that is made anyway; nothing moves before that.
 Persistent buffers must be equal on all ranks. Where they are not, their policy in the recipe says what is made of them (running
@@ -20,12 +20,14 @@ from shardwise.model.read import dtype_name
 from shardwise.model.tensors import change_marks, checksums, combined, same_bytes, write_values
 from shardwise.parallel.added_only import AddedOnly, HostReads, ReadWhereWritten
 from shardwise.parallel.buffer_errors import (
+    BEGIN,
     Fact,
     described,
     not_only_added_to,
     other_begin,
     other_buffers,
     other_values,
+    when,
 )
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe.records import STATISTICS, SUM_AXES, SUMMED_OVER
@@ -54,18 +56,18 @@ class _Watchable:
 class BufferExchange:
     """The entries about buffers in the exchange before an optimizer step, and what follows from their sums over the ranks.
 
-    Made when the window begins; :meth:`apply` is not called for a window that is skipped.
+    Made when the window begins; :meth:`apply` is not called for a window that is skipped. ``is_save``: of buffers that are saved alone.
     """
 
-    def __init__(self, runtime: Runtime):
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, *, is_save: bool = False):
+        self._runtime, self._is_save = runtime, is_save
         self._held: dict[str, dict[str, Tensor]] = {}  # policy -> name -> buffer, as at the exchange
         words = set(runtime.buffer_policies.values())  # equal on all ranks, as are the names of entries
         self._has_equal, self._has_sums = "equal" in words, "sum" in words
         self._has_synced = bool(words & _SYNCED)
         self._has_ranges = bool(words & _RANGES)
         self._axes = {n: b.axis for name, b in runtime.recipe.buffers.items() for n in (name, *b.aliases)}
-        sums = _by_policy(runtime).get("sum", {}) if self._has_sums else {}
+        sums = _by_policy(runtime, is_save).get("sum", {}) if self._has_sums else {}
         self._begin = {name: tensor.clone() for name, tensor in sums.items()}
         self._is_watched: bool | None = None
         self._added_only: AddedOnly | None = None
@@ -93,7 +95,7 @@ class BufferExchange:
 
     def entries(self, *, is_idle: bool) -> dict[str, Entry]:
         """``is_idle``: this rank ran paddings only, so that its buffers are what they were."""
-        self._held = held = _by_policy(self._runtime)
+        self._held = held = _by_policy(self._runtime, self._is_save)
         same = self._runtime.world.agreement.same_mark
         found: dict[str, Entry] = {
             "buffers": self._runtime.world.agreement.same(digest_of_text("\n".join(map(str, _facts(held)))))
@@ -118,7 +120,8 @@ class BufferExchange:
         return found
 
     def apply(self, summed: Mapping[str, Tensor], place: str) -> None:
-        """Compares, and makes equal what a policy says. ``summed``: :meth:`entries`, summed over the ranks. ``place``: for messages.
+        """Compares, and makes equal what a policy says. ``summed``: :meth:`entries`, summed over the ranks. ``place``: what has ended,
+        for messages; behind :data:`~shardwise.parallel.buffer_errors.BEGIN` what will begin.
 
         Raises:
             RankError: ranks hold other buffers, or values that no policy brings together.
@@ -138,6 +141,8 @@ class BufferExchange:
         if self._reads is not None:
             self._name_ranges(self._reads.found(_ranges(self._held)))
         if self._has_synced and not all_same(summed["values of buffers with a policy"]):
+            if place.startswith(BEGIN) and not self._runtime.in_window:
+                self._name_lost(place)
             make_equal(self._runtime, {w: list(self._held.get(w, {}).values()) for w in sorted(_SYNCED)}, place)
         if self._has_equal and not all_same(summed["values of buffers"]):
             num_busy, main_is_busy = map(int, summed["busy ranks"].tolist())
@@ -167,6 +172,19 @@ class BufferExchange:
                     "in post_optimizer_step(), from values that forwards keep in another buffer",
                     stacklevel=level_of_caller(),
                 )
+
+    def _name_lost(self, place: str) -> None:
+        """Warns of buffers that differ outside of windows, and of which rank 0's value is taken."""
+        runtime, held = self._runtime, self._held.get("rank0", {})
+        marks = runtime.world.agreement.gather(checksums(list(held.values())).tolist(), f"{place}, naming buffers")
+        names = [name for i, name in enumerate(held) if len({of_rank[i] for of_rank in marks}) > 1]
+        if names and runtime.world.is_main:
+            warnings.warn(
+                f"{first_few(names)}: ranks have other values at {place}, which were written outside of windows, and rank 0's are taken, as "
+                'Sharding(buffers=) says. For the mean over the ranks use "mean" there, and equally many batches on each; or let every rank run '
+                "all batches",
+                stacklevel=level_of_caller(),
+            )
 
     @property
     def _shared_axes(self) -> list[str]:
@@ -209,7 +227,7 @@ class BufferExchange:
             if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
                 was = "there was none" if before is None else described(before)
                 raise UsageError(
-                    f'a buffer of the policy "sum" that is {described(tensor)} at the end of {place}',
+                    f'a buffer of the policy "sum" that is {described(tensor)} {when(place)}',
                     why=f"at its begin {was if before is None else f'it was {was}'}, so that there is nothing to add to",
                     fix="keep its shape and dtype, and write it in place",
                     name=name,
@@ -237,7 +255,7 @@ class BufferExchange:
             one = first.setdefault(grid.coord(rank).index(axis), rank)
             if marks[one] != mark:
                 raise RankError(
-                    f'buffers of the policy "sum", such as this one, at the end of {place}',
+                    f'buffers of the policy "sum", such as this one, {when(place)}',
                     why=f"ranks {one} and {rank} run the same data ({', '.join(grid.shared_axes)}), and have added other values",
                     fix="add the same on both: nothing that depends on the rank",
                     name=name,
@@ -263,6 +281,17 @@ class BufferExchange:
         _take(own, main)
 
 
+def agree_on_saved(runtime: Runtime, what: str) -> None:
+    """Compares the persistent buffers before ``what`` saves rank 0's, and makes equal what a policy says. All ranks must call it: one
+    exchange.
+
+    Raises:
+        as :meth:`BufferExchange.apply`.
+    """
+    exchange, place = BufferExchange(runtime, is_save=True), f"{BEGIN} {what}"
+    exchange.apply(runtime.world.agreement.sum(exchange.entries(is_idle=False), place), place)
+
+
 def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place: str) -> None:
     """Makes buffers equal on all ranks by the policy they are listed under. All ranks must call it, with buffers of the same shapes
     and dtypes."""
@@ -279,8 +308,8 @@ def _take(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         write_values(buffer, value)
 
 
-def _by_policy(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
-    """Policy -> name -> buffer, each under its first name."""
+def _by_policy(runtime: Runtime, is_save: bool = False) -> dict[str, dict[str, Tensor]]:
+    """Policy -> name -> buffer, each under its first name. ``is_save``: without those that are not persistent."""
     persistent = {n for name, b in runtime.recipe.buffers.items() if b.persistent for n in (name, *b.aliases)}
     found: dict[str, dict[str, Tensor]] = {}
     seen: set[int] = set()
@@ -290,6 +319,8 @@ def _by_policy(runtime: Runtime) -> dict[str, dict[str, Tensor]]:
                 continue
             seen.add(id(buffer))
             name = f"{prefix}.{attr}" if prefix else attr
+            if is_save and name not in persistent and attr in module._non_persistent_buffers_set:
+                continue
             is_known = name in persistent or attr in module._non_persistent_buffers_set
             word = runtime.buffer_policies.get(name, "own") if is_known else _UNKNOWN
             found.setdefault(word, {})[name] = buffer

@@ -23,6 +23,7 @@ from shardwise.errors import ConfigError, UnsupportedError, UsageError
 from shardwise.model import dtype_name
 from shardwise.model.peft_names import names_of_peft
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.buffers import agree_on_saved
 from shardwise.state.extra_state import extra_states
 from shardwise.state.file_layout import SHARD_BYTES, Form, file_layout_of, made_for_packed, stored_dtypes
 from shardwise.state.formats.safetensors import CODES
@@ -106,6 +107,7 @@ def save_weights(
             fix="give every rank the same",
         ),
     )
+    agree_on_saved(runtime, "save_weights")
     states = extra_states(model)  # on every rank: it may communicate
     values = {} if packed else _unpacked(runtime)
     values |= _merged(runtime, own, values) if merge else {}

@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.model.calling import call
 from shardwise.model.mode import eval_mode
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.buffer_errors import BEGIN
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.argument_checks import refuse_torch_loss
 from shardwise.step.forward import sums_on
@@ -109,7 +110,7 @@ class _Sums:
     def run(self, loader: Iterable[Any]) -> None:
         with torch.no_grad():
             mine = _flat(loader, self.runtime.world.axis("dp"))
-            for item in _in_step(self.runtime, mine, self._check, self.counter):
+            for item in _in_step(self.runtime, mine, self._check, self.counter, self._buffers):
                 state = None if item.counts else self.runtime.module_state()
                 with self._streams(item.number):
                     self._add(item)
@@ -218,9 +219,11 @@ class _Numbers:
         return self._begin + index
 
 
-def _in_step(runtime: Runtime, batches: Iterator[_Item], check: LossCheck, counter: Any) -> Iterator[_Item]:
+def _in_step(
+    runtime: Runtime, batches: Iterator[_Item], check: LossCheck, counter: Any, buffers: BufferExchange
+) -> Iterator[_Item]:
     """Yields batches until no rank has one left; a rank without one repeats its last batch, or one of another rank,
-    uncounted. Calls ``check.begin`` before each. The check is due on all ranks or on none: once one rank has settled
+    uncounted. Before the first, ranks agree on ``buffers``. Calls ``check.begin`` before each. The check is due on all ranks or on none: once one rank has settled
     every entry, it ends on all."""
     agreement = runtime.world.agreement
     last: _Item | None = None
@@ -237,11 +240,14 @@ def _in_step(runtime: Runtime, batches: Iterator[_Item], check: LossCheck, count
                 "dataset": (*agreement.same(digest_of_dataset(*window)), 1.0) if window else (0.0,) * 7,
                 "due": float(check.is_due),
                 "labels": compare_labels(seen, [] if item is None else [item.batch], counter),
+                **({} if i else buffers.entries(is_idle=False)),
             },
             "evaluation, a batch",
         )
         if not agreement.all_same(have["dataset"][:-1], int(have["dataset"][-1])):
             raise other_datasets(runtime, *(window or (None,)), "an evaluation")
+        if not i:
+            buffers.apply(have, f"{BEGIN} an evaluation")
         check.is_due = float(have["due"]) == runtime.world.size
         seen = judge_labels(seen, have["labels"], "in this evaluation")
         if not float(have["have"]):

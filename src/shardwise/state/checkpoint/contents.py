@@ -30,6 +30,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.model import dtype_name
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.buffers import agree_on_saved
 from shardwise.state.checkpoint.extra_objects import (
     EXTRA,
     STATE_OF_ITS_OWN,
@@ -142,6 +143,7 @@ def contents_of(
     models = {"": model, **{f"{EXTRA}/{name}/": other for name, other in extra.items() if is_sharded(other)}}
     for other in models.values():
         runtime_of(other).check_values()
+        agree_on_saved(runtime_of(other), "a checkpoint")
     left = frozen_names(runtime) if leaves_frozen else ()
     if leaves_frozen:
         found[FROZEN] = text_of(runtime, left)
