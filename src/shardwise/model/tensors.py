@@ -203,6 +203,16 @@ def like_parameter(value: Any, param: nn.Parameter) -> Any:
     return cut_like(value, param)
 
 
+def map_contained(call: Callable[[str, Any], Any], value: Any, place: str) -> Any:
+    """``value``, or the list, tuple or dict that it is with others in it, with what ``call`` makes of each place (``place/0/key``) and value
+    that is none of them."""
+    if type(value) in (list, tuple):
+        return type(value)(map_contained(call, item, f"{place}/{number}") for number, item in enumerate(value))
+    if type(value) is dict:
+        return {key: map_contained(call, item, f"{place}/{key}") for key, item in value.items()}
+    return call(place, value)
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place; -1: made under ``torch.inference_mode()``, where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,13 +1,13 @@
 """Full optimizer state dicts on rank 0, and loading them: keyed by canonical names, never by order.
 
 The form is that of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups": [{"params":
-[name, ...], "lr": ...}]}``. State with the parameter's shape is sharded like it; everything else (step counts) is equal
-on every rank. Two more entries where there is something: ``rest``, what the optimizer's own ``state_dict`` gives besides, and ``class``,
+[name, ...], "lr": ...}]}``. State with the parameter's shape is sharded like it, also in lists, tuples and dicts (histories); everything
+else (step counts) is equal on every rank. Two more entries where there is something: ``rest``, what the optimizer's own ``state_dict`` gives besides, and ``class``,
 where its groups have keys that it was not built with.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, UnsupportedError, UsageError
 from shardwise.model.large_pages import in_large_pages
-from shardwise.model.tensors import like_parameter
+from shardwise.model.pytrees import leaves_of
+from shardwise.model.tensors import like_parameter, map_contained
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.init.values import scatter_values
 from shardwise.parallel.stale import refuse_no_optimizer
@@ -52,16 +53,17 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
     refuse_no_optimizer(optim, "full_optimizer_state_dict")
     names = names_of(runtime, optim)
     kinds, rest = agreed_state(runtime, optim, "full_optimizer_state_dict, before it is gathered")
-    kept = {name: optim.state[runtime.parameters[name]] for name, keys in kinds.items() if keys}
-    cut = [(name, key) for name, keys in kinds.items() for key, is_cut in keys.items() if is_cut]
-    gathered = gather_tensors(runtime, ((name, local_tensor(kept[name][key]).detach()) for name, key in cut))
+    kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
+    cut = [(name, place) for name, places in kinds.items() for place, is_cut in places.items() if is_cut]
+    inside = {name: contained(values) for name, values in kept.items()}
+    gathered = gather_tensors(runtime, ((name, local_tensor(inside[name][place]).detach()) for name, place in cut))
     whole = dict(zip(cut, gathered, strict=True))
     if not runtime.world.is_main:
         return {}
     found = {
-        name: {key: whole[name, key] if is_cut else _on_cpu(kept[name][key]) for key, is_cut in keys.items()}
-        for name, keys in kinds.items()
-        if keys
+        name: mapped_state(lambda at, x, n=name: whole[n, at] if kinds[n][at] else _on_cpu(x), values)
+        for name, values in kept.items()
+        if values
     }
     groups = [settings_of(runtime, group, names) for group in optim.param_groups]
     has_added = any(_added(optim, group) for group in groups)
@@ -98,19 +100,21 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     names_of(runtime, optim)  # on every rank: raises for a parameter that is not the model's
     matched = collectively(world, place, lambda: _matched(runtime, optim, state), on_main=True)
     told, settings, rest = world.broadcast(matched)
-    made: dict[str, dict[str, Any]] = {name: dict(values) for name, values in told.items()}
-    cut = {key for values in told.values() for key, value in values.items() if isinstance(value, torch.dtype)}
-    values_of = _by_canonical_name(runtime, state["state"]) if world.is_main else {}
-    for key in sorted(cut):
+    inside = {name: contained(values) for name, values in told.items()}
+    cut = {place for places in inside.values() for place, value in places.items() if isinstance(value, torch.dtype)}
+    stored = _by_canonical_name(runtime, state["state"]) if world.is_main else {}
+    values_of = {name: contained(stored[name]) for name in told if name in stored}
+    for place in sorted(cut):
         local = {
-            name: torch.empty_like(runtime.local_tensor_of(name), dtype=values[key])
-            for name, values in told.items()
-            if isinstance(values.get(key), torch.dtype)
+            name: torch.empty_like(runtime.local_tensor_of(name), dtype=places[place])
+            for name, places in inside.items()
+            if isinstance(places.get(place), torch.dtype)
         }
         in_large_pages(local.values())
-        scatter_values(runtime, lambda name, piece, key=key: values_of[name][key][piece.full_index], local)
+        scatter_values(runtime, lambda name, piece, at=place: values_of[name][at][piece.full_index], local)
         for name, tensor in local.items():
-            made[name][key] = tensor
+            inside[name][place] = tensor
+    made = {name: mapped_state(lambda at, _, n=name: inside[n][at], values) for name, values in told.items()}
     install_state(runtime, optim, made, settings)
     if rest is not None:
         collectively(world, f"{type(optim).__name__}.load_state_dict", lambda: set_rest(runtime, optim, rest))
@@ -134,7 +138,7 @@ def install_state(
     for name, values in made.items():
         param = runtime.parameters[name]
         group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))
-        optim.state[param] = {key: _placed(key, value, param, group) for key, value in values.items()}
+        optim.state[param] = mapped_state(lambda at, x, p=param, g=group: _placed(at, x, p, g), values)
     if runtime.shown is not None:
         with runtime.torchs_classes():
             runtime.shown.mark_state(optim)
@@ -158,7 +162,7 @@ def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
 def agreed_state(
     runtime: Runtime, optim: torch.optim.Optimizer, place: str
 ) -> tuple[dict[str, dict[str, bool]], dict[str, Any] | None]:
-    """Canonical name -> key of the parameter's state -> whether it is sharded like the parameter, in the model's order; and
+    """Canonical name -> place of a value in the parameter's state -> whether it is sharded like the parameter, in the model's order; and
     :func:`~shardwise.state.optimizer_rest.rest_of` the optimizer. All ranks must call it.
 
     Raises:
@@ -187,22 +191,45 @@ def agreed_state(
     )
 
 
+def mapped_state(call: Callable[[str, Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter with what ``call`` makes of each place, which is a key or lies in the list, tuple or dict there, and value."""
+    return {key: map_contained(call, value, str(key)) for key, value in values.items()}
+
+
+def contained(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Place -> value, of the state of a parameter."""
+    found: dict[str, Any] = {}
+    mapped_state(found.__setitem__, values)
+    return found
+
+
 def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
-    """Key -> whether the value is sharded like the parameter."""
+    """Place -> whether the value is sharded like the parameter."""
     shape = runtime.local_tensor_of(name).shape
     param = runtime.recipe.params[name]
-    found = {}
-    for key, value in values.items():
-        refuse_partial(value, f"optimizer state {key!r}", name)
-        alike = isinstance(value, Tensor) and local_tensor(value).shape == shape and len(param.shape) > 0
-        if isinstance(value, Tensor) and not alike and value.dim() and param.cuts:
+    found: dict[str, bool] = {}
+
+    def judge(place: str, value: Any) -> None:
+        refuse_partial(value, f"optimizer state {place!r}", name)
+        is_tensor = isinstance(value, Tensor)
+        if place in found or (not is_tensor and any(isinstance(leaf, Tensor) for leaf in leaves_of(value))):
             raise UnsupportedError(
-                f"optimizer state {key!r} of shape {list(value.shape)}, of a parameter of shape {list(param.shape)}",
+                f"optimizer state {place!r}: {'a ' + type(value).__name__ + ' of tensors' if place not in found else 'two values of that place'}",
+                why="values of the parameter's shape are saved, each under its place, from lists, tuples and dicts",
+                fix="keep them in a list, or a dict with texts as keys",
+                name=name,
+            )
+        alike = is_tensor and local_tensor(value).shape == shape and len(param.shape) > 0
+        if is_tensor and not alike and value.dim() and param.cuts:
+            raise UnsupportedError(
+                f"optimizer state {place!r} of shape {list(value.shape)}, of a parameter of shape {list(param.shape)}",
                 why="it is not shaped like the parameter, so which part of it belongs to which rank is not known",
                 fix="use an optimizer that keeps a value for each element (AdamW, SGD), or whole copies: dp_replicate",
                 name=name,
             )
-        found[key] = alike
+        found[place] = alike
+
+    mapped_state(judge, values)
     return found
 
 
@@ -303,23 +330,23 @@ def _by_canonical_name(runtime: Runtime, stored: Mapping[str, Any]) -> dict[str,
 
 def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     shape = runtime.recipe.params[name].shape
-    found: dict[str, Any] = {}
-    for key, value in values.items():
+
+    def judged(place: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
-            found[key] = value
-        elif tuple(value.shape) == shape:
-            found[key] = value.dtype
-        elif not runtime.recipe.params[name].cuts:
-            found[key] = value  # of another shape (Adafactor's rows), equal on every rank
-        else:
-            raise CheckpointError(
-                f"optimizer state {key!r} of shape {list(value.shape)}",
-                why=f"the parameter has {list(shape)} and is cut over the ranks, so which part belongs where is not known",
-                fix="use the state that was saved with this model; state of a shape of its own (Adafactor) needs whole "
-                "copies: dp_replicate",
-                name=name,
-            )
-    return found
+            return value
+        if tuple(value.shape) == shape:
+            return value.dtype
+        if not runtime.recipe.params[name].cuts:
+            return value  # of another shape (Adafactor's rows), equal on every rank
+        raise CheckpointError(
+            f"optimizer state {place!r} of shape {list(value.shape)}",
+            why=f"the parameter has {list(shape)} and is cut over the ranks, so which part belongs where is not known",
+            fix="use the state that was saved with this model; state of a shape of its own (Adafactor) needs whole "
+            "copies: dp_replicate",
+            name=name,
+        )
+
+    return mapped_state(judged, values)
 
 
 def _group_settings(

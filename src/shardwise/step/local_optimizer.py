@@ -19,7 +19,7 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.optimizers import own_step_of, unhooked_step
 from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError
-from shardwise.model.tensors import like_parameter
+from shardwise.model.tensors import like_parameter, map_contained
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise
 from shardwise.parallel.stale import refuse_no_optimizer, refuse_stale
 from shardwise.parallel.step_checks import check_step, hooks_of, stepped_by, stepping
@@ -138,7 +138,7 @@ class _LocalStep:
                 for kept in (self._local_state, self._known, self._shown_from):
                     kept.pop(param, None)
             elif not _same_values(state, self._known.get(param)):  # loaded or edited by the user
-                self._local_state[param] = {key: local_tensor(value) for key, value in state.items()}
+                self._local_state[param] = map_contained(lambda _, value: local_tensor(value), dict(state), "")
                 self._known[param] = dict(state)
 
     def _to_shown(self, shown: Any, given: list[list[nn.Parameter]], swapped: Any) -> None:

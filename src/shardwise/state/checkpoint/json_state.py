@@ -60,7 +60,8 @@ def to_plain(
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, Tensor) and (cut := note(place, value)) is not None:
+    cut = note(place, value) if isinstance(value, Tensor) else value
+    if isinstance(cut, CutTensor):
         return {"$cut": cut.stored, "dtype": cut.dtype, "shape": list(cut.shape)}
     if isinstance(value, DTensor):
         raise UnsupportedError(

@@ -1,6 +1,7 @@
 """The state of an optimizer of a sharded model in a checkpoint: what is written of it, by the names of its parameters, and how
 another one gets it, under any layout."""
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import CheckpointError
 from shardwise.model import dtype_name, dtype_of
 from shardwise.model.large_pages import empty_in_large_pages
+from shardwise.model.tensors import map_contained
 from shardwise.parallel import Runtime
 from shardwise.state.checkpoint.extra_objects import CutTensors
-from shardwise.state.checkpoint.json_state import to_plain
+from shardwise.state.checkpoint.json_state import CutTensor, to_plain
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import damaged
 from shardwise.state.integrity.reading import VerifiedFiles
-from shardwise.state.optimizer import agreed_state, install_state, match_state, settings_of
+from shardwise.state.optimizer import agreed_state, install_state, mapped_state, match_state, settings_of
 from shardwise.state.optimizer_rest import refuse_whole, rest_of, set_rest
-from shardwise.state.stored import FileTensor, TensorSource
+from shardwise.state.stored import FileTensor, InMemoryTensor, TensorSource
 
 
 def optimizer_state(
@@ -44,13 +46,20 @@ def _state_by_name(
     kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
     keys: dict[str, dict[str, str | None]] = {}
     plain: dict[str, dict[str, Any]] = {}
+
+    def saved(name: str, place: str, value: Any) -> Any:
+        if not kinds[name][place]:
+            return local_tensor(value) if isinstance(value, Tensor) else value
+        stored = f"{prefix}{name}/{place}"
+        parts[stored] = name, local_tensor(value).detach()
+        return CutTensor(stored, dtype_name(value.dtype), runtime.recipe.params[name].shape)
+
     for name, values in kept.items():
-        for key, value in values.items():
-            if kinds[name][key]:
-                parts[f"{prefix}{name}/{key}"] = name, local_tensor(value).detach()
-            else:
-                plain.setdefault(name, {})[key] = local_tensor(value) if isinstance(value, Tensor) else value
-            keys.setdefault(name, {})[key] = dtype_name(value.dtype) if kinds[name][key] else None
+        for key, value in mapped_state(functools.partial(saved, name), values).items():
+            is_cut = isinstance(value, CutTensor)
+            keys.setdefault(name, {})[key] = value.dtype if is_cut else None
+            if not is_cut:
+                plain.setdefault(name, {})[key] = value
     return {
         "class": type(optim).__name__,
         "keys": keys,
@@ -108,35 +117,43 @@ class SavedOptimizer:
             self.settings = Settled([{} for _ in self.settings]).settings(self.settings)
 
     def _state(self, saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        shapes = {name: param.shape for name, param in self.runtime.recipe.params.items()}
+        self._sources: dict[tuple[str, str], TensorSource] = {}  # name and place -> the full tensor, if it is one
         state: dict[str, dict[str, Any]] = {}
         for name, keys in saved["keys"].items():
             for key, dtype in keys.items():
                 value = saved["state"].get(name, {}).get(key)
                 if dtype is not None:
-                    stored = self._moments.get(f"{self._prefix}{name}/{key}")
-                    if stored is None or stored.dtype != dtype or name not in shapes:
-                        raise damaged(self._folder, f"the optimizer's files have no {name}/{key} of {dtype}")
-                    if stored.shape != shapes[name]:
-                        raise CheckpointError(
-                            f"{self._folder}: {key} of shape {list(stored.shape)}",
-                            why=f"the parameter has {list(shapes[name])}",
-                            fix="build the model that the checkpoint was saved from",
-                            name=name,
-                        )
-                    value = torch.empty(stored.shape, dtype=getattr(torch, dtype), device="meta")
-                state.setdefault(name, {})[key] = value
+                    value = CutTensor(f"{self._prefix}{name}/{key}", dtype, ())
+                state.setdefault(name, {})[key] = map_contained(functools.partial(self._opened, name), value, key)
         return state
+
+    def _opened(self, name: str, place: str, value: Any) -> Any:
+        """A tensor of the state of a parameter without its values, if they are in the files; anything else as it is."""
+        if isinstance(value, Tensor):  # whole, as earlier versions have saved what is in a list
+            self._sources[name, place] = InMemoryTensor.of(value)
+        if not isinstance(value, CutTensor):
+            return value
+        param, stored = self.runtime.recipe.params.get(name), self._moments.get(value.stored)
+        if stored is None or stored.dtype != value.dtype or param is None:
+            raise damaged(self._folder, f"the optimizer's files have no {name}/{place} of {value.dtype}")
+        if stored.shape != param.shape:
+            raise CheckpointError(
+                f"{self._folder}: {place} of shape {list(stored.shape)}",
+                why=f"the parameter has {list(param.shape)}",
+                fix="build the model that the checkpoint was saved from",
+                name=name,
+            )
+        self._sources[name, place] = stored
+        return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
     def read(self, files: VerifiedFiles) -> None:
         """Reads this rank's shards into new memory."""
-        for name, keys in self._values.items():
-            self.made[name] = {
-                key: part_of(self._moments[f"{self._prefix}{name}/{key}"], self.runtime, name, files)
-                if isinstance(value, torch.dtype)
-                else value
-                for key, value in keys.items()
-            }
+
+        def part(name: str, place: str, value: Any) -> Any:
+            is_cut = isinstance(value, torch.dtype) and (name, place) in self._sources
+            return part_of(self._sources[name, place], self.runtime, name, files) if is_cut else value
+
+        self.made = {name: mapped_state(functools.partial(part, name), values) for name, values in self._values.items()}
 
     def note(self) -> str | None:
         """What the user should know: the checkpoint, of an earlier version, lacks what the optimizer keeps besides."""
