@@ -1,6 +1,7 @@
 """Datasets that are read by iterating: the samples of one process under any number of ranks, none twice or missed."""
 
 import copy
+import itertools
 
 import datasets
 import pytest
@@ -56,6 +57,81 @@ class Torchs(IterableDataset):
 
     def __iter__(self):
         return (torch.tensor(float(i)) for i in range(22))
+
+
+class Epochs:
+    """Shuffles by the epoch, which is in its state."""
+
+    def __init__(self):
+        self.epoch = self.given = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state):
+        self.epoch, self.given = state["epoch"], state["given"]
+
+    def __iter__(self):
+        order = torch.randperm(22, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.given < 22:
+            self.given += 1
+            yield torch.tensor(float(order[self.given - 1]))
+        self.given = 0
+
+
+class Stays(Epochs):
+    """At its end when it has ended."""
+
+    def __iter__(self):
+        yield from itertools.islice(super().__iter__(), 22 - self.given)
+
+
+class Drawn(Epochs):
+    """Draws an order for each pass from a generator that goes on, which is in its state. It is told no epoch."""
+
+    set_epoch = None
+
+    def __init__(self):
+        self.generator, self.order, self.given = torch.Generator().manual_seed(3), None, 0
+
+    def state_dict(self):
+        return {"generator": self.generator.get_state(), "order": self.order, "given": self.given}
+
+    def load_state_dict(self, state):
+        self.generator.set_state(state["generator"])
+        self.order, self.given = state["order"], state["given"]
+
+    def __iter__(self):
+        self.order = self.order or torch.randperm(22, generator=self.generator).tolist()
+        while self.given < 22:
+            self.given += 1
+            yield torch.tensor(float(self.order[self.given - 1]))
+        self.order, self.given = None, 0
+
+
+class Asked(Drawn):
+    """As torchdata's nodes: asked for its state before it was iterated, it makes an iterator that the next iter() gives, whatever is
+    loaded in between; what is loaded holds from the next one on."""
+
+    _iter_for_state_dict, _loaded = False, None
+    is_begun = False
+
+    def state_dict(self):
+        self._iter_for_state_dict, self.is_begun = not self.is_begun, True
+        return super().state_dict()
+
+    def load_state_dict(self, state):
+        self._loaded = state
+
+    def __iter__(self):
+        was_asked, self._iter_for_state_dict, self.is_begun = self._iter_for_state_dict, False, True
+        if self._loaded is not None and not was_asked:
+            super().load_state_dict(self._loaded)
+            self._loaded = None
+        return super().__iter__()
 
 
 class Axis:
@@ -153,6 +229,52 @@ def test_a_position_is_resumed_under_any_degree_and_batch(make, trained, epochs,
         epochs + 1 if want else epochs + 2
     )  # a position at the end is one before the next epoch, which was read above
     assert seen(next(iter(others[0])))[0] == 1000.0 * following
+
+
+def _plain(make, epochs) -> list[float]:
+    dataset, found = make(), []
+    for epoch in range(epochs):
+        if dataset.set_epoch:
+            dataset.set_epoch(epoch)
+        found.append([float(x) for x in dataset])
+    return found
+
+
+@pytest.mark.parametrize("global_batch", [8, 11])  # the last window is smaller; or not
+@pytest.mark.parametrize("make", [Epochs, Stays, Drawn, Asked])
+def test_each_epoch_has_the_order_that_the_dataset_gives_it_also_in_a_run_that_resumes(make, global_batch):
+    dataset = make()
+    if make is not Stays:
+        dataset.load_state_dict = lambda state: pytest.fail("from epoch to epoch it goes on by itself")
+    loader = loader_on(dataset, global_batch=global_batch, micro_batch=1)
+    found, states = [], []
+    for _ in range(3):
+        found.append([])
+        for window in loader:
+            found[-1] += seen(window)
+            loader.mark_used(window[0].window)
+            states += [
+                (sum(map(len, found)), copy.deepcopy(state))
+                for state in (loader.used_state_dict(1)[0], loader.state_dict())
+            ]
+        states.append((sum(map(len, found)), copy.deepcopy(loader.state_dict())))
+    assert found == _plain(Epochs if make is Stays else make, 3) and found[0] != found[1] != found[2]
+    whole = [x for epoch in found for x in epoch]
+    for num_read, state in states:
+        other = loader_on(make(), global_batch=global_batch, micro_batch=1)
+        other.load_state_dict(state)
+        rest = []
+        while len(rest) < len(whole) - num_read:
+            rest += [x for row in rows(other) for x in row]
+        assert rest == whole[num_read:], (num_read, state)
+
+
+def test_another_loader_of_the_stream_in_between_changes_no_epoch():
+    dataset = Epochs()
+    loader, other = loader_on(dataset), loader_on(dataset)
+    first = rows(loader)
+    rows(other, 1)
+    assert [first, rows(loader)] == [[r[:8], r[8:16], r[16:]] for r in _plain(Epochs, 2)]
 
 
 def test_a_position_can_be_taken_back_in_the_same_process():

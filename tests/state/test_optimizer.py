@@ -1,5 +1,6 @@
 """Optimizer state whole and back, by name, from any layout into any other; bare shards under their own topology only."""
 
+import collections
 import copy
 
 import pytest
@@ -223,6 +224,85 @@ def factored():
 
 def test_state_that_is_not_shaped_like_its_parameter_is_refused_by_name(ranks):
     assert ranks.run(factored, 2) == [True, True]
+
+
+class Histories(torch.optim.Optimizer):
+    """Keeps the last gradients of a parameter in a list, and averages in a dict and a tuple."""
+
+    def __init__(self, params, lr=0.01, past=list):
+        super().__init__(params, {"lr": lr})
+        self.past = past
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state |= {"past": self.past(), "means": {"slow": torch.zeros_like(param)}, "none": []}
+                    state["pair"] = (torch.zeros_like(param), torch.tensor(0.0))
+                state["past"].append(param.grad.clone())
+                if len(state["past"]) > 3:
+                    del state["past"][0]
+                state["means"]["slow"].mul_(0.9).add_(param.grad)
+                state["pair"][0].add_(param.grad, alpha=0.1)
+                state["pair"][1].add_(1.0)
+                for kept in (*state["past"], state["means"]["slow"], state["pair"][0] / state["pair"][1]):
+                    param.add_(kept, alpha=-group["lr"] / 10)
+
+
+def with_histories(layout, root, numbers, kind, state=None, past=list):
+    world = sw.init(layout, device="cpu")
+    with world:
+        model = sw.parallelize(build("conv"), world, sharding=EVERY)
+        optim = Histories(model.parameters(), past=past)
+        step = sw.TrainStep(model, optim, loss=lambda *_: None)
+        manager = sw.CheckpointManager(root, step, async_save=False) if kind == "checkpoint" else None
+        if state is not None:
+            sw.load_full_state_dict(model, state[0])
+            sw.load_full_optimizer_state_dict(model, optim, state[1])
+        elif manager is not None:
+            manager.load()
+        for number in numbers:
+            steps("conv", model, optim, SameData(), (number,))
+        if manager is not None:
+            manager.save()
+            manager.close()
+        return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optim)
+
+
+class SameData:
+    """Every rank has the data of the first, so that they are the same under every layout."""
+
+    def axis(self, _):
+        return self
+
+    rank = 0
+
+
+@pytest.mark.parametrize("kind", ["whole", "checkpoint"])
+@pytest.mark.parametrize(("first", "second"), [("dp_shard=2", "dp_replicate=2"), ("dp_replicate=2", "dp_shard=2")])
+def test_histories_in_lists_dicts_and_tuples_are_cut_as_the_parameter(ranks, tmp_path, first, second, kind):
+    half = ranks.run(with_histories, 2, first, str(tmp_path), (1, 2), kind)[0]
+    assert [len(half[1]["state"]["stages.0.0.weight"][key]) for key in ("past", "pair", "none")] == [2, 2, 0]
+    through = ranks.run(with_histories, 2, first, None, (1, 2, 3, 4), "whole")[0]
+    got = ranks.run(with_histories, 2, second, str(tmp_path), (3, 4), kind, half if kind == "whole" else None)[0]
+    for name, value in through[0].items():
+        torch.testing.assert_close(got[0][name], value, rtol=1e-12, atol=1e-12)
+    for name, values in through[1]["state"].items():
+        torch.testing.assert_close(got[1]["state"][name], values, rtol=1e-12, atol=1e-12)
+
+
+def with_a_deque():
+    try:
+        with_histories("dp_shard=2", None, (1,), "whole", past=collections.deque)
+    except sw.UnsupportedError as error:
+        return str(error)
+
+
+def test_tensors_in_another_container_are_refused_when_they_are_saved(ranks):
+    for told in ranks.run(with_a_deque, 2):
+        assert "optimizer state 'past': a deque of tensors" in told and "in a list, or a dict" in told
 
 
 def from_torch(layout):

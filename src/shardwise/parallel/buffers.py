@@ -29,6 +29,7 @@ from shardwise.parallel.buffer_errors import (
     other_values,
     when,
 )
+from shardwise.parallel.copies import refuse_diverged
 from shardwise.parallel.runtime import Runtime
 from shardwise.recipe.records import STATISTICS, SUM_AXES, SUMMED_OVER
 from shardwise.world.agreement import Entry, digest_of_text
@@ -282,14 +283,15 @@ class BufferExchange:
 
 
 def agree_on_saved(runtime: Runtime, what: str) -> None:
-    """Compares the persistent buffers before ``what`` saves rank 0's, and makes equal what a policy says. All ranks must call it: one
-    exchange.
+    """Compares the persistent buffers before ``what`` saves rank 0's, and makes equal what a policy says; then the copies of parameters.
+    All ranks must call it.
 
     Raises:
-        as :meth:`BufferExchange.apply`.
+        as :meth:`BufferExchange.apply` and :func:`~shardwise.parallel.copies.refuse_diverged`.
     """
     exchange, place = BufferExchange(runtime, is_save=True), f"{BEGIN} {what}"
     exchange.apply(runtime.world.agreement.sum(exchange.entries(is_idle=False), place), place)
+    refuse_diverged(runtime, what)
 
 
 def make_equal(runtime: Runtime, by_word: Mapping[str, Sequence[Tensor]], place: str) -> None:

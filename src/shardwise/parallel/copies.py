@@ -4,14 +4,18 @@ Gradients are the same on these ranks, so values that are not stay apart in trai
 loss falls.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import crc32c
 import torch
 from torch import Tensor
 
 from shardwise.errors import UsageError
+from shardwise.model import dtype_of
 from shardwise.model.tensors import bytes_of, checksum
+from shardwise.parallel.replicas import marks_of
 from shardwise.parallel.runtime import Runtime
 
 Sums = dict[tuple[int, ...], int]  # ranks that hold the same pieces -> a checksum of this rank's copies
@@ -58,6 +62,44 @@ def refuse_other_copies(runtime: Runtime) -> None:
         fix="set values before parallelize, or in the function that builds the model; read files by sw.load_weights(model, path)",
         name=name,
     )
+
+
+def refuse_diverged(runtime: Runtime, what: str, names: Iterable[str] | None = None) -> None:
+    """Compares the copies of parameters (of ``names``; None: of all) that ranks with other data hold, before ``what`` saves one of them; all
+    ranks must call it. Where ranks have the same data, copies may differ by rounding.
+
+    Raises:
+        UsageError: on every rank, if copies of one are not equal.
+    """
+    grid, params = runtime.recipe.grid, runtime.recipe.params
+    axes = {name: (*grid.shared_axes, *(cut.axis for cut in params[name].cuts)) for name in names or params}
+    if all(math.prod(map(grid.degree, set(apart))) == runtime.world.size for apart in axes.values()):
+        return
+    here = runtime.view.coord
+    sums: dict[tuple[Any, ...], int] = {}  # where ranks are that hold the same -> a checksum of it
+    for name, apart in axes.items():
+        place = tuple((axis, here.index(axis)) for axis in apart)
+        sums[place] = _checksum(runtime.local_tensor_of(name), sums.get(place, 0))
+    told = runtime.world.agreement.gather(sums, f"{what}, comparing copies of parameters")
+    if all(len({other[place] for other in told if place in other}) == 1 for known in told for place in known):
+        return
+    marks = {name: marks_of(runtime.local_tensor_of(name)).tolist() for name in axes}
+    by_rank = runtime.world.agreement.gather(marks, f"{what}, naming copies that differ")
+    for name, apart in axes.items():
+        first: dict[tuple[int, ...], int] = {}
+        for rank, (mark, square) in enumerate(of_rank[name] for of_rank in by_rank):
+            one = first.setdefault(tuple(grid.coord(rank).index(axis) for axis in apart), rank)
+            usual, size = by_rank[one][name]
+            limit = torch.finfo(dtype_of(params[name].storage)).eps ** 0.5 * max(size, square) ** 0.5
+            if not (abs(mark - usual) <= limit or mark == usual or (mark != mark and usual != usual)):
+                raise UsageError(
+                    f"a parameter that ranks {one} and {rank} hold copies of, with other values on each",
+                    why=f"code outside of windows has written it on one of them, or other numbers on each: with the same gradients the copies "
+                    f"stay apart, and {what} would have those of one rank",
+                    fix="write parameters on all ranks alike, by numbers that world.broadcast() has given to all; and go on from a checkpoint "
+                    "from before",
+                    name=name,
+                )
 
 
 def _checksum(tensor: Tensor, before: int) -> int:

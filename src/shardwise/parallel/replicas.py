@@ -104,15 +104,22 @@ def _weight(axis: Axis) -> float:
 
 
 def _mark(param: Tensor, weight: float) -> Tensor:
-    """A sum of a gradient with a weight for each place, times ``weight``; and the square of how large such a sum is by chance."""
-    found = torch.zeros(2, dtype=torch.float64, device=local_tensor(param).device)
+    """Of its gradient: :func:`marks_of`, of which the first is times ``weight``."""
     if param.grad is None:
-        return found
-    flat = local_tensor(param.grad).detach().flatten()
+        return torch.zeros(2, dtype=torch.float64, device=local_tensor(param).device)
+    found = marks_of(local_tensor(param.grad))
+    found[0] *= weight
+    return found
+
+
+def marks_of(tensor: Tensor) -> Tensor:
+    """A sum of its numbers with a weight for each place; and the square of how large such a sum is by chance."""
+    flat = tensor.detach().flatten()
     flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    found = torch.zeros(2, dtype=torch.float64, device=flat.device)
     places = torch.arange(1, min(flat.numel(), _AT_ONCE) + 1, dtype=torch.float64, device=flat.device)
     places.mul_(_STEP).frac_()
     for part in flat.split(_AT_ONCE):
         terms = places[: part.numel()] * part
-        found += torch.stack([terms.sum() * weight, terms.square_().sum()])
+        found += torch.stack([terms.sum(), terms.square_().sum()])
     return found

@@ -18,6 +18,7 @@ from shardwise.errors import CheckpointError, UsageError, errors_about
 from shardwise.model import dtype_name, dtype_of
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.copies import refuse_diverged
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
 from shardwise.state.files import OpenFiles
@@ -61,6 +62,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     runtime.world.refuse_imagined("save_adapter")
     runtime.check_values()
     files = collectively(runtime.world, "save_adapter, before it begins", lambda: _files_of(runtime, "save_adapter"))
+    refuse_diverged(runtime, "save_adapter", dict.fromkeys(files.keys.values()))
     values = full_tensors(runtime, dict.fromkeys(files.keys.values()))
     origin = runtime.memory(Origin).folder
     config = {**files.config, "base_model_name_or_path": None if origin is None else str(origin)}

@@ -11,6 +11,7 @@ from shardwise.model import canonical_modules
 from shardwise.model.own_state import ExtraState, OwnState, with_metadata
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import agree_on_saved
+from shardwise.parallel.copies import refuse_diverged
 from shardwise.state.extra_state import EXTRA_STATE, extra_states
 from shardwise.state.load import load_weights
 from shardwise.state.match_names import Rename
@@ -44,6 +45,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False, packed: b
     # The sends that follow have no timeout: a rank that does not take part is named here.
     if trainable_only:
         runtime.world.agreement.sum({}, "full_state_dict, before it is gathered")
+        refuse_diverged(runtime, "full_state_dict", runtime.trainable)
     else:
         agree_on_saved(runtime, "full_state_dict")
     found: dict[str, Any] = {} if trainable_only else extra_states(model)  # on every rank: it may communicate

@@ -78,6 +78,19 @@ class Fails(nn.Module):
         return self.head(self.embed(input_ids))
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.turn, self.down = (
+            nn.Linear(6, 8),
+            nn.Parameter(torch.randn(8, 8, dtype=torch.complex64)),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x):
+        return self.down((self.up(x).to(torch.complex64) @ self.turn).real)
+
+
 class Narrow(nn.Module):
     def __init__(self):
         super().__init__()
@@ -226,6 +239,7 @@ MISUSES = {
     "no example": lambda world: sw.parallelize(Plain, world),
     "an example that does not fit": lambda world: sw.parallelize(Plain, world, example={"x": torch.ones(2, 5), "y": torch.ones(2, 5)}),
     "a model that does not run": lambda world: sw.parallelize(Fails, world),
+    "complex parameters": lambda world: sw.parallelize(Complex, world, example={"x": torch.ones(2, 6)}),
 }  # fmt: skip
 
 WORKS = {

@@ -41,6 +41,7 @@ SAYS = {
     "no example": ("UsageError: Plain.forward(x, y) without example=", "example={\"x\": torch.randn(16, "),
     "an example that does not fit": ("UsageError: example={x, y} for Plain", "the model does not run with it on meta"),
     "a model that does not run": ("UnsupportedError: a run of Fails without its linear layers", "head.weight takes 3 inputs", "misuses.py, line", "example= of parallelize"),
+    "complex parameters": ("UnsupportedError: tp=2 of a Complex", "leave tp out: the search for what can be cut takes real sums"),
 }  # fmt: skip
 
 

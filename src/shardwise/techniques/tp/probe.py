@@ -68,6 +68,9 @@ def _facts(module: nn.Module, example: Example, draft: Draft, world: World, opti
     return facts
 
 
+_NO_COMPLEX = "leave tp out: the search for what can be cut takes real sums; or keep the complex parameters as real and imaginary part"
+
+
 def _found(
     module: nn.Module, degree: int, allowed: frozenset[str] | None, run: Callable[[nn.Module], Any]
 ) -> tuple[Found, set[str]]:
@@ -93,7 +96,9 @@ def _found(
             f"tp={degree} of a {type(module).__name__}",
             why=f"its gradients were to show what can be cut: {type(error).__name__}: "
             f"{first_line(error)}{line_of(error)}",
-            fix="turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
+            fix=_NO_COMPLEX
+            if any(tensor.is_complex() for tensor in module.parameters())
+            else "turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
         ) from error
 
 
