@@ -6,7 +6,9 @@ directory into packed layers; and what fine-tuning takes of memory on two ranks.
     python benchmarks/quantize.py --memory 160               # and fine-tunes 160 layers of [4096, 4096], 5 GiB in bf16, on two ranks
 
 Before anything is timed the codes of all numbers are those of bitsandbytes, and the values that both make of one set of bytes are equal.
-Times are in turns, on one thread; read the ratios.
+Times are in turns, of the processor, on one thread; read the ratios. Unpacking is timed twice: of a weight whose values are new memory, as
+in training, and of one whose values are where those of the call before were. The *lookups* are ``torch.index_select`` of the two values of
+each byte, alone: what an unpacking in torch's own operators takes at least.
 """
 
 import argparse
@@ -34,7 +36,8 @@ __all__ = ["measure_codes", "measure_difference", "measure_load", "measure_memor
 
 
 def measure_codes(size: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Millions of numbers a second of a weight ``[size, size]``: ``packing`` and ``unpacking``, of Shardwise and of bitsandbytes."""
+    """Millions of numbers a second of a weight ``[size, size]``: ``packing``, ``unpacking`` and the ``lookups`` of an unpacking, of Shardwise
+    and of bitsandbytes."""
     import bitsandbytes.functional as theirs
 
     torch.set_num_threads(1)
@@ -50,10 +53,19 @@ def measure_codes(size: int, rounds: int) -> dict[str, tuple[float, float]]:
     pack_theirs = lambda: theirs.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")  # noqa: E731
     unpack = lambda: nf4.unpack(*ours, packing, torch.bfloat16)  # noqa: E731
     unpack_theirs = lambda: theirs.dequantize_4bit(codes, state)  # noqa: E731
+    pairs, part = torch.zeros(256, dtype=torch.int64), min(1 << 17, size * size // 2)
+    index = codes.flatten()[:part].int()
+    found = torch.empty(part, dtype=torch.int64)
+    look_up = lambda: [torch.index_select(pairs, 0, index, out=found) for _ in range(size * size // 2 // part)]  # noqa: E731
     numbers = size * size / 1e6
+    contenders = {
+        "packing": (pack, pack_theirs),
+        "unpacking": (unpack, unpack_theirs),
+        "lookups": (look_up, unpack_theirs),
+    }
     return {
         what: tuple(numbers / seconds for seconds in _in_turns(calls, rounds))  # type: ignore[misc]
-        for what, calls in (("packing", (pack, pack_theirs)), ("unpacking", (unpack, unpack_theirs)))
+        for what, calls in contenders.items()
     }
 
 
@@ -61,9 +73,9 @@ def _in_turns(calls: tuple[Callable[[], Any], ...], rounds: int) -> list[float]:
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for times, call in zip(found, calls, strict=True):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             call()
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
     return [statistics.median(times) for times in found]
 
 
@@ -180,17 +192,23 @@ def measure_difference(size: int = 1024) -> tuple[float, float]:
 
 def table(
     codes: dict[str, tuple[float, float]],
+    again: dict[str, tuple[float, float]],
     seconds: float,
     others: dict[str, float],
     extra: float,
     number: int,
     size: int,
 ) -> str:
-    """What was measured, as a table."""
+    """What was measured, as a table. ``again``: of values that are where those of the call before were."""
     lines = ["| on one core | Shardwise | bitsandbytes | ratio |", "|---|--:|--:|--:|"]
+    rates = {
+        "packing, million numbers a second": codes["packing"],
+        "unpacking into new memory": codes["unpacking"],
+        "unpacking into memory that is there": again["unpacking"],
+        "of that the lookups alone, by `torch.index_select`": again["lookups"],
+    }
     lines += [
-        f"| {what}, million numbers a second | {ours:.0f} | {theirs:.0f} | {ours / theirs:.1f} |"
-        for what, (ours, theirs) in codes.items()
+        f"| {what} | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.2g} |" for what, (ours, theirs) in rates.items()
     ]
     of_others = {name: number * size * size / 1e6 / each for name, each in others.items()}
     ours = number * size * size / 1e6 / seconds
@@ -232,7 +250,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="a page whose <!-- quantize --> part is replaced by the table")
     args = parser.parse_args(argv)
     here, number = str(Path(__file__).resolve()), 6
-    codes = launch_local(f"{here}:measure_codes", nproc=1, args=(args.size, args.rounds))[0]
+    codes, again = (
+        launch_local(f"{here}:measure_codes", nproc=1, args=(size, args.rounds))[0]
+        for size in (args.size, args.size // 2)
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_stack(folder, number, args.size)
         seconds, _ = launch_local(f"{here}:measure_load", nproc=1, args=(folder, number, args.size))[0]
@@ -240,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         num_bytes = write_stack(folder, 1, 2 * args.size)
         _, extra = launch_local(f"{here}:measure_load", nproc=1, args=(folder, 1, 2 * args.size))[0]
-    text = table(codes, seconds, others, extra / num_bytes, number, args.size)
+    text = table(codes, again, seconds, others, extra / num_bytes, number, args.size)
     print(text)
     if args.memory:
         text += f"\n\n{memory_text(args.memory, args.size)}"

@@ -28,6 +28,14 @@ def program(folder: str, name: str):
 moving = program("benchmarks", "moving")
 
 
+def of_trl():
+    """Script of ours -> losses of TRL that docs/adapters.md records, from the same adapters."""
+    table = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8").partition("<!-- trl -->")[2].splitlines()
+    rows = {label: row for label in moving.TRL for row in table if row.startswith(f"| {label} |")}
+    lora, _, qlora, *_ = ([float(cell) for cell in rows[label].split("|")[2:-1]] for label in moving.TRL)
+    return {"peft": lora, "qlora": qlora}
+
+
 def run(pool):
     return lambda fn, ranks, *args: pool.run(fn, ranks, *args, timeout_s=100)
 
@@ -40,13 +48,15 @@ def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
     if name == "qlora":
         pytest.importorskip("bitsandbytes")
     before = run(ranks)(moving.run_script, 1 if name in ALONE else 2, f"{name}_before")[0]
-    after = run(ranks)(moving.run_script, 2, f"{name}_after")[0]
+    after, recorded = run(ranks)(moving.run_script, 2, f"{name}_after")[0], of_trl()
     assert len(before[0]) == (8 if name == "nanogpt" else 6) and before[0][0] > 3  # steps, and validations
     tolerance = (
         1e-5 if name in ("trainer", "peft", "qlora") else 1e-9
     )  # the loss of transformers is float32 in a float64 model too
     assert after[0] == pytest.approx(before[0], rel=0, abs=tolerance)
     assert moving.distance(before, after) < tolerance
+    if name in recorded:
+        assert after[0] == pytest.approx(recorded[name], rel=0, abs=3e-6)
     alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
     if name in ALONE:  # its steps have as many micro-batches on any number of ranks
         assert alone[0] == pytest.approx(after[0], rel=0, abs=1e-5 if name == "qlora" else 1e-9)  # it is in float32
