@@ -176,18 +176,26 @@ def _memory(what: str) -> int:
     return 1024 * int(text.partition(f"{what}:")[2].split()[0])
 
 
-def measure_difference(size: int = 1024) -> tuple[float, float]:
-    """Share of the values that are others without double quantisation (bitsandbytes' default, and TRL's), and the largest relative
-    difference."""
+def measure_difference(size: int = 1024) -> dict[str, tuple[float, float]]:
+    """Whose values are others than ours -> their share, and the largest relative difference."""
     import bitsandbytes.functional as theirs
 
     weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.02
-    nested, plain = (
-        theirs.dequantize_4bit(*theirs.quantize_4bit(weight, blocksize=64, compress_statistics=each, quant_type="nf4"))
-        for each in (True, False)
-    )
-    apart = (nested - plain).abs()
-    return float((apart > 0).float().mean()), float((apart / plain.abs().clamp(min=1e-30)).max())
+    ours = nf4.unpack(*nf4.pack(weight), nf4.Packing.of((size, size)), torch.float32)
+    packed = theirs.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
+    found = {"bitsandbytes, `bnb_4bit_use_double_quant=False`": _apart(theirs.dequantize_4bit(*packed), ours)}
+    with contextlib.suppress(ImportError):
+        from torchao.quantization import NF4Tensor  # pyrefly: ignore
+
+        low = weight.bfloat16()
+        ours = nf4.unpack(*nf4.pack(low), nf4.Packing.of((size, size)), torch.bfloat16)
+        found["torchao, as in torchtune, of bfloat16"] = _apart(NF4Tensor.from_tensor(low, 64, 256).get_original_weight(), ours)
+    return found
+
+
+def _apart(values: Tensor, ours: Tensor) -> tuple[float, float]:
+    apart, ours = (values.float() - ours.float()).abs(), ours.float().abs()
+    return float((apart > 0).float().mean()), float((apart / ours.clamp(min=1e-30))[ours > 0].max())
 
 
 def table(
@@ -221,10 +229,10 @@ def table(
     lines.append(
         f"| memory for reading and packing one [{2 * size:,}, {2 * size:,}], beside what is packed: a part of its bytes in bf16 | {extra:.2f} | | |"
     )
-    share, largest = measure_difference()
-    lines.append(
-        f"| values that `bnb_4bit_use_double_quant=False` makes otherwise | {share:.0%}, by up to {largest:.2%} | | |"
-    )
+    lines += [
+        f"| values that are others by {whose} | {share:.0%}, by up to {largest:.2%} | | |"
+        for whose, (share, largest) in measure_difference().items()
+    ]
     return "\n".join(lines)
 
 

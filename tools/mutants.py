@@ -4473,7 +4473,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-of-other-parameters",
-        '    peft_parameters.refuse_others(folder, there["experts"], stacks, names)\n',
+        '    peft_parameters.refuse_others(folder, there["experts"], stacks, {*names} - weights.keys())\n',
         "",
         "tests/state/test_adapters_of_experts.py -k other_parameters",
         "adapters of one parameter are loaded into those of another of the same shapes",

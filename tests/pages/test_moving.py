@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from shardwise.dialects.answers import imported
 from shardwise.run.config import RunConfig, load_config
 from shardwise.techniques.lora.options import LoRA
 
@@ -126,6 +128,13 @@ def test_keys_that_the_pages_name_exist():
     named = {word for cell in cells for word in re.findall(rf"`((?:{'|'.join(sections)})\.[\w.]+)(?:=[^`]*)?`", cell)}
     assert len(named) > 40
     assert named <= known
+
+
+def test_the_lora_recipe_of_torchtune_is_imported_as_the_page_shows():
+    folder = ROOT / "examples" / "from"
+    theirs, ours = (yaml.safe_load((folder / f"torchtunelora_{end}.yaml").read_text()) for end in ("before", "after"))
+    assert imported(theirs, dialect="torchtune", ranks=2).run == ours
+    assert load_config(folder / "torchtunelora_after.yaml").config.parallel.lora.rank == theirs["model"]["lora_rank"]
 
 
 def test_the_configuration_that_stands_for_a_torchtune_recipe_is_read():

@@ -249,10 +249,8 @@ def test_the_fast_path_of_a_transformer_encoder_does_not_pass_over_an_adapter_of
         ({"targets": ("out_proj",)}, "which can have one itself, reads its weight and does not call it"),
         ({"targets": ("self_attn",), "dropout": 0.1}, "neither DoRA nor dropout"),
         ({"targets": ("self_attn",), "experts": "in_proj_weight"}, "which is a target itself"),
-        (
-            {"targets": (), "experts": "out_proj.weight"},
-            "it is the weight of a layer, whose adapter is computed beside it",
-        ),
+        ({"targets": (), "experts": "out_proj.weight"}, "reads its weight and does not call it"),
+        ({"targets": ("linear1",), "experts": "linear1.weight"}, "an adapter of the weight of a layer, which is a target"),
     ],
 )
 def test_adapters_that_attention_of_torch_cannot_have(given, words):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+import msgspec
 import torch
 from torch import nn
 
@@ -54,7 +55,16 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         _without_fast_paths(module)
         return module
     _refuse_adapted(module)
-    layers, parameters = _chosen(module, lora), chosen_parameters(module, lora)
+    layers, (parameters, of_weights) = _chosen(module, lora), chosen_parameters(module, lora)
+    if twice := layers.keys() & of_weights:
+        raise UnsupportedError(
+            "an adapter of the weight of a layer, which is a target itself",
+            why="targets= gives it one",
+            fix="leave it out of targets=, or out of experts=",
+            name=min(twice),
+        )
+    if of_weights:
+        layers |= _chosen(module, msgspec.structs.replace(lora, targets=tuple(of_weights), exclude=()))
     attention = {name: layers.pop(name) for name in [*layers] if isinstance(layers[name], nn.MultiheadAttention)}
     if both := attention.keys() & parameters.keys():
         raise UnsupportedError(
