@@ -7,8 +7,8 @@ directory into packed layers; and what fine-tuning takes of memory on two ranks.
 
 Before anything is timed the codes of all numbers are those of bitsandbytes, and the values that both make of one set of bytes are equal.
 Times are in turns, of the processor, on one thread; read the ratios. Unpacking is timed twice: of a weight whose values are new memory, as
-in training, and of one whose values are where those of the call before were. The *lookups* are ``torch.index_select`` of the two values of
-each byte, alone: what an unpacking in torch's own operators takes at least.
+in training, and of one whose values are where those of the call before were. Its *operators* are those of one chunk alone, which stays in the
+core's cache: what an unpacking without a kernel of its own takes at least.
 """
 
 import argparse
@@ -36,7 +36,7 @@ __all__ = ["measure_codes", "measure_difference", "measure_load", "measure_memor
 
 
 def measure_codes(size: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Millions of numbers a second of a weight ``[size, size]``: ``packing``, ``unpacking`` and the ``lookups`` of an unpacking, of Shardwise
+    """Millions of numbers a second of a weight ``[size, size]``: ``packing``, ``unpacking`` and its ``operators``, of Shardwise
     and of bitsandbytes."""
     import bitsandbytes.functional as theirs
 
@@ -53,20 +53,27 @@ def measure_codes(size: int, rounds: int) -> dict[str, tuple[float, float]]:
     pack_theirs = lambda: theirs.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")  # noqa: E731
     unpack = lambda: nf4.unpack(*ours, packing, torch.bfloat16)  # noqa: E731
     unpack_theirs = lambda: theirs.dequantize_4bit(codes, state)  # noqa: E731
-    pairs, part = torch.zeros(256, dtype=torch.int64), min(1 << 17, size * size // 2)
-    index = codes.flatten()[:part].int()
-    found = torch.empty(part, dtype=torch.int64)
-    look_up = lambda: [torch.index_select(pairs, 0, index, out=found) for _ in range(size * size // 2 // part)]  # noqa: E731
+    run_operators = functools.partial(_operators, codes.flatten(), min(1 << 15, codes.numel()))
     numbers = size * size / 1e6
     contenders = {
         "packing": (pack, pack_theirs),
         "unpacking": (unpack, unpack_theirs),
-        "lookups": (look_up, unpack_theirs),
+        "operators": (run_operators, unpack_theirs),
     }
     return {
         what: tuple(numbers / seconds for seconds in _in_turns(calls, rounds))  # type: ignore[misc]
         for what, calls in contenders.items()
     }
+
+
+def _operators(codes: Tensor, part: int) -> None:
+    """The operators of an unpacking of as many bytes, ``part`` of them at a time, into one place."""
+    pairs, index = torch.zeros(256, dtype=torch.int64), torch.empty(part, dtype=torch.int32)
+    both, scales = torch.empty(part, dtype=torch.int64), torch.ones(part // 32, 1)
+    values, out = both.view(torch.float32).view(-1, nf4.BLOCK), torch.empty(part // 32, nf4.BLOCK, dtype=torch.bfloat16)
+    for _ in range(codes.numel() // part):
+        torch.index_select(pairs, 0, index.copy_(codes[:part]), out=both)
+        out.copy_(values.mul_(scales))
 
 
 def _in_turns(calls: tuple[Callable[[], Any], ...], rounds: int) -> list[float]:
@@ -189,7 +196,9 @@ def measure_difference(size: int = 1024) -> dict[str, tuple[float, float]]:
 
         low = weight.bfloat16()
         ours = nf4.unpack(*nf4.pack(low), nf4.Packing.of((size, size)), torch.bfloat16)
-        found["torchao, as in torchtune, of bfloat16"] = _apart(NF4Tensor.from_tensor(low, 64, 256).get_original_weight(), ours)
+        found["torchao, as in torchtune, of bfloat16"] = _apart(
+            NF4Tensor.from_tensor(low, 64, 256).get_original_weight(), ours
+        )
     return found
 
 
@@ -213,7 +222,7 @@ def table(
         "packing, million numbers a second": codes["packing"],
         "unpacking into new memory": codes["unpacking"],
         "unpacking into memory that is there": again["unpacking"],
-        "of that the lookups alone, by `torch.index_select`": again["lookups"],
+        "its operators alone, on one chunk in cache": again["operators"],
     }
     lines += [
         f"| {what} | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.2g} |" for what, (ours, theirs) in rates.items()

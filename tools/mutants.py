@@ -4487,10 +4487,31 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-fast-path",
-        "        module.activation_relu_or_gelu = 0\n",
-        "        pass\n",
+        '("activation_relu_or_gelu", 0)',
+        '("activation_relu_or_gelu", 1)',
         "tests/techniques/lora/test_adapters.py -k fast_path",
         "torch's fast path of an encoder passes over adapters in eval mode",
+    ),
+    Mutant(
+        "compile-first-block-alone",
+        "_with_input_in_graph(made) if _is_part_frozen(target) else made",
+        "made",
+        "tests/techniques/compile/test_compile.py -k small_trained_parts",
+        "the first block with adapters behind a frozen embedding is compiled by itself: twice the time",
+    ),
+    Mutant(
+        "packed-numbers-as-bytes",
+        "own = {name: codec.numbers for name, codec in self.codecs.items()}",
+        "own: dict[str, int] = {}",
+        "tests/techniques/quantize/test_packed.py -k bytes_count",
+        "bytes of packed weights count as numbers",
+    ),
+    Mutant(
+        "adapter-of-a-layers-weight",
+        "of_theirs = {weights.get(name, name): found",
+        "of_theirs = {name: found",
+        "tests/state/test_adapters_of_experts.py -k layer_that_peft",
+        "the rank of a layer's weight that PEFT has adapted as a parameter is not compared",
     ),
     Mutant(
         "adapter-in-head",

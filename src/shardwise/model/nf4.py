@@ -187,17 +187,26 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         index = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2).view(-1)[: weight.numel()].view(weight.shape)
         index = functional.pad(index, (0, weight.shape[1] % 2)).to(torch.uint8)
         codes = torch.bitwise_or(index[:, ::2] * 16, index[:, 1::2])
-    else:
-        maxima = torch.zeros(packing.num_blocks, dtype=torch.float32, device="cpu")
-        codes = torch.empty(packing.codes_shape, dtype=torch.uint8, device="cpu")
-        host = weight.detach().cpu()
-        for _, row, number in packing.pieces():
-            add_maxima(maxima, host[row : row + number], packing, row)
-        for here, row, number in packing.pieces():
-            codes[here : here + number] = codes_of(host[row : row + number], maxima, packing, row)
+        scales, outer, mean = second_stage(maxima)
+        return codes, scales.view(packing.scales_shape), outer, mean
+    host = weight.detach().cpu()
+    found = pack_rows(packing, lambda row, number: host[row : row + number])
+    return tuple(each.to(weight.device) for each in found)  # type: ignore[return-value]
+
+
+def pack_rows(packing: Packing, read: Callable[[int, int], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of a whole weight, of which ``read(row, number)`` gives rows: once where blocks lie within them, else twice."""
+    maxima = torch.zeros(packing.num_blocks, dtype=torch.float32, device="cpu")
+    codes = torch.empty(packing.codes_shape, dtype=torch.uint8, device="cpu")
+    for is_last in (False, True):
+        for here, row, number in packing.pieces() if not (is_last and packing.is_aligned) else ():
+            values = read(row, number)
+            if not is_last:
+                add_maxima(maxima, values, packing, row)
+            if is_last or packing.is_aligned:
+                codes[here : here + number] = codes_of(values, maxima, packing, row)
     scales, outer, mean = second_stage(maxima)
-    found = codes, scales.view(packing.scales_shape), outer, mean
-    return found if weight.is_meta else tuple(each.to(weight.device) for each in found)  # type: ignore[return-value]
+    return codes, scales.view(packing.scales_shape), outer, mean
 
 
 # ---- unpacking ---------------------------------------------------------------------------------------------------------

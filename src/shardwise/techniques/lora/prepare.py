@@ -31,7 +31,7 @@ from shardwise.techniques.linears import (
     left_out,
     matches_nothing,
     names_matching,
-    without_fast_path,
+    without_fast_paths,
 )
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
@@ -52,7 +52,7 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
     """
     if lora is None:
         adopt(module)
-        _without_fast_paths(module)
+        without_fast_paths(module, Adapted)
         return module
     _refuse_adapted(module)
     layers, (parameters, of_weights) = _chosen(module, lora), chosen_parameters(module, lora)
@@ -93,14 +93,8 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         attach_parameters(host, how, lora.name)
         for each, low, high in factors_of(host):
             _begin(low, high, how[each][0], lora, _generator(low, seed, f"{name}.{each}"))
-    _without_fast_paths(module)
+    without_fast_paths(module, Adapted)
     return module
-
-
-def _without_fast_paths(module: nn.Module) -> None:
-    for child in module.modules() if adapted_layers(module) else ():
-        if any(isinstance(part, Adapted) for part in child.modules()):
-            without_fast_path(child)
 
 
 def values_of_proof(module: nn.Module) -> None:
