@@ -348,6 +348,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return "python benchmarks/tensor_parallel.py --rounds 2"
         case ["python", "benchmarks/linear_loss.py", *_]:  # its one size takes a minute a round
             return "python benchmarks/linear_loss.py --help"
+        case ["python", "benchmarks/moving.py", "--trl", *_]:  # the tests do without TRL
+            return "python benchmarks/moving.py --help"
         case ["python", "benchmarks/moving.py", *_]:
             return "python benchmarks/moving.py"
         case ["python", "benchmarks/zoo.py", *_]:

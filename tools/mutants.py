@@ -4508,10 +4508,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-of-a-layers-weight",
-        "of_theirs = {weights.get(name, name): found",
-        "of_theirs = {name: found",
+        "{*names} - weights.keys()",
+        "names",
         "tests/state/test_adapters_of_experts.py -k layer_that_peft",
-        "the rank of a layer's weight that PEFT has adapted as a parameter is not compared",
+        "a layer's weight that PEFT has adapted as a parameter is taken for one in no layer",
     ),
     Mutant(
         "adapter-in-head",
