@@ -32,7 +32,7 @@ def test_bf16_under_tp_is_beside_float64(ranks):
 def test_the_table_of_compiled_blocks_has_ratios():
     benchmark = script("lora")
     of = {"compile": 2.0, "compiled": 0.1, "plain": 0.2, "breaks": 0, "graphs": 1}
-    text = benchmark.compiled_table({name: of for name in benchmark.COMPILED})
+    text = benchmark.compiled_table(dict.fromkeys(benchmark.COMPILED, of))
     assert text.count("| 2.0 | 1.00 | 0 | 100 | 200 | 0.50 |") == len(benchmark.COMPILED)
 
 
