@@ -124,7 +124,7 @@ def _stack(world: sw.World, number: int, size: int) -> nn.Module:
 
 
 def measure_load(folder: str, number: int, size: int) -> tuple[float, int]:
-    """Seconds of ``load_weights`` of such a directory into packed layers, and how many bytes this takes at most beside them."""
+    """Seconds of the processor of ``load_weights`` of such a directory into packed layers, and how many bytes this takes at most beside them."""
     torch.set_num_threads(1)
     with sw.init("dp_shard=1", device="cpu") as world:
         with tempfile.TemporaryDirectory() as small:  # what is allocated once
@@ -133,15 +133,15 @@ def measure_load(folder: str, number: int, size: int) -> tuple[float, int]:
         model = _stack(world, number, size)
         before = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        begin = time.perf_counter()
+        begin = time.process_time()
         sw.load_weights(model, folder)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         return seconds, _memory("VmHWM") - before - held
 
 
 def measure_others(folder: str, number: int) -> dict[str, float]:
-    """Seconds in which others read the same directory, a tensor at a time, and pack it: by name."""
+    """Seconds of the processor in which others read the same directory, a tensor at a time, and pack it: by name."""
     import bitsandbytes.functional as theirs
 
     torch.set_num_threads(1)
@@ -154,12 +154,12 @@ def measure_others(folder: str, number: int) -> dict[str, float]:
         calls["torchao"] = lambda w: NF4Tensor.from_tensor(w, 64, 256)
     found = {}
     for name, call in calls.items():
-        begin = time.perf_counter()
+        begin = time.process_time()
         kept = [
             call(load_file(path)[f"layers.{i}.weight"])
             for i, path in enumerate(sorted(Path(folder).glob("*.safetensors")))
         ]
-        found[name] = time.perf_counter() - begin
+        found[name] = time.process_time() - begin
         assert len(kept) == number
     return found
 
