@@ -47,8 +47,8 @@ def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
     )  # the loss of transformers is float32 in a float64 model too
     assert after[0] == pytest.approx(before[0], rel=0, abs=tolerance)
     assert moving.distance(before, after) < tolerance
-    alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
     if name in ALONE:  # its steps have as many micro-batches on any number of ranks
+        alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
         assert alone[0] == pytest.approx(after[0], rel=0, abs=1e-5 if name == "qlora" else 1e-9)  # it is in float32
 
 

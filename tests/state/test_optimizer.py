@@ -266,6 +266,7 @@ def read_whole(layout, write):
         return values, out.detach()
 
 
+@pytest.mark.quick("one", "fsdp-2", "hsdp-2x2")
 @every_layout(*KINDS)
 def test_gathered_parameters_are_whole_on_every_rank_and_shards_again_afterwards(ranks, layout):
     plain = build("odd")

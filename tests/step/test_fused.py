@@ -10,7 +10,7 @@ LAYOUTS = ("dp_shard=1", "dp_replicate=2", "dp_shard=2", "tp=2", "dp_shard=2,tp=
 NAMES = ("llama", "gpt2", "linears: kv-2", "t5", "qwen3")
 
 
-@pytest.mark.quick("gpt2-dp_replicate=2", "linears: kv-2-dp_shard=2", "llama-tp=2", "gpt2-dp_shard=2,tp=2")
+@pytest.mark.quick("gpt2-dp_replicate=2", "linears: kv-2-dp_shard=2", "llama-tp=2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

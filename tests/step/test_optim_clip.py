@@ -33,7 +33,20 @@ def _clipped(layout, engine, norm_type, max_norm):
         return norm, gradients(model)
 
 
-@pytest.mark.combinations("pairs")
+@pytest.mark.quick(
+    "ddp-2-1.0-clips",
+    "ddp-2-2.0-measures",
+    "ddp-2-inf-clips",
+    "fsdp2-2x1-1.0-measures",
+    "fsdp2-2x1-3.0-clips",
+    "fsdp-4-2.0-clips",
+    "fsdp-4-inf-measures",
+    "hsdp-2x2-1.0-clips",
+    "hsdp-2x2-3.0-measures",
+    "hsdp-2x2-inf-clips",
+    "one-fsdp2-2.0-measures",
+    "one-fsdp2-3.0-clips",
+)
 @pytest.mark.parametrize("max_norm", [1e-2, math.inf], ids=["clips", "measures"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @every_layout(*MESHES)
@@ -276,6 +289,13 @@ def _told_norms(layout, build_model, bucket_mb, norm_type):
         return [step(mine(batches, world)).grad_norm for _ in range(2)]
 
 
+@pytest.mark.quick(
+    "Mixed-dp_replicate=2-25.0-2.0",
+    "Mixed-dp_replicate=2-25.0-inf",
+    "Mixed-dp_replicate=4-0.0001-inf",
+    "blocks-dp_replicate=2,tp=2-25.0-inf",
+    "blocks-dp_replicate=4-0.001-2.0",
+)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize(
     ("build_model", "layout", "bucket_mb"),

@@ -161,7 +161,8 @@ FEW = [*SAMPLE, "text only at first", "an expert each", "one block, by rank", "a
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(PLAIN, id="orders"),
+        pytest.param(PLAIN[::2], id="half of the orders"),
+        pytest.param(PLAIN[1::2], id="the other orders", marks=pytest.mark.soak),
         pytest.param(OTHER_LOOPS, id="loops", marks=pytest.mark.soak),
         pytest.param(OTHER_MODELS, id="models", marks=pytest.mark.soak),
     ],

@@ -56,14 +56,7 @@ LEFT = {
 }
 
 
-@pytest.mark.quick(
-    "other uses: computed, layer",
-    "other uses: ComputedElsewhere",
-    "other uses: HookedBackward",
-    "other uses: Reversed",
-    "other uses: GateInLoss",
-    "other uses: returns integer",
-)
+@pytest.mark.quick("other uses: computed, layer", "other uses: HookedBackward", "other uses: returns integer")
 @pytest.mark.parametrize(  # that the same stays whole is seen of each below
     "name",
     [pytest.param(n, marks=pytest.mark.soak if i % 3 else ()) for i, n in enumerate(models.select("other uses"))],

@@ -47,6 +47,17 @@ def compared(ranks, layout, kind, where, late):
     return []
 
 
+@pytest.mark.quick(
+    "attribute-cut-False",
+    "module_global-cut-False",
+    "second_count-outside-False",
+    "in_environ-cut-False",
+    "put_together-outside-False",
+    "put_together_elsewhere-cut-True",
+    "in_text-cut-False",
+    "inside-cut-True",
+    "of_row-cut-True",
+)
 @pytest.mark.parametrize(
     ("kind", "where", "late"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.soak) for c in CASES]
 )
@@ -66,6 +77,33 @@ def test_so_it_is_beside_data_ranks(ranks, kind, where, late):
 SEARCHED = {kind for kind, *_ in QUICK}  # by places.trained, whose search is looked at in the same way
 
 
+@pytest.mark.quick(
+    "own_dict",
+    "own_slots",
+    "class_attribute",
+    "metaclass",
+    "function_cache",
+    "global_list",
+    "global_deque",
+    "default_argument",
+    "weak_dict",
+    "thread_local",
+    "library_module",
+    "counter",
+    "second_forward",
+    "registered_for_good",
+    "in_log_records",
+    "in_c_array",
+    "on_torch_class",
+    "on_parameter",
+    "in_thread",
+    "closure_cell",
+    "out_class",
+    "out_generator",
+    "out_context",
+    "out_weak",
+    "out_array",
+)
 @pytest.mark.parametrize(
     "kind",
     [

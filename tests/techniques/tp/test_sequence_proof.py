@@ -104,6 +104,23 @@ def test_many_blocks(is_alike):
     }
 
 
+@pytest.mark.quick(
+    "loss of a sum",
+    "hook",
+    "vmap",
+    "mean for a weight",
+    "operator of one length",
+    "hook of a node",
+    "packed for backward",
+    "hook of a threshold",
+    "operator of a threshold",
+    "straight through",
+    "stopped by the length",
+    "norm of a gradient",
+    "kernel of rows",
+    "script",
+    "views",
+)
 @pytest.mark.parametrize(
     "how",
     [
