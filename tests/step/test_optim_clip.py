@@ -68,6 +68,7 @@ def _counted(layout, engine):
         return {name: sum(x.numel() for x in runtime.owned(name, grad)) for name, grad in runtime.gradients().items()}
 
 
+@pytest.mark.quick("ddp-2", "fsdp2-2x1", "hsdp-2x2", "one-fsdp2")
 @every_layout(*MESHES)
 def test_each_element_is_counted_on_one_rank_and_each_rank_counts_about_as_many(ranks, layout):
     by_rank = ranks.run(_counted, layout.num_ranks, layout.text, layout.engine)
@@ -93,6 +94,7 @@ def _counted_of(build_model, layout):
         return {name: sum(x.numel() for x in runtime.owned(name, local[name])) for name in runtime.trainable}
 
 
+@pytest.mark.quick("blocks-dp_replicate=2,tp=2", "with_a_frozen_part-dp_replicate=4")
 @pytest.mark.parametrize(
     ("build_model", "layout"),
     [(blocks, "dp_replicate=2,tp=2"), (blocks, "tp=4"), (with_a_frozen_part, "dp_replicate=4")],
@@ -114,6 +116,7 @@ def _clamped(layout, engine, value):
         return gradients(model), world.agreement.num_exchanges - before
 
 
+@pytest.mark.quick("ddp-2", "fsdp2-2x1", "hsdp-2x2", "one-fsdp2")
 @every_layout(*MESHES)
 def test_clamped_gradients(ranks, layout):
     plain = build()
@@ -160,6 +163,7 @@ def _same_norm_as_a_step(layout, engine):
         return norm, step(mine([batch(i) for i in range(4)], world)).grad_norm
 
 
+@pytest.mark.quick("ddp-2", "fsdp2-2x1", "hsdp-2x2", "one-fsdp2")
 @every_layout(*MESHES)
 def test_an_own_loop_measures_the_norm_of_a_step(ranks, layout):
     for norm, step_norm in ranks.run(_same_norm_as_a_step, layout.num_ranks, layout.text, layout.engine):

@@ -103,7 +103,7 @@ UNITS, MICRO = 4, 2  # three blocks and the root
 FREED, KEPT = MICRO * 2 * (UNITS - 1) + 1, MICRO * (UNITS - 1) + 1  # gathers of a window: the root's once
 
 
-@pytest.mark.quick("HYBRID_SHARD_ZERO2-2-7-4-4", "NO_SHARD-1-0-0-1")
+@pytest.mark.quick("HYBRID_SHARD_ZERO2-2-7-4-4")
 @pytest.mark.parametrize(
     ("strategy", "part", "num_gathers", "num_scatters", "num_sums"),
     [

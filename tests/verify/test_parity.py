@@ -34,7 +34,6 @@ def _parity(ranks, cell: Cell, run=None, **changes) -> None:
     "odd-fsdp-2-acc3-clip-blocks",
     "odd-one-acc1-clip-default",
     "branches-fsdp-4-acc1-noclip-default",
-    "experts-fsdp-2-acc3-noclip-default",
     "branch-first-fsdp2-2x1-acc1-clip-blocks",
     "qwen3-fsdp2-2x1-acc3-clip-default",
     "t5-one-acc1-noclip-blocks",

@@ -186,7 +186,7 @@ OPTIONS = {"remat": FEW, "kept": FEW, "hsdp": SAMPLE[1:]}
 RARELY = {"compile": SAMPLE[1:2], "offload": FEW, "much prefetch": FEW, "kept over 2 of 4": SAMPLE}
 
 
-@pytest.mark.quick("kept", "remat")
+@pytest.mark.quick("kept")
 @pytest.mark.parametrize("where", [*OPTIONS, *(pytest.param(where, marks=pytest.mark.soak) for where in RARELY)])
 def test_skipped_blocks_under_options(ranks, where):
     check(ranks, where, (OPTIONS | RARELY)[where])

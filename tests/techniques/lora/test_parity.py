@@ -43,7 +43,7 @@ def compared(ranks, name, layout, lora, steps=2, build=None, **options):
     )
 
 
-@pytest.mark.quick("gpt2-dp_shard=2-rslora", "mixtral-dp_shard=3-dora", "vocabularies: tied-dp_shard=2,tp=2-lora")
+@pytest.mark.quick("gpt2-dp_shard=2-rslora", "mixtral-dp_shard=3-dora")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [*FEW, *(pytest.param(n, marks=pytest.mark.soak) for n in RANKS if n not in FEW)])
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick("selective-gpt2-tp=2", "every micro-batch-llama-dp_shard=2")
+@pytest.mark.quick("selective-gpt2-tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("option", [*OPTIONS, pytest.param("compile", marks=pytest.mark.soak)])

@@ -27,7 +27,7 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=100, **options)
 
 
-@pytest.mark.quick("ddp-2-full", "fsdp-2-every-2", "fsdp-2-selective")
+@pytest.mark.quick("ddp-2-full", "fsdp-2-selective")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -69,6 +69,7 @@ def test_selective_never_keeps_more_than_no_remat(ranks):
     assert selective.chosen.startswith("kept for backward by 4 blocks: all. ")
 
 
+@pytest.mark.quick("fsdp-2")
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2"])
 def test_what_is_kept_and_what_is_run_again(ranks, layout):
     none, full, selective = (on(ranks, layout, remat=WAYS[way])[0] for way in ("none", "full", "selective"))

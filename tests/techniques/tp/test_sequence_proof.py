@@ -52,7 +52,7 @@ FOUND = {
 }
 
 
-@pytest.mark.quick("-2", "inline-4", "norm of the root-2", "shift-4", "counts-2")
+@pytest.mark.quick("-2", "inline-4", "counts-2")
 @pytest.mark.parametrize(
     ("how", "degree"),
     [
@@ -232,6 +232,7 @@ def broken(plan, facts):
 NUM_FAULTS = {"shift": 14, "inline": 14, "norm of the root": 15}
 
 
+@pytest.mark.quick("shift")
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=[] if how in NUM_FAULTS else [pytest.mark.soak]) for how in EXACT]
 )

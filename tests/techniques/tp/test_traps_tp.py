@@ -62,6 +62,7 @@ def test_fewer_key_value_heads_than_ranks(ranks):
     trains(ranks, models.get("linears: kv-1"), ["blocks.0.attention.projections.0.weight"])
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tied):
     """Rows that fill up the last rank's part must not be in the softmax; and a tie stays a tie."""
