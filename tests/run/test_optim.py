@@ -25,6 +25,7 @@ LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_replicate=
     "groups-dp_shard=2",
     "adafactor-dp_shard=1",
     "muon-dp_shard=1",
+    "sgd-dp_replicate=2,dp_shard=2",
 )
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -110,7 +110,7 @@ def kept(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
-@pytest.mark.quick("best")
+@pytest.mark.quick("best", "every")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -121,6 +121,7 @@ def test_parameters_with_adapters_of_peft_are_computed_by_its_code(ranks, layout
     "several-several adapters",
     "shared-those of another layer",
     "parameters-is of a parameter (target_parameters)",
+    "bias-has a bias",
 )
 @pytest.mark.parametrize(
     ("kind", "why"),

@@ -43,7 +43,7 @@ def compared(ranks, name, layout, lora, steps=2, build=None, **options):
     )
 
 
-@pytest.mark.quick("gpt2-dp_shard=2-rslora", "mixtral-dp_shard=3-dora")
+@pytest.mark.quick("gpt2-dp_shard=2-rslora", "mixtral-dp_shard=3-dora", "nanogpt-tp=2-lora")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [*FEW, *(pytest.param(n, marks=pytest.mark.soak) for n in RANKS if n not in FEW)])
 @pytest.mark.parametrize(
