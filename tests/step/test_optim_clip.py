@@ -297,7 +297,7 @@ def _told_norms(layout, build_model, bucket_mb, norm_type):
     "Mixed-dp_replicate=2-25.0-2.0",
     "Mixed-dp_replicate=2-25.0-inf",
     "Mixed-dp_replicate=4-0.0001-inf",
-    "blocks-dp_replicate=2,tp=2-25.0-inf",
+    "blocks-dp_replicate=2,tp=2-25.0-2.0",
     "blocks-dp_replicate=4-0.001-2.0",
 )
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
