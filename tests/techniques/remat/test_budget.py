@@ -100,7 +100,9 @@ def chosen_on(layout: str, sizes: list[int], remat, block=Feed):
         return runtime_of(model).chosen["remat"], describe(model).splitlines()[-1], losses
 
 
-@pytest.mark.quick("dp_replicate=2-60KiB-Feed", "dp_shard=2-selective-Feed", "dp_shard=2-60KiB-Forked")
+@pytest.mark.quick(
+    "dp_replicate=2-60KiB-Feed", "dp_replicate=2-selective-Forked", "dp_shard=2-selective-*", "dp_shard=2-60KiB-Forked"
+)
 @pytest.mark.parametrize("block", [Feed, Forked])
 @pytest.mark.parametrize("remat", ["selective", "60KiB"])
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])
