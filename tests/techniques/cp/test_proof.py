@@ -440,7 +440,20 @@ def broken(facts):
         yield f"attention 1 of {module}", "attention", module, [1]
 
 
-@pytest.mark.quick("grouped", "rotary", "kernel", "pooled", "mask in attention", "norm of a gradient")
+@pytest.mark.quick(
+    "grouped",
+    "rotary",
+    "kernel",
+    "pooled",
+    "mask in attention",
+    "norm of a gradient",
+    "plain",
+    "packed",
+    "rows of a table",
+    "hook of rows",
+    "manual",
+    "kernel of rows",
+)
 @pytest.mark.parametrize("name", PROVED)
 def test_no_broken_plan_passes(name):
     search, facts = searched(name)

@@ -25,6 +25,7 @@ WHOLE = {
     "vocabularies: padding on the last rank-tp=2",
     "vocabularies: Penalised-tp=2",
     "vocabularies: BiasRead-tp=2",
+    "vocabularies: untied-tp=2",
 )
 @pytest.mark.parametrize(
     ("name", "layout"),
