@@ -51,11 +51,11 @@ def test_no_tensor_is_as_large_as_the_logits(ranks):
             assert loss == pytest.approx(other, rel=1e-5)
 
 
-def test_an_evaluation_and_half_precision(ranks):
-    for layout, size in (("dp_shard=2", 2), ("tp=2", 2)):
-        for found in ranks.run(fuses.evaluated, size, layout):
-            for plain, fused in found.values():
-                assert fused == pytest.approx(plain, rel=2e-3 if "16" in str(found) else 1e-6)
+@pytest.mark.parametrize("layout", [pytest.param("dp_shard=2", marks=pytest.mark.soak), "tp=2"])
+def test_an_evaluation_and_half_precision(ranks, layout):
+    for found in ranks.run(fuses.evaluated, 2, layout):
+        for plain, fused in found.values():
+            assert fused == pytest.approx(plain, rel=2e-3 if "16" in str(found) else 1e-6)
 
 
 SAYS = {

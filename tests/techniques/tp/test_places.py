@@ -160,8 +160,11 @@ def test_a_search_with_norms_over_all_heads_looks_at_two_forwards_and_keeps_a_us
     assert registry("of the user") == {"x": 1} and registry.cache_info().currsize == 1
 
 
-def test_gradients_of_what_every_rank_holds_whole_are_compared(ranks):
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"), [("tp=2", 2), pytest.param("dp_shard=2,tp=2", 4, marks=pytest.mark.soak)]
+)
+def test_gradients_of_what_every_rank_holds_whole_are_compared(ranks, layout, num_ranks):
     """Here nothing is proved of later blocks: in the first window the parameter is named, on all ranks."""
-    for text in ranks.run(places.trained_without_proof, 4, "dp_shard=2,tp=2"):
+    for text in ranks.run(places.trained_without_proof, num_ranks, layout):
         assert text.startswith("RankError: blocks.2.s: ranks ")
         assert "with other gradients of a parameter that each holds whole" in text
