@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    compile_all = [str(python), "-m", "compileall", "-q", "-j", "0", "-x", RARE, str(args.venv)]  # pip would use one core of all
+    compile_all = [str(python), "-m", "compileall", "-q", "-j", "0", "-x", RARE]  # pip would use one core of all
+    compile_all.append(str(args.venv))
     run_visibly(compile_all, "compiling", args.venv / "compile.log")  # files for other Pythons do not compile
     (args.venv / ".ready").touch()
     print(f"Ready after {time.monotonic() - begin:.0f} s.", flush=True)
