@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from shardwise.config.folders import check_place, refuse_within_checkpoint
 from shardwise.errors import ConfigError
 from shardwise.recipe import human_bytes
 from shardwise.run.config import RunConfig
@@ -50,8 +51,6 @@ def check_space(
     if checkpoint_bytes is not None and kept.are_made:
         text = f"{human_bytes(checkpoint_bytes)} for a checkpoint"
         needs.append((folder / "checkpoints", checkpoint_bytes, text, "log.dir"))
-    if export is not None and (os.path.isabs(export) or (folder / export).exists()):
-        _check_folder(folder / export)
     disks = [_standing(path).stat().st_dev for path, *_ in needs]
     for disk in dict.fromkeys(disks):
         here = [need for need, its in zip(needs, disks, strict=True) if its == disk]
@@ -77,14 +76,30 @@ def _spare_bytes(disk_bytes: int) -> int:
     return spare_bytes(disk_bytes)
 
 
-def _check_folder(export: Path) -> None:
-    """Raises ConfigError if the folder for the weights cannot be written. They are written last, when the whole run
-    would be lost."""
-    given, fix = f"checkpoint.export: {str(export)!r}", "name another folder: --checkpoint.export=PATH"
-    if export.exists() and not export.is_dir():
-        raise ConfigError(given, why="it is a file, and the weights need a folder", fix=fix)
-    if not os.access(_standing(export), os.W_OK | os.X_OK):
-        raise ConfigError(given, why=f"{_standing(export)} cannot be written", fix=fix)
+def written_folders(config: RunConfig, has_adapters: bool) -> dict[str, tuple[Path, str]]:
+    """The folders that a run writes at its end, and the kind of each (:mod:`shardwise.config.folders`), by key of ``checkpoint``."""
+    keys = (("export", "weights"), *((("adapter", "adapter"), ("base", "weights")) if has_adapters else ()))
+    named = ((key, getattr(config.checkpoint, key), kind) for key, kind in keys)
+    return {key: (Path(config.log.dir) / name, kind) for key, name, kind in named if name is not None}
+
+
+def check_folders(config: RunConfig, has_adapters: bool) -> None:
+    """Refuses folders that cannot be written, or where something else would be lost. They are written last, when the whole run would be
+    lost.
+
+    Raises:
+        CheckpointError: of another kind, or within a checkpoint.
+        ConfigError: it cannot be written.
+    """
+    root = Path(config.log.dir).resolve()
+    refuse_within_checkpoint(root, "run", f"log.dir={config.log.dir!r}", "--log.dir=")
+    for key, (folder, kind) in written_folders(config, has_adapters).items():
+        given, place = f"checkpoint.{key}: {str(folder)!r}", folder.resolve()
+        check_place(place, kind, given, f"--checkpoint.{key}=")
+        is_made = folder.exists() or not place.is_relative_to(root)
+        if is_made and not os.access(_standing(folder), os.W_OK | os.X_OK):
+            fix = f"name another folder: --checkpoint.{key}=PATH"
+            raise ConfigError(given, why=f"{_standing(folder)} cannot be written", fix=fix)
 
 
 def spare_folders(size: int) -> list[Path]:

@@ -25,11 +25,11 @@ from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import RunData
-from shardwise.run.disk_space import check_space, spare_folders
+from shardwise.run.disk_space import check_folders, check_space, spare_folders, written_folders
 from shardwise.run.loggers import Loggers
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, cut_metrics
-from shardwise.run.older_weights import keep_older_weights
+from shardwise.run.older_weights import keep_older
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, check_packed, save_adapter, save_weights, weights_bytes
@@ -64,13 +64,14 @@ class RunOutput:
     def check_space(self, steps: int) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
         self._check_export()
-        problem: ConfigError | None = None
+        problem: ConfigError | CheckpointError | None = None
         if self.world.is_main:
             try:
                 exported = self.config.checkpoint.export is not None
                 num_bytes = weights_bytes(self.model, self.dtype) if exported else None
                 check_space(self.config, num_bytes, self._checkpoint_bytes(), steps)
-            except ConfigError as error:
+                check_folders(self.config, self._has_adapters)
+            except (ConfigError, CheckpointError) as error:
                 problem = error
         problem = self.world.broadcast(problem)
         if problem is not None:
@@ -126,7 +127,10 @@ class RunOutput:
         file = self.folder / "config.yaml"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(dump_config(self.config), encoding="utf-8")
+            text = dump_config(self.config)
+            if file.exists() and file.read_bytes() != text.encode():  # it may be what the user wrote
+                file.replace(self.folder / "config.previous.yaml")
+            file.write_text(text, encoding="utf-8")
             file = self.folder / "recipe.txt"
             file.write_text(describe(self.model), encoding="utf-8")
             file = self.folder / "metrics.jsonl"
@@ -135,9 +139,8 @@ class RunOutput:
             else:
                 with contextlib.suppress(FileNotFoundError):
                     file.replace(self.folder / "metrics.previous.jsonl")
-                if (name := self.config.checkpoint.export) is not None:
-                    file = self.folder / name
-                    self._keep_older(file)
+                for file, kind in written_folders(self.config, self._has_adapters).values():
+                    self._keep_older(file, kind)
             file = self.folder / "metrics.jsonl"
         except OSError as error:
             raise CheckpointError(
@@ -148,13 +151,20 @@ class RunOutput:
         self._metrics = MetricsWriter(file)
         self._loggers = Loggers(self.config, self.folder, done, lambda text: self.emit("trouble", text=text))
 
-    def _keep_older(self, weights: Path) -> None:
-        """Keeps the weights of an older run, of which this run does not continue the training, and says where."""
+    def _keep_older(self, folder: Path, kind: str) -> None:
+        """Keeps what an older run has written there, of which this run does not continue the training, and says where."""
         model, data = self.config.model, self.config.data
-        used = {"model.hf": model.hf, "model.weights": model.weights, "data.tokenizer": data.tokenizer}
-        place = keep_older_weights(weights, used)
+        used = {
+            "model.hf": model.hf,
+            "model.weights": model.weights,
+            "model.adapter": model.adapter,
+            "data.tokenizer": data.tokenizer,
+        }
+        place = keep_older(folder, kind, used)
         if place is not None:
-            self.emit("older", text=f"the weights of the run before stay in {place}")
+            self.emit(
+                "older", text=f"the {'adapters' if kind == 'adapter' else 'weights'} of the run before stay in {place}"
+            )
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Writes a line of metrics and emits the event. A full disk ends the metrics but not the training, whose

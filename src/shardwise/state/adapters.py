@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.caller import level_of_caller
+from shardwise.config.folders import check_place
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, UsageError, errors_about
 from shardwise.model import dtype_name, dtype_of
@@ -27,7 +28,7 @@ from shardwise.state.misfits import may_be
 from shardwise.state.naming import naming_of, shapes_of
 from shardwise.state.report import LoadReport
 from shardwise.state.sidecars import Origin
-from shardwise.state.staging import Staged, check_place
+from shardwise.state.staging import Staged
 from shardwise.state.to_rank0 import full_tensors
 from shardwise.state.writing import opened, write_at
 from shardwise.techniques.fold import acts
@@ -142,7 +143,7 @@ def _write(dest: Path, tensors: Mapping[str, Tensor], config: Mapping[str, objec
     """On rank 0: writes both files, and moves the directory to its place."""
     try:
         dest = dest.resolve()
-        check_place(dest)
+        check_place(dest, "adapter")
         staged = Staged(dest)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -159,7 +160,7 @@ def _write(dest: Path, tensors: Mapping[str, Tensor], config: Mapping[str, objec
         with opened(staged.path / CONFIG, os.O_CREAT) as descriptor:
             write_at(descriptor, memoryview(json.dumps(config, indent=2, sort_keys=True).encode()), 0)
             os.fsync(descriptor)
-        staged.commit()
+        staged.commit("adapter")
     except OSError as error:
         raise CheckpointError(
             f"adapters to {dest}",

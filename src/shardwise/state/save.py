@@ -108,9 +108,11 @@ def save_weights(
     )
     states = extra_states(model)  # on every rank: it may communicate
     values = {} if packed else _unpacked(runtime)
-    values |= _merged(runtime, own, values) if merge else {}
+    merged = _merged(runtime, own, values) if merge else {}
     computed = {**computed_values(runtime, "save_weights"), **(made_for_packed(runtime) if packed else {})}
-    saving = WeightFiles(runtime, file_layout, Path(dest), kind, computed, values, is_packed=packed)
+    saving = WeightFiles(
+        runtime, file_layout, Path(dest), kind, computed, values | merged, is_packed=packed, merges=bool(merged)
+    )
     saving.run()
     if world.is_main:  # last: where warnings are errors, other ranks must not wait for this one
         _tell_extra_states(states)
