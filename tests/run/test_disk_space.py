@@ -89,11 +89,13 @@ def test_weights_on_another_disk_are_counted_there(tmp_path, monkeypatch):
 
 def test_a_place_for_weights_that_cannot_be_written_is_refused_early(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint\.export: '.*file'\n  why: it is a file"):
-        disk_space.check_space(config(tmp_path, "--checkpoint.export=file"))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.export: '.*file'\n  why: .*file is a file"):
+        disk_space.check_folders(config(tmp_path, "--checkpoint.export=file"), has_adapters=False)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=rf"{tmp_path} cannot be written"):
-        disk_space.check_space(config(tmp_path, f"--checkpoint.export={tmp_path / 'new/weights'}"))
+        disk_space.check_folders(
+            config(tmp_path, f"--checkpoint.export={tmp_path / 'new/weights'}"), has_adapters=False
+        )
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,9 @@ rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``w
 """
 
 import contextlib
+import functools
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,14 +256,15 @@ class RunOutput:
     def export(self, unsaved: CheckpointError | None, steps: int) -> None:
         """Writes the final weights; all ranks must call it. Only then it raises the error of the last checkpoint or of
         the metrics. ``steps``: those that were done, for errors."""
-        name, unsaved = self.config.checkpoint.export, unsaved or self._export_adapter()
+        name, unsaved = self.config.checkpoint.export, unsaved or self._export_adapter(steps)
         kept = "no weights were asked for"
         if name is not None:
             self.emit("phase", text="writing the weights")
             try:
                 kept = f"the weights are whole, in {save_weights(self.model, self.folder / name, dtype=self.dtype)}"
             except CheckpointError as error:
-                raise self._rescue(error, steps) from error
+                save = functools.partial(save_weights, self.model)
+                raise self._rescue(error, steps, self.folder / name, save, weights_bytes(self.model)) from error
             self.tell("weights", path=str(self.folder / name), dtype=self.dtype or stored_dtype(self.model))
         if self._metrics is not None:
             self._metrics.close()
@@ -269,13 +272,21 @@ class RunOutput:
         if unwritten is not None:
             raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
 
-    def _export_adapter(self) -> CheckpointError | None:
-        """Writes the adapters of a model that has some, and the base in 4 bits; all ranks must call it. A failure is returned: the merged weights follow."""
+    def _export_adapter(self, steps: int) -> CheckpointError | None:
+        """Writes the adapters of a model that has some, and the base in 4 bits; all ranks must call it. A failure is returned: the merged weights follow,
+        if they were asked for."""
         name, base = (self.config.checkpoint.adapter if self._has_adapters else None), self.config.checkpoint.base
         try:
             if name is not None:
                 self.emit("phase", text="writing the adapters")
-                save_adapter(self.model, self.folder / name)
+                try:
+                    save_adapter(self.model, self.folder / name)
+                except CheckpointError as error:
+                    if self.config.checkpoint.export is not None:
+                        raise
+                    size = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
+                    save = functools.partial(save_adapter, self.model)
+                    return self._rescue(error, steps, self.folder / name, save, size)
                 self.tell("adapter", path=str(self.folder / name))
             if base is not None:
                 self.emit("phase", text="writing the base")
@@ -285,19 +296,21 @@ class RunOutput:
             return error
         return None
 
-    def _rescue(self, error: CheckpointError, steps: int) -> CheckpointError:
-        """Writes the weights to another folder if they could not be written where they belong, as they are stored: a value
+    def _rescue(
+        self, error: CheckpointError, steps: int, dest: Path, save: Callable[[Path], Path], num_bytes: int
+    ) -> CheckpointError:
+        """Writes the weights or adapters to another folder if they could not be written where they belong, as they are stored: a value
         may be beyond what the dtype of the export can hold. All ranks must call it.
 
         Returns:
             the error to raise, with what is kept and where; equal on every rank.
         """
-        spare = self.world.broadcast(spare_folders(weights_bytes(self.model)) if self.world.is_main else None)
+        spare = self.world.broadcast(spare_folders(num_bytes) if self.world.is_main else None)
         saved: Path | None = None
         for folder in spare:
             if saved is None:
                 with contextlib.suppress(CheckpointError):  # the first error is the one to report
-                    saved = save_weights(self.model, folder)
+                    saved = save(folder)
             if self.world.is_main and (saved is None or saved.parent != folder):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
@@ -309,7 +322,7 @@ class RunOutput:
         else:
             outcome = f"the weights of these {steps} steps were written to {saved} instead"
             self.emit("weights", path=str(saved), dtype=stored_dtype(self.model))
-            place = shlex.quote(str(self.folder / str(self.config.checkpoint.export)))
+            place = shlex.quote(str(dest))
             fix = f"move them from there: mkdir -p {place} && mv {shlex.quote(str(saved.parent))}/* {place}/"
         return CheckpointError(
             error.given,
