@@ -91,10 +91,11 @@ def test_a_place_for_weights_that_cannot_be_written_is_refused_early(tmp_path, m
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"checkpoint\.export: '.*file'\n  why: .*file is a file"):
         disk_space.check_folders(config(tmp_path, "--checkpoint.export=file"), has_adapters=False)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match=rf"{tmp_path} cannot be written"):
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "other")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/other cannot be written"):
         disk_space.check_folders(
-            config(tmp_path, f"--checkpoint.export={tmp_path / 'new/weights'}"), has_adapters=False
+            config(tmp_path, f"--checkpoint.export={tmp_path / 'other/weights'}"), has_adapters=False
         )
 
 

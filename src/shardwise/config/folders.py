@@ -4,6 +4,7 @@ A save replaces the files of its own kind, and keeps all others. It is refused w
 or which would be read together with its own; and within a checkpoint, which has exactly the files that its manifest names.
 """
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -100,7 +101,22 @@ def check_place(dest: Path, kind: str, given: str = "", option: str = "") -> Non
         raise CheckpointError(given, why="it holds the working directory, and is replaced as a whole", fix=fix)
     if os.path.ismount(dest):
         raise CheckpointError(given, why="it is a mount point, and is replaced as a whole", fix=fix)
+    for place in (dest.parent, dest):  # a new one is made in the parent, and takes its name
+        check_writable(place, given, option)
     refuse_other_kind(dest, kind, given, option)
+
+
+def check_writable(place: Path, given: str, option: str = "") -> None:
+    """Refuses a folder in which nothing can be written; of one that is not there, that in which it would be made.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
+    standing = next(folder for folder in (place, *place.parents) if folder.exists())
+    if not os.access(standing, os.W_OK | os.X_OK):
+        code = errno.EROFS if os.statvfs(standing).f_flag & os.ST_RDONLY else errno.EACCES
+        fix = f"name another folder{f': {option}PATH' if option else ''}"
+        raise CheckpointError(given, why=f"{standing} cannot be written: {os.strerror(code)}", fix=fix)
 
 
 def refuse_other_kind(dest: Path, kind: str, given: str, option: str = "") -> None:

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shardwise.config.folders import check_place, refuse_within_checkpoint
+from shardwise.config.folders import check_place, check_writable, refuse_within_checkpoint
 from shardwise.errors import ConfigError
 from shardwise.recipe import human_bytes
 from shardwise.run.config import RunConfig
@@ -88,18 +88,14 @@ def check_folders(config: RunConfig, has_adapters: bool) -> None:
     lost.
 
     Raises:
-        CheckpointError: of another kind, or within a checkpoint.
-        ConfigError: it cannot be written.
+        CheckpointError: with the reason.
     """
     root = Path(config.log.dir).resolve()
-    refuse_within_checkpoint(root, "run", f"log.dir={config.log.dir!r}", "--log.dir=")
+    given = f"log.dir={config.log.dir!r}"
+    check_writable(root, given, "--log.dir=")
+    refuse_within_checkpoint(root, "run", given, "--log.dir=")
     for key, (folder, kind) in written_folders(config, has_adapters).items():
-        given, place = f"checkpoint.{key}: {str(folder)!r}", folder.resolve()
-        check_place(place, kind, given, f"--checkpoint.{key}=")
-        is_made = folder.exists() or not place.is_relative_to(root)
-        if is_made and not os.access(_standing(folder), os.W_OK | os.X_OK):
-            fix = f"name another folder: --checkpoint.{key}=PATH"
-            raise ConfigError(given, why=f"{_standing(folder)} cannot be written", fix=fix)
+        check_place(folder.resolve(), kind, f"checkpoint.{key}: {str(folder)!r}", f"--checkpoint.{key}=")
 
 
 def spare_folders(size: int) -> list[Path]:
