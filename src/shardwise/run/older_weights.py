@@ -32,21 +32,9 @@ def keep_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> Path 
     """
     from shardwise.state.staging import Staged, link  # imports torch, which ranks need anyway
 
-    if folder.is_symlink() or not folder.is_dir():
-        return None
-    own = KINDS[kind].replaced
-    files = [entry for entry in folder.iterdir() if own.fullmatch(entry.name) or entry.name in SIDECARS]
-    if not any(own.fullmatch(entry.name) for entry in files):
+    if not (files := check_older(folder, kind, used)):
         return None
     place = place_of_older(folder)
-    for key, path in used.items():
-        if path is not None and Path(path).resolve().is_relative_to(place.resolve()):
-            raise CheckpointError(
-                f"{key}={path!r} in a run that writes to {folder}",
-                why="the weights of the run before are kept there, once, so it would be replaced by those that are in its place now",
-                fix="name another folder: --log.dir=PATH; or move one of the two",
-            )
-    check_place(place.resolve(), kind)
     staged = Staged(place)
     try:
         for entry in files:
@@ -55,3 +43,27 @@ def keep_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> Path 
     finally:
         staged.close()
     return place
+
+
+def check_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> list[Path]:
+    """The files that :func:`keep_older` keeps.
+
+    Raises:
+        CheckpointError: they cannot be.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    own = KINDS[kind].replaced
+    files = [entry for entry in folder.iterdir() if own.fullmatch(entry.name) or entry.name in SIDECARS]
+    if not any(own.fullmatch(entry.name) for entry in files):
+        return []
+    place = place_of_older(folder)
+    for key, path in used.items():
+        if path is not None and Path(path).resolve().is_relative_to(place.resolve()):
+            raise CheckpointError(
+                f"{key}={path!r} in a run that writes to {folder}",
+                why="the weights of the run before are kept there, once, so it would be replaced by those that are in its place now",
+                fix="name another folder: --log.dir=PATH; or move one of the two",
+            )
+    check_place(place.resolve(), kind, f"the files of the run before, from {folder} to {place}")
+    return files

@@ -31,7 +31,7 @@ from shardwise.run.disk_space import check_folders, check_space, spare_folders, 
 from shardwise.run.loggers import Loggers
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, cut_metrics
-from shardwise.run.older_weights import keep_older
+from shardwise.run.older_weights import check_older, keep_older
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, check_packed, save_adapter, save_weights, weights_bytes
@@ -63,7 +63,7 @@ class RunOutput:
         self._loggers: Loggers | None = None
         self._unwritten: CheckpointError | None = None
 
-    def check_space(self, steps: int) -> None:
+    def check_space(self, steps: int, *, resumes: bool) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
         self._check_export()
         problem: ConfigError | CheckpointError | None = None
@@ -73,6 +73,8 @@ class RunOutput:
                 num_bytes = weights_bytes(self.model, self.dtype) if exported else None
                 check_space(self.config, num_bytes, self._checkpoint_bytes(), steps)
                 check_folders(self.config, self._has_adapters)
+                for folder, kind in () if resumes else written_folders(self.config, self._has_adapters).values():
+                    check_older(folder, kind, self._used)
             except (ConfigError, CheckpointError) as error:
                 problem = error
         problem = self.world.broadcast(problem)
@@ -153,16 +155,16 @@ class RunOutput:
         self._metrics = MetricsWriter(file)
         self._loggers = Loggers(self.config, self.folder, done, lambda text: self.emit("trouble", text=text))
 
+    @property
+    def _used(self) -> dict[str, str | None]:
+        """The paths that the run reads, by key."""
+        model, data = self.config.model, self.config.data
+        found = {f"model.{key}": getattr(model, key) for key in ("hf", "weights", "adapter")}
+        return {**found, "data.tokenizer": data.tokenizer}
+
     def _keep_older(self, folder: Path, kind: str) -> None:
         """Keeps what an older run has written there, of which this run does not continue the training, and says where."""
-        model, data = self.config.model, self.config.data
-        used = {
-            "model.hf": model.hf,
-            "model.weights": model.weights,
-            "model.adapter": model.adapter,
-            "data.tokenizer": data.tokenizer,
-        }
-        place = keep_older(folder, kind, used)
+        place = keep_older(folder, kind, self._used)
         if place is not None:
             self.emit(
                 "older", text=f"the {'adapters' if kind == 'adapter' else 'weights'} of the run before stay in {place}"
