@@ -43,7 +43,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """Saves the adapters of a sharded model, and what is trained in full beside them, as PEFT does. All ranks must call it.
 
     ``PeftModel.from_pretrained(base, folder)`` reads the directory, and so does :func:`load_adapter`. It appears complete or not at all;
-    other files of an older one are kept. The base is not in it: it is named by the directory that it was loaded from.
+    other files of an older one are kept, and one with weights or a checkpoint is refused. The base is not in it: it is named by the directory that it was loaded from.
 
     Args:
         model: from ``parallelize(..., lora=...)``.
@@ -53,7 +53,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         the path of the file with the tensors.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write.
+        CheckpointError: on every rank, if rank 0 cannot write, or something of another kind is there.
         UnsupportedError: PEFT's files have no place for what is trained.
         UsageError: a model without adapters.
         RankError: a rank does not take part.

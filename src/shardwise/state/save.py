@@ -57,7 +57,8 @@ def save_weights(
     The files have canonical names (for a ``TaskModel`` the names in its model); a tied tensor is stored once, under its
     first name. Each rank writes its own pieces at their offsets in the final files; ranks that do not see the directory
     send theirs to rank 0, a buffer at a time. The directory appears complete or not at all: an older one is replaced
-    when the new one is on disk, and files in it that are not weights are kept. The configuration and tokenizer files of
+    when the new one is on disk, and files in it that are not weights are kept; one with
+    adapters or a checkpoint is refused. The configuration and tokenizer files of
     the directory that the model was loaded from are copied, and a Hugging Face model's own configuration is written.
     The result of ``get_extra_state`` is left out, with a warning: the format has tensors only.
 
@@ -77,7 +78,7 @@ def save_weights(
         the path of ``model.safetensors``, or of the index if there are several files.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot write.
+        CheckpointError: on every rank, if one of them cannot write, or something of another kind is there.
         ConfigError: an invalid dtype or size.
         UnsupportedError: on every rank, if the format does not have the dtype of a tensor (complex128), or an adapter cannot be merged
             because its weight is tied to another module's; or a packed weight has no place in bitsandbytes' files.
