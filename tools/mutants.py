@@ -4787,11 +4787,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "a folder is added to a checkpoint, which cannot be read any more",
     ),
     Mutant(
-        "save-replaces-another-kinds-files",
+        "save-keeps-no-other-files",
         "        self.move(KINDS[kind].replaced)",
-        '        self.move(KINDS["weights"].replaced)',
+        "        self.move()",
         "tests/state/test_folders.py -k 'killed_at and adapter'",
-        "adapters that a save replaces are taken along from the older directory",
+        "files of the user beside adapters that are saved again are deleted",
     ),
     Mutant(
         "killed-between-renames-loses-the-older",
