@@ -129,15 +129,14 @@ class RunFolder:
             notes[self.path / "profile"] = " (traces for https://ui.perfetto.dev)"
         if picture:
             notes[self.path / "loss.png"] = " (loss curve)"
-        if self.weights is not None:
-            notes[self.weights] = self._weights_note()
-        if self.config.parallel.lora is not None and self.config.checkpoint.adapter is not None:
-            notes[self.path / self.config.checkpoint.adapter] = " (adapters, in PEFT's files)"
-        if self.config.checkpoint.base is not None:
-            notes[self.path / self.config.checkpoint.base] = " (the base in 4 bits, in bitsandbytes' files)"
+        words = {
+            "export": (self._weights_note(), "weights"),
+            "adapter": (" (adapters, in PEFT's files)", "adapters"),
+            "base": (" (the base in 4 bits, in bitsandbytes' files)", "base"),
+        }
         for key, (folder, _) in written_folders(self.config, self.config.parallel.lora is not None).items():
-            what = "weights" if key == "export" else key if key == "base" else "adapters"
-            notes[place_of_older(folder)] = f" ({what} of the run before)"
+            note, what = words[key]
+            notes |= {folder: note, place_of_older(folder): f" ({what} of the run before)"}
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
 
     def _weights_note(self) -> str:
