@@ -110,14 +110,15 @@ def _train(folder, how, *words, full_at=()):
     if how == "no room at the start":
         patch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 80 << 10))
     if how in ("full at the end", "full everywhere"):
-        real = output.save_weights
+        real, save_adapter = output.save_weights, output.save_adapter
 
-        def save(model, dest, **given):
-            if Path(dest).name == "weights" or how == "full everywhere":
+        def save(model, dest, real=real, **given):
+            if Path(dest).name in ("weights", "adapter") or how == "full everywhere":
                 raise CheckpointError(f"weights to {dest}", why="writing failed: the disk is full", fix="free space")
             return real(model, dest, **given)
 
         patch.setattr(output, "save_weights", save)
+        patch.setattr(output, "save_adapter", lambda model, dest: save(model, dest, real=save_adapter))
     if how == "metrics do not fit":
 
         def write(self, **fields):
@@ -175,6 +176,19 @@ def test_weights_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ran
     assert command == f"mkdir -p {place} && mv {kept.parent}/* {place}/"
     subprocess.run(command, shell=True, check=True)
     assert load_file(place / "model.safetensors") and not list(kept.parent.iterdir())
+
+
+def test_adapters_alone_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ranks, folder):
+    words = ("--parallel.lora.rank=2", "--checkpoint.export=null")
+    for kind, text, _ in ranks.run(_train, 2, folder, "full at the end", *words):
+        (kept,) = folder.glob("shardwise-weights-*/adapter_model.safetensors")
+        assert kind == "CheckpointError" and f"the adapters of these 2 steps were written to {kept} instead" in text
+        command = text.rpartition("fix: move them from there: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert (
+        load_file(folder / "run/adapter/adapter_model.safetensors")
+        and (folder / "run/adapter/adapter_config.json").exists()
+    )
 
 
 def test_weights_that_fit_nowhere_are_said_to_be_lost_and_leave_nothing_behind(ranks, folder):

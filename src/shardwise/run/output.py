@@ -307,6 +307,7 @@ class RunOutput:
         Returns:
             the error to raise, with what is kept and where; equal on every rank.
         """
+        kind, what = ("weights", "weights") if self.config.checkpoint.export is not None else ("adapter", "adapters")
         spare = self.world.broadcast(spare_folders(num_bytes) if self.world.is_main else None)
         saved: Path | None = None
         for folder in spare:
@@ -318,12 +319,12 @@ class RunOutput:
                     folder.rmdir()
         if saved is None:
             outcome = (
-                f"they could not be written in another place either, so the weights of these {steps} steps are lost"
+                f"they could not be written in another place either, so the {what} of these {steps} steps are lost"
             )
             fix = "free space or name a folder on another disk (--log.dir=PATH), raise a limit of file sizes (ulimit -f), and run again"
         else:
-            outcome = f"the weights of these {steps} steps were written to {saved} instead"
-            self.emit("weights", path=str(saved), dtype=stored_dtype(self.model))
+            outcome = f"the {what} of these {steps} steps were written to {saved} instead"
+            self.emit(kind, path=str(saved), **({"dtype": stored_dtype(self.model)} if kind == "weights" else {}))
             place = shlex.quote(str(dest))
             fix = f"move them from there: mkdir -p {place} && mv {shlex.quote(str(saved.parent))}/* {place}/"
         return CheckpointError(
