@@ -116,7 +116,7 @@ def check_writable(place: Path, given: str, option: str = "") -> None:
     if not os.access(standing, os.W_OK | os.X_OK):
         code = errno.EROFS if os.statvfs(standing).f_flag & os.ST_RDONLY else errno.EACCES
         fix = f"name another folder{f': {option}PATH' if option else ''}"
-        raise CheckpointError(given, why=f"{standing} cannot be written: {os.strerror(code)}", fix=fix)
+        raise CheckpointError(given, why=f"it cannot be written: {os.strerror(code)}: {standing}", fix=fix)
 
 
 def refuse_other_kind(dest: Path, kind: str, given: str, option: str = "") -> None:

@@ -65,13 +65,11 @@ class RunOutput:
 
     def check_space(self, steps: int, *, resumes: bool) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
-        self._check_export()
+        sizes = self._check_export()
         problem: ConfigError | CheckpointError | None = None
         if self.world.is_main:
             try:
-                exported = self.config.checkpoint.export is not None
-                num_bytes = weights_bytes(self.model, self.dtype) if exported else None
-                check_space(self.config, num_bytes, self._checkpoint_bytes(), steps)
+                check_space(self.config, sizes, self._checkpoint_bytes(), steps)
                 check_folders(self.config, self._has_adapters)
                 for folder, kind in () if resumes else written_folders(self.config, self._has_adapters).values():
                     check_older(folder, kind, self._used)
@@ -81,21 +79,21 @@ class RunOutput:
         if problem is not None:
             raise problem
 
-    def _check_export(self) -> None:
-        """Refuses what could not be written at the end, before the first step.
+    def _check_export(self) -> dict[str, int]:
+        """Refuses what could not be written at the end, before the first step. Returns the bytes of each, by its key in ``checkpoint``.
 
         Raises:
             UnsupportedError: the format has no place for it, or adapters cannot be merged.
         """
-        kept, has_adapters = self.config.checkpoint, self._has_adapters
+        kept, has_adapters, sizes = self.config.checkpoint, self._has_adapters, dict[str, int]()
         for key, path, check in (
-            ("export", kept.export, check_dtypes),
+            ("export", kept.export, self._export_bytes),
             ("adapter", kept.adapter if has_adapters else None, check_adapter),
             ("base", kept.base, check_packed),
         ):
             try:
                 if path is not None:
-                    check(self.model)
+                    sizes[key] = check(self.model)
             except UnsupportedError as error:
                 if has_adapters and self.config.parallel.lora is None:
                     error.fix = f"in this run: --checkpoint.{key}=null; or {error.fix}"
@@ -103,6 +101,11 @@ class RunOutput:
                     other = "adapters" if key == "export" else "merged weights"
                     error.fix = f"in this run: --checkpoint.{key}=null, and the {other} are written alone"
                 raise
+        return sizes
+
+    def _export_bytes(self, model: nn.Module) -> int:
+        check_dtypes(model)
+        return weights_bytes(model, self.dtype)
 
     @property
     def _has_adapters(self) -> bool:
@@ -286,9 +289,8 @@ class RunOutput:
                 except CheckpointError as error:
                     if self.config.checkpoint.export is not None:
                         raise
-                    size = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
                     save = functools.partial(save_adapter, self.model)
-                    return self._rescue(error, steps, self.folder / name, save, size)
+                    return self._rescue(error, steps, self.folder / name, save, check_adapter(self.model))
                 self.tell("adapter", path=str(self.folder / name))
             if base is not None:
                 self.emit("phase", text="writing the base")
