@@ -75,8 +75,8 @@ def test_adapters_and_their_base_are_counted_and_their_folders_checked(tmp_path,
         disk_space.check_space(config(tmp_path, *words), sizes)
     disk_space.check_space(config(tmp_path, *words), sizes | {"base": 1 << 20})
     (tmp_path / "base").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint\.base: '.*base'\n  why: it is a file"):
-        disk_space.check_space(config(tmp_path, *words))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.base: '.*base'\n  why: .*base is a file"):
+        disk_space.check_folders(config(tmp_path, *words), has_adapters=True)
 
 
 def test_on_a_small_disk_less_is_left_for_others(tmp_path, monkeypatch):
