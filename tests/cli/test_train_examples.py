@@ -197,6 +197,14 @@ def test_adapters_are_trained_resumed_and_started_from_and_peft_opens_them(ranks
     found, before = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("again", "run"))
     assert found.keys() == before.keys() and all((found[key] == before[key]).all() for key in found)
     assert not (tmp_path / "again/weights").exists()
+    told = train("again", *again[:-1], "--checkpoint.export=null", "--checkpoint.dtype=null", "--optim.lr=1e-3")
+    assert f"older the adapters of the run before stay in {tmp_path / 'again/adapter.previous'}" in told
+    assert f"{tmp_path / 'again/adapter.previous'} (adapters of the run before)" in told
+    kept = load_file(tmp_path / "again/adapter.previous/adapter_model.safetensors")
+    assert all((kept[key] == before[key]).all() for key in kept), "the run before changed nothing"
+    now = load_file(tmp_path / "again/adapter/adapter_model.safetensors")
+    assert not all((now[key] == before[key]).all() for key in now)
+    assert "lr: 1e-30" in (tmp_path / "again/config.previous.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,49 @@ def test_a_full_disk_is_refused_before_a_rank_starts(tmp_path, monkeypatch, caps
     assert not (tmp_path / "run").exists()
 
 
+ADAPTS = "--parallel.lora.rank=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--checkpoint.export=../adapters"], "adapters holds adapters (adapter_config.json)"),
+        ([ADAPTS, "--checkpoint.adapter=../chat"], "chat holds the weights of a model (model.safetensors)"),
+        ([ADAPTS, "--checkpoint.adapter=../adapters/../link"], "chat holds the weights of a model (model.safetensors)"),
+        (
+            [ADAPTS, "--checkpoint.adapter=../checkpoint/a"],
+            "checkpoint is a checkpoint, which could not be read any more",
+        ),
+        (["--checkpoint.export=../checkpoint"], "checkpoint holds a checkpoint (manifest.json)"),
+        (["--checkpoint.export=../notes.md"], "notes.md is a file, and a folder is needed"),
+        (["--log.dir={root}/checkpoint/run"], "checkpoint is a checkpoint, which could not be read any more"),
+        ([ADAPTS, "--model.weights={root}/chat", "--checkpoint.export=../chat"], "would be applied twice"),
+    ],
+)
+def test_a_folder_of_another_kind_is_refused_before_a_rank_starts(tmp_path, monkeypatch, capsys, words, told):
+    for name in ("chat/model.safetensors", "adapters/adapter_config.json", "checkpoint/manifest.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"format": "shardwise checkpoint"}')
+    (tmp_path / "notes.md").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "chat")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("shardwise.launch.launch_local", lambda *_, **__: pytest.fail("a rank was started"))
+    given = [word.format(root=tmp_path) for word in words]
+    given += [] if "--log.dir" in given[-1] else [f"--log.dir={tmp_path / 'run'}"]
+    assert cli.main(["train", *TINY, *given]) in (1, 2)
+    err = " ".join(capsys.readouterr().err.split())
+    assert told in err and "fix: name another folder: " in err, err
+    assert sorted(tmp_path.rglob("*")) == before
+    fix = err.partition("name another folder: ")[2].split(";")[0].removeprefix("--").split()[0]
+    started = []
+    monkeypatch.setattr("shardwise.launch.launch_local", lambda *_, **__: started.append(1) or sys.exit(9))
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["train", *TINY, *(word for word in given if not word.startswith(f"--{fix.split('=')[0]}=")), f"--{fix}"]
+        )
+    assert started, "as the error says"
+
+
 def test_a_request_to_save_ends_nothing_before_the_ranks_start(tmp_path, monkeypatch):
     """Nor after them: while the picture is drawn."""
     seen = []

@@ -75,8 +75,8 @@ def test_adapters_and_their_base_are_counted_and_their_folders_checked(tmp_path,
         disk_space.check_space(config(tmp_path, *words), sizes)
     disk_space.check_space(config(tmp_path, *words), sizes | {"base": 1 << 20})
     (tmp_path / "base").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint\.base: '.*base'\n  why: it is a file"):
-        disk_space.check_space(config(tmp_path, *words))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.base: '.*base'\n  why: .*base is a file"):
+        disk_space.check_folders(config(tmp_path, *words), has_adapters=True)
 
 
 def test_on_a_small_disk_less_is_left_for_others(tmp_path, monkeypatch):
@@ -103,11 +103,14 @@ def test_weights_on_another_disk_are_counted_there(tmp_path, monkeypatch):
 
 def test_a_place_for_weights_that_cannot_be_written_is_refused_early(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"checkpoint\.export: '.*file'\n  why: it is a file"):
-        disk_space.check_space(config(tmp_path, "--checkpoint.export=file"))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(ConfigError, match=rf"{tmp_path} cannot be written"):
-        disk_space.check_space(config(tmp_path, f"--checkpoint.export={tmp_path / 'new/weights'}"))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.export: '.*file'\n  why: .*file is a file"):
+        disk_space.check_folders(config(tmp_path, "--checkpoint.export=file"), has_adapters=False)
+    (tmp_path / "other").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "other")
+    with pytest.raises(CheckpointError, match=rf"it cannot be written: Permission denied: {tmp_path}/other"):
+        disk_space.check_folders(
+            config(tmp_path, f"--checkpoint.export={tmp_path / 'other/weights'}"), has_adapters=False
+        )
 
 
 # ---- on ranks ------------------------------------------------------------------------------------------------------
@@ -121,14 +124,15 @@ def _train(folder, how, *words, full_at=()):
     if how == "no room at the start":
         patch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 80 << 10))
     if how in ("full at the end", "full everywhere"):
-        real = output.save_weights
+        real, save_adapter = output.save_weights, output.save_adapter
 
-        def save(model, dest, **given):
-            if Path(dest).name == "weights" or how == "full everywhere":
+        def save(model, dest, real=real, **given):
+            if Path(dest).name in ("weights", "adapter") or how == "full everywhere":
                 raise CheckpointError(f"weights to {dest}", why="writing failed: the disk is full", fix="free space")
             return real(model, dest, **given)
 
         patch.setattr(output, "save_weights", save)
+        patch.setattr(output, "save_adapter", lambda model, dest: save(model, dest, real=save_adapter))
     if how == "metrics do not fit":
 
         def write(self, **fields):
@@ -186,6 +190,19 @@ def test_weights_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ran
     assert command == f"mkdir -p {place} && mv {kept.parent}/* {place}/"
     subprocess.run(command, shell=True, check=True)
     assert load_file(place / "model.safetensors") and not list(kept.parent.iterdir())
+
+
+def test_adapters_alone_that_cannot_be_written_are_kept_elsewhere_and_where_is_told(ranks, folder):
+    words = ("--parallel.lora.rank=2", "--checkpoint.export=null")
+    for kind, text, _ in ranks.run(_train, 2, folder, "full at the end", *words):
+        (kept,) = folder.glob("shardwise-weights-*/adapter_model.safetensors")
+        assert kind == "CheckpointError" and f"the adapters of these 2 steps were written to {kept} instead" in text
+        command = text.rpartition("fix: move them from there: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert (
+        load_file(folder / "run/adapter/adapter_model.safetensors")
+        and (folder / "run/adapter/adapter_config.json").exists()
+    )
 
 
 def test_weights_that_fit_nowhere_are_said_to_be_lost_and_leave_nothing_behind(ranks, folder):

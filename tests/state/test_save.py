@@ -187,7 +187,7 @@ def test_where_two_names_cannot_change_places_at_once_they_do_one_after_the_othe
     (tmp_path / "w" / "model.safetensors").write_text("old")
     staged = staging.Staged(tmp_path / "w")
     (staged.path / "model.safetensors").write_text("new")
-    staged.commit()
+    staged.commit("weights")
     staged.close()
     assert (tmp_path / "w" / "model.safetensors").read_text() == "new" and os.listdir(tmp_path) == ["w"]
 
@@ -344,11 +344,11 @@ def test_two_jobs_that_save_to_one_directory_do_not_take_each_others_for_left_ov
         monkeypatch.setattr(staging, "sync_folder", kept)
         second = staging.Staged(dest)
         (second.path / "model.safetensors").write_text("second")
-        second.commit()
+        second.commit("weights")
         second.close()
 
     monkeypatch.setattr(staging, "sync_folder", meanwhile)
-    first.commit()
+    first.commit("weights")
     first.close()
     assert (dest / "model.safetensors").read_text() in ("first", "second") and os.listdir(tmp_path) == ["w"]
 
@@ -368,7 +368,7 @@ def test_what_comes_into_the_older_directory_meanwhile_goes_along_at_any_depth(t
         kept(a, b)
 
     monkeypatch.setattr(staging, "exchange", late)
-    staged.commit()
+    staged.commit("weights")
     staged.close()
     assert sorted(str(p.relative_to(dest)) for p in dest.rglob("*")) == [
         "c",

@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.errors import CheckpointError, Stopped
+from shardwise.launch.imports import import_frozen
 from shardwise.launch.lock import release, try_lock
 from shardwise.launch.stop_signals import STOP_SIGNALS
 
@@ -45,8 +45,9 @@ class RunFolder:
         self._held: TextIO | None = None
 
     def __enter__(self) -> "RunFolder":
-        from shardwise.run.disk_space import check_space
+        from shardwise.run.disk_space import check_folders, check_space
 
+        check_folders(self.config, self.config.parallel.lora is not None)
         check_space(self.config)
         lock = self.path / ".lock"
         missing = [place for place in (lock, self.path, *self.path.parents) if not place.exists()]
@@ -118,6 +119,9 @@ class RunFolder:
     def files(self, *, picture: bool) -> list[str]:
         """The files of a finished run, a line each. ``picture``: whether it was drawn; if not, an existing one is an
         older run's."""
+        from shardwise.run.disk_space import written_folders
+        from shardwise.run.older_weights import place_of_older
+
         notes: dict[Path, str] = {self.metrics: "", self.path / "config.yaml": " (everything resolved)"}
         written = {"csv": "metrics.csv", "tensorboard": "tensorboard", "wandb": "wandb"}
         notes |= {self.path / name: "" for word, name in written.items() if word in self.config.log.to}
@@ -125,15 +129,14 @@ class RunFolder:
             notes[self.path / "profile"] = " (traces for https://ui.perfetto.dev)"
         if picture:
             notes[self.path / "loss.png"] = " (loss curve)"
-        if self.weights is not None:
-            from shardwise.run.older_weights import place_of_older
-
-            notes[self.weights] = self._weights_note()
-            notes[place_of_older(self.weights)] = " (weights of the run before)"
-        if self.config.parallel.lora is not None and self.config.checkpoint.adapter is not None:
-            notes[self.path / self.config.checkpoint.adapter] = " (adapters, in PEFT's files)"
-        if self.config.checkpoint.base is not None:
-            notes[self.path / self.config.checkpoint.base] = " (the base in 4 bits, in bitsandbytes' files)"
+        words = {
+            "export": (self._weights_note(), "weights"),
+            "adapter": (" (adapters, in PEFT's files)", "adapters"),
+            "base": (" (the base in 4 bits, in bitsandbytes' files)", "base"),
+        }
+        for key, (folder, _) in written_folders(self.config, self.config.parallel.lora is not None).items():
+            note, what = words[key]
+            notes |= {folder: note, place_of_older(folder): f" ({what} of the run before)"}
         return [f"{path}{note}" for path, note in notes.items() if path.exists()]
 
     def _weights_note(self) -> str:
@@ -200,14 +203,12 @@ class RunFolder:
         return read_metrics(self.metrics, say=say)
 
     def _clear(self) -> None:
-        """Removes incomplete weights that a killed process left in the folder; no other process writes there now."""
-        if self.weights is None or self.path not in self.weights.parents:
-            return
-        for half in self.weights.parent.glob(f".{glob.escape(self.weights.name)}.saving-*"):
-            if half.suffix == ".lock":
-                half.unlink(missing_ok=True)
-            else:
-                shutil.rmtree(half, ignore_errors=True)
+        """Removes incomplete weights and adapters that a killed process left in the folder."""
+        from shardwise.run.disk_space import written_folders
+
+        for folder, _ in written_folders(self.config, self.config.parallel.lora is not None).values():
+            if self.path in folder.parents and any(folder.parent.glob(f".{glob.escape(folder.name)}.saving-*")):
+                import_frozen("shardwise.state.staging").remove_left_overs(folder.parent, folder.name)
 
     def _leave_no_trace(self) -> None:
         with contextlib.suppress(OSError):  # in use, or removed already

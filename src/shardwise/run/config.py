@@ -271,6 +271,13 @@ class RunConfig(Options, frozen=True, kw_only=True):
         """Refuses one folder for two of the things that the run writes at its end."""
         keys = ("export", "adapter", "base") if self.parallel.lora is not None else ("export",)
         found: dict[Path, str] = {}
+        start, export = self.model.start if keys[1:] else None, self.checkpoint.export
+        if None not in (start, export) and (Path(self.log.dir) / str(export)).resolve() == Path(str(start)).resolve():
+            raise ConfigError(
+                f"checkpoint.export={export!r} with parallel.lora",
+                why="the run starts from the weights there: with the merged ones in their place, its adapters would be applied twice",
+                fix=f"name another folder: checkpoint.export={export}-merged; or none: checkpoint.export=null",
+            )
         for key in keys:
             if (value := getattr(self.checkpoint, key)) is None:
                 continue

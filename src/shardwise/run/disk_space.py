@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise.config.folders import check_place, check_writable, refuse_within_checkpoint
 from shardwise.errors import ConfigError
 from shardwise.recipe import human_bytes
 from shardwise.run.config import RunConfig
@@ -49,16 +50,13 @@ def check_space(
     """
     folder, kept, small = Path(config.log.dir), config.checkpoint, small_files_bytes(config, steps)
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
-    keys = AT_THE_END if config.parallel.lora is not None else ("export",)
-    places = {key: name for key in {*keys, *(at_the_end or ())} if (name := getattr(kept, key)) is not None}
     for key, size in (at_the_end or {}).items():
-        needs.append((folder / places[key], size, f"{human_bytes(size)} of {AT_THE_END[key]}", f"checkpoint.{key}"))
+        needs.append(
+            (folder / getattr(kept, key), size, f"{human_bytes(size)} of {AT_THE_END[key]}", f"checkpoint.{key}")
+        )
     if checkpoint_bytes is not None and kept.are_made:
         text = f"{human_bytes(checkpoint_bytes)} for a checkpoint"
         needs.append((folder / "checkpoints", checkpoint_bytes, text, "log.dir"))
-    for key, name in places.items():
-        if os.path.isabs(name) or (folder / name).exists():
-            _check_folder(folder / name, key)
     disks = [_standing(path).stat().st_dev for path, *_ in needs]
     for disk in dict.fromkeys(disks):
         here = [need for need, its in zip(needs, disks, strict=True) if its == disk]
@@ -84,13 +82,26 @@ def _spare_bytes(disk_bytes: int) -> int:
     return spare_bytes(disk_bytes)
 
 
-def _check_folder(place: Path, key: str) -> None:
-    """Raises ConfigError if a folder for what is written last cannot be written: the whole run would be lost."""
-    given, fix = f"checkpoint.{key}: {str(place)!r}", f"name another folder: --checkpoint.{key}=PATH"
-    if place.exists() and not place.is_dir():
-        raise ConfigError(given, why=f"it is a file, and {AT_THE_END[key]} need a folder", fix=fix)
-    if not os.access(_standing(place), os.W_OK | os.X_OK):
-        raise ConfigError(given, why=f"{_standing(place)} cannot be written", fix=fix)
+def written_folders(config: RunConfig, has_adapters: bool) -> dict[str, tuple[Path, str]]:
+    """The folders that a run writes at its end, and the kind of each (:mod:`shardwise.config.folders`), by key of ``checkpoint``."""
+    keys = (("export", "weights"), *((("adapter", "adapter"), ("base", "weights")) if has_adapters else ()))
+    named = ((key, getattr(config.checkpoint, key), kind) for key, kind in keys)
+    return {key: (Path(config.log.dir) / name, kind) for key, name, kind in named if name is not None}
+
+
+def check_folders(config: RunConfig, has_adapters: bool) -> None:
+    """Refuses folders that cannot be written, or where something else would be lost. They are written last, when the whole run would be
+    lost.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
+    root = Path(config.log.dir).resolve()
+    given = f"log.dir={config.log.dir!r}"
+    check_writable(root, given, "--log.dir=")
+    refuse_within_checkpoint(root, "run", given, "--log.dir=")
+    for key, (folder, kind) in written_folders(config, has_adapters).items():
+        check_place(folder.resolve(), kind, f"checkpoint.{key}: {str(folder)!r}", f"--checkpoint.{key}=")
 
 
 def spare_folders(size: int) -> list[Path]:

@@ -82,7 +82,7 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     steps = _num_steps(config, corpus)
     step = make_step(config, model, steps)
     run = _Run(config=config, world=world, corpus=corpus, model=model, step=step, steps=steps, emit=emit)
-    run.output.check_space(steps)
+    run.output.check_space(steps, resumes=checkpoints.are_there)
     with arithmetic(config.train, world), contextlib.closing(run):
         with checkpoints.opened(step, run.last, emit):
             run.resume(checkpoints)

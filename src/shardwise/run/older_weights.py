@@ -1,67 +1,69 @@
-"""Keeps the final weights of an older run whose folder a new run uses: once, next to where its own will be. Torch-free to import:
-launchers use it too."""
+"""Keeps what an older run has written at its end where a new run uses its folder: once, next to where its own will be. Torch-free to
+import: launchers use it too."""
 
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise.config.folders import KINDS, SIDECARS, check_place
 from shardwise.errors import CheckpointError
 
 
-def place_of_older(weights: Path) -> Path:
-    """The folder in which the older ones of ``weights`` are kept."""
-    return weights.with_name(f"{weights.name}.previous")
+def place_of_older(folder: Path) -> Path:
+    """The folder in which the older files of ``folder`` are kept."""
+    return folder.with_name(f"{folder.name}.previous")
 
 
-def keep_older_weights(weights: Path, used: Mapping[str, str | None]) -> Path | None:
-    """Keeps the model in the folder ``weights`` under another name, and returns that; None: there is none, or a link, whose target
+def keep_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> Path | None:
+    """Keeps the weights or adapters in ``folder`` under another name, and returns that; None: there are none, or it is a link, whose target
     stays when a save replaces it.
 
     Called when a run starts, not when it saves: it may be stopped in between, and the run that resumes it cannot know whose
     weights lie there. The files have both names until a save replaces the folder, so a model that the run starts from stays where
-    it is, and no space is used before. Older ones under that name are removed.
+    it is, and no space is used before. Older ones under that name are replaced, as a save does.
 
     Args:
-        weights: the folder in which the new run will save its own.
+        folder: in which the new run will save its own.
+        kind: of what it saves.
         used: paths that the run reads, by the key that names them.
 
     Raises:
-        CheckpointError: those that would be removed are the ones that the run starts from.
+        CheckpointError: those that would be replaced are the ones that the run starts from, or something else is there.
         OSError: they cannot be kept; what was there is unchanged.
     """
-    from shardwise.state.formats.folder import SIDECARS, is_of_weights  # imports torch, which ranks need anyway
+    from shardwise.state.staging import Staged, link  # imports torch, which ranks need anyway
 
-    if weights.is_symlink() or not weights.is_dir():
+    if not (files := check_older(folder, kind, used)):
         return None
-    files = [entry for entry in weights.iterdir() if is_of_weights(entry.name) or entry.name in SIDECARS]
-    if not any(is_of_weights(entry.name) for entry in files):
-        return None
-    place = place_of_older(weights)
-    for key, path in used.items():
-        if path is not None and Path(path).resolve().is_relative_to(place.resolve()):
-            raise CheckpointError(
-                f"{key}={path!r} in a run that writes to {weights}",
-                why="the weights of the run before are kept there, once, so it would be replaced by those that are in its place now",
-                fix="name another folder: --log.dir=PATH; or move one of the two",
-            )
-    new = place.with_name(f".{place.name}.new")
-    shutil.rmtree(new, ignore_errors=True)
+    place = place_of_older(folder)
+    staged = Staged(place)
     try:
-        new.mkdir()
         for entry in files:
-            _link(entry, new / entry.name)
-        if place.exists():
-            shutil.rmtree(place)
-        new.rename(place)
-    except OSError:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+            link(entry, staged.path / entry.name)
+        staged.commit(kind)
+    finally:
+        staged.close()
     return place
 
 
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target, follow_symlinks=False)
+def check_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> list[Path]:
+    """The files that :func:`keep_older` keeps.
+
+    Raises:
+        CheckpointError: they cannot be.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    own = KINDS[kind].replaced
+    files = [entry for entry in folder.iterdir() if own.fullmatch(entry.name) or entry.name in SIDECARS]
+    if not any(own.fullmatch(entry.name) for entry in files):
+        return []
+    place = place_of_older(folder)
+    for key, path in used.items():
+        if path is not None and Path(path).resolve().is_relative_to(place.resolve()):
+            raise CheckpointError(
+                f"{key}={path!r} in a run that writes to {folder}",
+                why="the weights of the run before are kept there, once, so it would be replaced by those that are in its place now",
+                fix="name another folder: --log.dir=PATH; or move one of the two",
+            )
+    check_place(place.resolve(), kind, f"the files of the run before, from {folder} to {place}")
+    return files

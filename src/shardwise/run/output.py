@@ -13,7 +13,9 @@ rss; ``chosen`` name, text; ``val`` step, loss, num_tokens; ``stop`` reason; ``w
 """
 
 import contextlib
+import functools
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,11 @@ from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import RunData
-from shardwise.run.disk_space import check_space, spare_folders
+from shardwise.run.disk_space import check_folders, check_space, spare_folders, written_folders
 from shardwise.run.loggers import Loggers
 from shardwise.run.memory import memory_of, state_bytes
 from shardwise.run.metrics import MetricsWriter, cut_metrics
-from shardwise.run.older_weights import keep_older_weights
+from shardwise.run.older_weights import check_older, keep_older
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, check_packed, save_adapter, save_weights, weights_bytes
@@ -61,14 +63,17 @@ class RunOutput:
         self._loggers: Loggers | None = None
         self._unwritten: CheckpointError | None = None
 
-    def check_space(self, steps: int) -> None:
+    def check_space(self, steps: int, *, resumes: bool) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
         sizes = self._check_export()
-        problem: ConfigError | None = None
+        problem: ConfigError | CheckpointError | None = None
         if self.world.is_main:
             try:
                 check_space(self.config, sizes, self._checkpoint_bytes(), steps)
-            except ConfigError as error:
+                check_folders(self.config, self._has_adapters)
+                for folder, kind in () if resumes else written_folders(self.config, self._has_adapters).values():
+                    check_older(folder, kind, self._used)
+            except (ConfigError, CheckpointError) as error:
                 problem = error
         problem = self.world.broadcast(problem)
         if problem is not None:
@@ -129,7 +134,10 @@ class RunOutput:
         file = self.folder / "config.yaml"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(dump_config(self.config), encoding="utf-8")
+            text = dump_config(self.config)
+            if file.exists() and file.read_bytes() != text.encode():  # it may be what the user wrote
+                file.replace(self.folder / "config.previous.yaml")
+            file.write_text(text, encoding="utf-8")
             file = self.folder / "recipe.txt"
             file.write_text(describe(self.model), encoding="utf-8")
             file = self.folder / "metrics.jsonl"
@@ -138,9 +146,8 @@ class RunOutput:
             else:
                 with contextlib.suppress(FileNotFoundError):
                     file.replace(self.folder / "metrics.previous.jsonl")
-                if (name := self.config.checkpoint.export) is not None:
-                    file = self.folder / name
-                    self._keep_older(file)
+                for file, kind in written_folders(self.config, self._has_adapters).values():
+                    self._keep_older(file, kind)
             file = self.folder / "metrics.jsonl"
         except OSError as error:
             raise CheckpointError(
@@ -151,13 +158,20 @@ class RunOutput:
         self._metrics = MetricsWriter(file)
         self._loggers = Loggers(self.config, self.folder, done, lambda text: self.emit("trouble", text=text))
 
-    def _keep_older(self, weights: Path) -> None:
-        """Keeps the weights of an older run, of which this run does not continue the training, and says where."""
+    @property
+    def _used(self) -> dict[str, str | None]:
+        """The paths that the run reads, by key."""
         model, data = self.config.model, self.config.data
-        used = {"model.hf": model.hf, "model.weights": model.weights, "data.tokenizer": data.tokenizer}
-        place = keep_older_weights(weights, used)
+        found = {f"model.{key}": getattr(model, key) for key in ("hf", "weights", "adapter")}
+        return {**found, "data.tokenizer": data.tokenizer}
+
+    def _keep_older(self, folder: Path, kind: str) -> None:
+        """Keeps what an older run has written there, of which this run does not continue the training, and says where."""
+        place = keep_older(folder, kind, self._used)
         if place is not None:
-            self.emit("older", text=f"the weights of the run before stay in {place}")
+            self.emit(
+                "older", text=f"the {'adapters' if kind == 'adapter' else 'weights'} of the run before stay in {place}"
+            )
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Writes a line of metrics and emits the event. A full disk ends the metrics but not the training, whose
@@ -247,14 +261,15 @@ class RunOutput:
     def export(self, unsaved: CheckpointError | None, steps: int) -> None:
         """Writes the final weights; all ranks must call it. Only then it raises the error of the last checkpoint or of
         the metrics. ``steps``: those that were done, for errors."""
-        name, unsaved = self.config.checkpoint.export, unsaved or self._export_adapter()
+        name, unsaved = self.config.checkpoint.export, unsaved or self._export_adapter(steps)
         kept = "no weights were asked for"
         if name is not None:
             self.emit("phase", text="writing the weights")
             try:
                 kept = f"the weights are whole, in {save_weights(self.model, self.folder / name, dtype=self.dtype)}"
             except CheckpointError as error:
-                raise self._rescue(error, steps) from error
+                save = functools.partial(save_weights, self.model)
+                raise self._rescue(error, steps, self.folder / name, save, weights_bytes(self.model)) from error
             self.tell("weights", path=str(self.folder / name), dtype=self.dtype or stored_dtype(self.model))
         if self._metrics is not None:
             self._metrics.close()
@@ -262,13 +277,20 @@ class RunOutput:
         if unwritten is not None:
             raise CheckpointError(unwritten.given, why=f"{unwritten.why}; {kept}", fix=unwritten.fix) from unwritten
 
-    def _export_adapter(self) -> CheckpointError | None:
-        """Writes the adapters of a model that has some, and the base in 4 bits; all ranks must call it. A failure is returned: the merged weights follow."""
+    def _export_adapter(self, steps: int) -> CheckpointError | None:
+        """Writes the adapters of a model that has some, and the base in 4 bits; all ranks must call it. A failure is returned: the merged weights follow,
+        if they were asked for."""
         name, base = (self.config.checkpoint.adapter if self._has_adapters else None), self.config.checkpoint.base
         try:
             if name is not None:
                 self.emit("phase", text="writing the adapters")
-                save_adapter(self.model, self.folder / name)
+                try:
+                    save_adapter(self.model, self.folder / name)
+                except CheckpointError as error:
+                    if self.config.checkpoint.export is not None:
+                        raise
+                    save = functools.partial(save_adapter, self.model)
+                    return self._rescue(error, steps, self.folder / name, save, check_adapter(self.model))
                 self.tell("adapter", path=str(self.folder / name))
             if base is not None:
                 self.emit("phase", text="writing the base")
@@ -278,31 +300,34 @@ class RunOutput:
             return error
         return None
 
-    def _rescue(self, error: CheckpointError, steps: int) -> CheckpointError:
-        """Writes the weights to another folder if they could not be written where they belong, as they are stored: a value
+    def _rescue(
+        self, error: CheckpointError, steps: int, dest: Path, save: Callable[[Path], Path], num_bytes: int
+    ) -> CheckpointError:
+        """Writes the weights or adapters to another folder if they could not be written where they belong, as they are stored: a value
         may be beyond what the dtype of the export can hold. All ranks must call it.
 
         Returns:
             the error to raise, with what is kept and where; equal on every rank.
         """
-        spare = self.world.broadcast(spare_folders(weights_bytes(self.model)) if self.world.is_main else None)
+        kind, what = ("weights", "weights") if self.config.checkpoint.export is not None else ("adapter", "adapters")
+        spare = self.world.broadcast(spare_folders(num_bytes) if self.world.is_main else None)
         saved: Path | None = None
         for folder in spare:
             if saved is None:
                 with contextlib.suppress(CheckpointError):  # the first error is the one to report
-                    saved = save_weights(self.model, folder)
+                    saved = save(folder)
             if self.world.is_main and (saved is None or saved.parent != folder):
                 with contextlib.suppress(OSError):
                     folder.rmdir()
         if saved is None:
             outcome = (
-                f"they could not be written in another place either, so the weights of these {steps} steps are lost"
+                f"they could not be written in another place either, so the {what} of these {steps} steps are lost"
             )
             fix = "free space or name a folder on another disk (--log.dir=PATH), raise a limit of file sizes (ulimit -f), and run again"
         else:
-            outcome = f"the weights of these {steps} steps were written to {saved} instead"
-            self.emit("weights", path=str(saved), dtype=stored_dtype(self.model))
-            place = shlex.quote(str(self.folder / str(self.config.checkpoint.export)))
+            outcome = f"the {what} of these {steps} steps were written to {saved} instead"
+            self.emit(kind, path=str(saved), **({"dtype": stored_dtype(self.model)} if kind == "weights" else {}))
+            place = shlex.quote(str(dest))
             fix = f"move them from there: mkdir -p {place} && mv {shlex.quote(str(saved.parent))}/* {place}/"
         return CheckpointError(
             error.given,

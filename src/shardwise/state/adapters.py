@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.caller import level_of_caller
+from shardwise.config.folders import check_place
 from shardwise.config.keywords import public_call
 from shardwise.errors import CheckpointError, UsageError, errors_about
 from shardwise.model import dtype_name, dtype_of
@@ -29,7 +30,7 @@ from shardwise.state.misfits import may_be
 from shardwise.state.naming import naming_of, shapes_of
 from shardwise.state.report import LoadReport
 from shardwise.state.sidecars import Origin
-from shardwise.state.staging import Staged, check_place
+from shardwise.state.staging import Staged
 from shardwise.state.to_rank0 import full_tensors
 from shardwise.state.writing import opened, write_at
 from shardwise.techniques.fold import acts
@@ -44,7 +45,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """Saves the adapters of a sharded model, and what is trained in full beside them, as PEFT does. All ranks must call it.
 
     ``PeftModel.from_pretrained(base, folder)`` reads the directory, and so does :func:`load_adapter`. It appears complete or not at all;
-    other files of an older one are kept. The base is not in it: it is named by the directory that it was loaded from.
+    other files of an older one are kept, and one with weights or a checkpoint is refused. The base is not in it: it is named by the directory that it was loaded from.
 
     Args:
         model: from ``parallelize(..., lora=...)``.
@@ -54,7 +55,7 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         the path of the file with the tensors.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 cannot write.
+        CheckpointError: on every rank, if rank 0 cannot write, or something of another kind is there.
         UnsupportedError: PEFT's files have no place for what is trained.
         UsageError: a model without adapters.
         RankError: a rank does not take part.
@@ -147,7 +148,7 @@ def _write(dest: Path, tensors: Mapping[str, Tensor], config: Mapping[str, objec
     """On rank 0: writes both files, and moves the directory to its place."""
     try:
         dest = dest.resolve()
-        check_place(dest)
+        check_place(dest, "adapter")
         staged = Staged(dest)
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -164,7 +165,7 @@ def _write(dest: Path, tensors: Mapping[str, Tensor], config: Mapping[str, objec
         with opened(staged.path / CONFIG, os.O_CREAT) as descriptor:
             write_at(descriptor, memoryview(json.dumps(config, indent=2, sort_keys=True).encode()), 0)
             os.fsync(descriptor)
-        staged.commit()
+        staged.commit("adapter")
     except OSError as error:
         raise CheckpointError(
             f"adapters to {dest}",

@@ -6,7 +6,6 @@ before all of it is on disk; what a killed conversion leaves beside it is remove
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from shardwise.config.conversion import Conversion
+from shardwise.config.folders import KINDS, SIDECARS, check_place, refuse_other_kind, refuse_within_checkpoint, step_of
 from shardwise.errors import CheckpointError, ConfigError, VerifyError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import blocks, whole
@@ -24,20 +24,19 @@ from shardwise.state.block_copy import BlockCopy, Progress
 from shardwise.state.converted import ConvertedTensor, config_of, converted_tensors, ties_among
 from shardwise.state.file_layout import SHARD_BYTES
 from shardwise.state.files import BUFFER
-from shardwise.state.formats.folder import SIDECARS, is_of_weights, sidecars_of
-from shardwise.state.integrity.manifest import MANIFEST, is_manifest, step_of
+from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.merged import with_adapter
 from shardwise.state.packed import DecodedTensor, refuse_parts, with_packed
 from shardwise.state.source import open_source
-from shardwise.state.staging import Staged, check_place, sync_folder
+from shardwise.state.staging import Staged, sync_folder
 from shardwise.state.stored import Source, compare_sums, refuse_changed
 from shardwise.state.targets.dcp import plan_dcp
 from shardwise.state.targets.plan import ConversionPlan
 from shardwise.state.targets.safetensors import plan_checkpoint, plan_folder, plan_safetensors
 from shardwise.state.targets.torch_file import plan_torch_file
 
-_OF_DCP = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+_KIND = {"hf": "weights", "shardwise": "checkpoint", "dcp": "dcp"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def convert(
 
 def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -> None:
     """Writes the result next to its place and moves it there."""
-    staged = Staged(Path(os.path.abspath(job.dest)))  # absolute: "." has no name
+    staged = Staged(_place(job.dest))
     result = staged.path / job.dest.name if job.is_file else staged.path
     try:
         with VerifiedFiles(todo.verified) as reader:
@@ -121,7 +120,7 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
         if job.is_file:
             os.replace(result, staged.dest)
         else:
-            staged.move(keeps_others=False)
+            staged.move()
         sync_folder(staged.dest.parent)
     finally:
         staged.close()
@@ -188,15 +187,22 @@ def _step(job: Conversion, source: Source) -> int:
 
 
 def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
-    """The configuration and tokenizer files that are copied to a Hugging Face directory."""
+    """The configuration and tokenizer files that are copied to a Hugging Face directory; those of an older one stay where the source has none."""
+    older = {path.name: path.read_bytes() for path in sidecars_of(job.dest)} if job.dest.is_dir() else {}
+    found = {} if job.rules else _sidecars_beside(job, source, notes)
+    if kept := [name for name in older if name not in found]:
+        notes.append(f"kept from the older {job.dest}: {', '.join(kept)}")
     if job.rules:
         notes.append("config.json and tokenizer files stay behind: renamed weights are not what they describe")
-        return {}
+    elif "config.json" not in older | found:
+        notes.append("there is no config.json next to the source: transformers needs one next to the result")
+    return older | found
+
+
+def _sidecars_beside(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
     is_unpacked = any(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
     found = {path.name: path.read_bytes() for path in sidecars_of(source.folder)} if source.folder is not None else {}
-    if "config.json" not in found:
-        notes.append("there is no config.json next to the source: transformers needs one next to the result")
-    elif job.dtype is not None or is_unpacked:
+    if "config.json" in found and (job.dtype is not None or is_unpacked):
         content = _config_of(source, found["config.json"])
         for key in ("dtype", "torch_dtype"):
             if job.dtype is not None and content.get(key) not in (None, job.dtype):
@@ -232,39 +238,39 @@ def _check_destination(job: Conversion) -> None:
         CheckpointError: something exists there that must not be replaced.
         ConfigError: source and destination contain each other, or a file would replace a directory.
     """
-    source, dest = job.source.resolve(), job.dest.resolve()
+    source, dest, given = job.source.resolve(), job.dest.resolve(), f"converting to {job.dest}"
     if os.path.lexists(job.dest) and not job.overwrite and dest != source:
-        raise CheckpointError(
-            f"converting to {job.dest}", why="it is there already", fix="name another destination, or add --overwrite"
-        )
-    given = f"convert {job.source} {job.dest}"
+        raise CheckpointError(given, why="it is there already", fix="name another destination, or add --overwrite")
+    both = f"convert {job.source} {job.dest}"
     if dest == source:
-        raise ConfigError(given, why="both are the same place", fix="name another destination")
+        raise ConfigError(both, why="both are the same place", fix="name another destination")
     if source.is_dir() and dest.is_relative_to(source):
-        raise ConfigError(given, why="the result would lie within its source", fix="choose a path outside it")
+        raise ConfigError(both, why="the result would lie within its source", fix="choose a path outside it")
     if source.is_relative_to(dest):
         why = "the source lies within the destination, which is replaced as a whole"
-        raise ConfigError(given, why=why, fix="choose a separate folder")
-    if not job.is_file:
-        check_place(Path(os.path.abspath(job.dest)))
-    if job.dest.is_dir() and not job.dest.is_symlink():
-        _check_replaceable(job.dest, job.is_file)
-
-
-def _check_replaceable(dest: Path, is_file: bool) -> None:
-    """Refuses to replace a directory with files that no conversion wrote, since it would be replaced as a whole."""
-    if is_file:
-        raise ConfigError(
-            f"converting to {dest}", why="it is a directory, and one file is written", fix="name a file in it"
-        )
-    for entry in sorted(dest.iterdir()):
-        of_weights = is_of_weights(entry.name) or _OF_DCP.fullmatch(entry.name) or entry.name in SIDECARS
-        if not of_weights and not (entry.name == MANIFEST and is_manifest(entry)):
+        raise ConfigError(both, why=why, fix="choose a separate folder")
+    place = _place(job.dest)
+    if job.is_file:
+        if job.dest.is_dir() and not job.dest.is_symlink():
+            raise ConfigError(given, why="it is a directory, and one file is written", fix="name a file in it")
+        refuse_within_checkpoint(place.parent, "converted", given)
+        if KINDS["weights"].replaced.fullmatch(place.name):
+            refuse_other_kind(place.parent, "weights", given)
+        return
+    check_place(place, _KIND[job.to], given)
+    replaced = KINDS[_KIND[job.to]].replaced
+    for entry in sorted(place.iterdir()) if place.is_dir() and not place.is_symlink() else ():
+        if not replaced.fullmatch(entry.name) and not (job.to != "dcp" and entry.name in SIDECARS):
             raise CheckpointError(
-                f"converting to {dest} with --overwrite",
+                f"{given} with --overwrite",
                 why=f"{entry.name} in it is no part of weights, and the directory is replaced as a whole",
                 fix="move it away, or name another destination",
             )
+
+
+def _place(dest: Path) -> Path:
+    """The name that is written, where links and ``..`` on the way to it lead; a link of that name is replaced, not followed."""
+    return dest.parent.resolve() / dest.name if dest.name not in ("", "..") else dest.resolve()
 
 
 # ---- reading the result again --------------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ def save_weights(
     The files have canonical names (for a ``TaskModel`` the names in its model); a tied tensor is stored once, under its
     first name. Each rank writes its own pieces at their offsets in the final files; ranks that do not see the directory
     send theirs to rank 0, a buffer at a time. The directory appears complete or not at all: an older one is replaced
-    when the new one is on disk, and files in it that are not weights are kept. The configuration and tokenizer files of
+    when the new one is on disk, and files in it that are not weights are kept; one with
+    adapters or a checkpoint is refused. The configuration and tokenizer files of
     the directory that the model was loaded from are copied, and a Hugging Face model's own configuration is written.
     The result of ``get_extra_state`` is left out, with a warning: the format has tensors only.
 
@@ -78,7 +79,7 @@ def save_weights(
         the path of ``model.safetensors``, or of the index if there are several files.
 
     Raises:
-        CheckpointError: on every rank, if one of them cannot write.
+        CheckpointError: on every rank, if one of them cannot write, or something of another kind is there.
         ConfigError: an invalid dtype or size.
         UnsupportedError: on every rank, if the format does not have the dtype of a tensor (complex128), or an adapter cannot be merged
             because its weight is tied to another module's; or a packed weight has no place in bitsandbytes' files.
@@ -110,9 +111,11 @@ def save_weights(
     agree_on_saved(runtime, "save_weights")
     states = extra_states(model)  # on every rank: it may communicate
     values = {} if packed else _unpacked(runtime)
-    values |= _merged(runtime, own, values) if merge else {}
+    merged = _merged(runtime, own, values) if merge else {}
     computed = {**computed_values(runtime, "save_weights"), **(made_for_packed(runtime) if packed else {})}
-    saving = WeightFiles(runtime, file_layout, Path(dest), kind, computed, values, is_packed=packed)
+    saving = WeightFiles(
+        runtime, file_layout, Path(dest), kind, computed, values | merged, is_packed=packed, merges=bool(merged)
+    )
     saving.run()
     if world.is_main:  # last: where warnings are errors, other ranks must not wait for this one
         _tell_extra_states(states)

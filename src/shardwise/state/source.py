@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.config.conversion import FOREIGN
+from shardwise.config.folders import is_checkpoint
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.state.extra_state import EXTRA_STATE
 from shardwise.state.formats.dcp import METADATA, open_dcp
@@ -20,7 +21,7 @@ from shardwise.state.formats.folder import open_folder
 from shardwise.state.formats.safetensors import looks_like_safetensors, open_safetensors
 from shardwise.state.formats.torch_file import looks_like_torch, open_torch_file
 from shardwise.state.formats.trees import MODELS, flatten, root_of, weights_in
-from shardwise.state.integrity.manifest import MANIFEST, Manifest, folder_name, is_manifest, step_of, steps_in
+from shardwise.state.integrity.manifest import Manifest, folder_name, steps_in
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.left_base import FROZEN, base_of
 from shardwise.state.stored import InMemoryTensor, Source
@@ -69,8 +70,7 @@ def _checkpoint_of(path: Path) -> Path | None:
     """The checkpoint that ``path`` is, or whose weights it is; None: there is none, not even a damaged one."""
     folder = path if path.is_dir() else path.parent
     for home in (folder, folder.parents[1] if folder.parent.name == _FURTHER else folder):
-        named = step_of(home) is not None and (home / MANIFEST).exists()
-        if named or is_manifest(home / MANIFEST) or (home / _RUN / "state.json").exists():
+        if is_checkpoint(home):
             return home
     return None
 

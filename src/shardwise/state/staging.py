@@ -12,6 +12,7 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -19,8 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwise.config.folders import KINDS
 from shardwise.errors import CheckpointError
-from shardwise.state.formats.folder import is_of_weights
 from shardwise.world.collectively import Peers, collectively
 
 TOKEN = ".shardwise-token"
@@ -48,21 +49,21 @@ class Staged:
             os.close(self._lock)
         self.path.mkdir()
 
-    def commit(self) -> None:
+    def commit(self, kind: str) -> None:
         """Moves the directory to its place, and syncs that. Its files are on disk already; files of an older directory
-        that are not a model's weights are kept.
+        that are not of this kind (:data:`~shardwise.config.folders.KINDS`) are kept.
 
         Raises:
             OSError: it cannot be moved; what was there is unchanged.
         """
-        self.move(keeps_others=True)
+        self.move(KINDS[kind].replaced)
         sync_folder(self.dest.parent)
 
-    def move(self, *, keeps_others: bool) -> None:
+    def move(self, replaced: re.Pattern[str] | None = None) -> None:
         """Moves the directory to its place without syncing that: a crash of the machine may undo it.
 
         Args:
-            keeps_others: whether files of an older directory that are not a model's weights are kept.
+            replaced: names of the files of an older directory that are replaced, and the others kept; None: all are replaced.
 
         Raises:
             OSError: it cannot be moved; what was there is unchanged.
@@ -70,22 +71,20 @@ class Staged:
         older = self.dest.exists() and any(self.dest.iterdir())
         if self.dest.exists():
             _take_rights(self.dest, self.path)
-        if older and keeps_others:
-            _take_along(self.dest, self.path)
+        if older and replaced is not None:
+            _take_along(self.dest, self.path, replaced)
         sync_folder(self.path)
         if older:
             exchange(self.path, self.dest)  # from here on self.path is the old one
-            if keeps_others:
-                _take_late(self.path, self.dest)
+            if replaced is not None:
+                _take_late(self.path, self.dest, replaced)
         else:
             os.replace(self.path, self.dest)
 
     def close(self) -> None:
         """Removes the incomplete directory, or after :meth:`commit` the old one."""
-        if self.path.is_symlink():  # the old one was a link; its target is not ours
-            self.path.unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
+            _tidy(self.path, self.dest)
             _lock_of(self.path).unlink()
         os.close(self._lock)
 
@@ -161,26 +160,6 @@ def _hold(descriptor: int, path: Path) -> bool:
         return False
 
 
-def check_place(dest: Path) -> None:
-    """Refuses a destination to which no directory can be moved.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
-    fix = f"name a folder inside it: {dest / 'weights'}"
-    standing = next(place for place in (dest, *dest.parents) if place.exists())
-    if not standing.is_dir():
-        raise CheckpointError(
-            f"weights to {dest}", why=f"{standing} is a file, and the weights need a folder", fix="name another folder"
-        )
-    if dest.is_dir() and Path.cwd().is_relative_to(dest):
-        raise CheckpointError(
-            f"weights to {dest}", why="it holds the working directory, and is replaced as a whole", fix=fix
-        )
-    if os.path.ismount(dest):
-        raise CheckpointError(f"weights to {dest}", why="it is a mount point, and is replaced as a whole", fix=fix)
-
-
 def sync_folder(path: Path) -> None:
     """Syncs a directory, so that the names in it are on disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -203,12 +182,26 @@ def remove_left_overs(folder: Path, name: str | None = None) -> None:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            _tidy(lock.with_suffix(""), folder / lock.name[1:].rpartition(".saving-")[0])
             lock.unlink(missing_ok=True)
         except OSError:
             continue  # a save that is still running
         finally:
             os.close(descriptor)
+
+
+def _tidy(path: Path, dest: Path) -> None:
+    """Removes what a save has left beside ``dest``; one that ended while neither directory had the name gives it back."""
+    if os.path.lexists(old := _aside(path)) and not os.path.lexists(dest):
+        os.rename(old, dest)
+    for left in (path, old):
+        if left.is_symlink():  # the old one was a link; its target is not ours
+            left.unlink()
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}-old")
 
 
 def _take_rights(old: Path, new: Path) -> None:
@@ -220,31 +213,32 @@ def _take_rights(old: Path, new: Path) -> None:
         os.chmod(new, stat.S_IMODE(facts.st_mode))  # after chown, which clears set-id bits
 
 
-def _take_along(old: Path, new: Path) -> None:
+def _take_along(old: Path, new: Path, replaced: re.Pattern[str]) -> None:
     """Adds the other files of the old directory to the new one, by hard links, so that they are in both."""
     for entry in old.iterdir():
         target = new / entry.name
-        if is_of_weights(entry.name) or target.exists():
+        if replaced.fullmatch(entry.name) or os.path.lexists(target):
             continue
         if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+            shutil.copytree(entry, target, symlinks=True, copy_function=link)
         elif entry.is_symlink() or entry.is_file():
-            _link(entry, target)
+            link(entry, target)
 
 
-def _take_late(old: Path, new: Path, top: bool = True) -> None:
+def _take_late(old: Path, new: Path, replaced: re.Pattern[str] | None) -> None:
     """Moves files that were added to the old directory while the new one was prepared, at any depth."""
     for entry in old.iterdir():
         target = new / entry.name
-        if top and is_of_weights(entry.name):
+        if replaced is not None and replaced.fullmatch(entry.name):
             continue
         if not os.path.lexists(target):
             os.replace(entry, target)
         elif entry.is_dir() and not entry.is_symlink() and target.is_dir():
-            _take_late(entry, target, top=False)
+            _take_late(entry, target, None)
 
 
-def _link(source: str | Path, target: str | Path) -> None:
+def link(source: str | Path, target: str | Path) -> None:
+    """Gives a file a second name, or copies it on a file system without links."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -260,7 +254,7 @@ def exchange(a: Path, b: Path) -> None:
     code = ctypes.get_errno() if rename is not None else errno.ENOSYS
     if code not in (errno.ENOSYS, errno.EINVAL):
         raise OSError(code, os.strerror(code), str(b))
-    aside = a.with_name(f"{a.name}-old")
+    aside = _aside(a)
     os.rename(b, aside)
     try:
         os.rename(a, b)

@@ -9,14 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.config.conversion import ENDINGS
+from shardwise.config.folders import check_place
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
 from shardwise.state.file_layout import FileLayout, Part, parts_of
 from shardwise.state.formats.folder import INDEX
 from shardwise.state.rounding import refuse_overflow
-from shardwise.state.sidecars import sidecar_files
-from shardwise.state.staging import TOKEN, Staged, StagedSave, check_place
+from shardwise.state.sidecars import Origin, sidecar_files
+from shardwise.state.staging import TOKEN, Staged, StagedSave
 from shardwise.state.writing import (
     by_file,
     opened,
@@ -73,10 +74,12 @@ class WeightFiles(StagedSave):
         computed: Mapping[str, Tensor],
         values: Mapping[str, Callable[[], Tensor]],
         is_packed: bool,
+        merges: bool,
     ):
         super().__init__(runtime.world, dest)
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
         self.local, self.is_packed = _Local({**runtime.local_tensors(), **computed}, values), is_packed
+        self.merges = merges
         self.absent: list[int] = []  # ranks that do not see the directory
         self.notes: list[str] = []
 
@@ -99,7 +102,14 @@ class WeightFiles(StagedSave):
             dest = self.dest.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, an invalid name
             raise CheckpointError(f"weights to {self.dest}", why=str(error), fix="name another folder") from error
-        check_place(dest)
+        check_place(dest, "weights")
+        base = self.runtime.memory(Origin).folder
+        if self.merges and base is not None and base.resolve() == dest:
+            raise CheckpointError(
+                f"merged weights to {dest}",
+                why="the model was loaded from there: its adapters are beside those weights, and would be applied twice to the merged ones",
+                fix=f"name another folder: {dest}-merged",
+            )
         with self.errors_of_writing():
             self.staged = Staged(dest)
             self.folder = self.staged.path
@@ -182,7 +192,7 @@ class WeightFiles(StagedSave):
                 with opened(self.folder / name, os.O_CREAT) as descriptor:
                     write_at(descriptor, memoryview(content), 0)
                     os.fsync(descriptor)
-            self.staged.commit()
+            self.staged.commit("weights")
 
     def unwritten(self, error: OSError) -> CheckpointError:
         return CheckpointError(

@@ -20,13 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.folders import MANIFEST, check_place
 from shardwise.errors import CheckpointError
 from shardwise.model.tensors import bytes_of
 from shardwise.recipe import human_bytes
 from shardwise.state.checkpoint.contents import REST, Contents
 from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.writer import BlockWriter
-from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest, folder_name
+from shardwise.state.integrity.manifest import FileFact, Manifest, folder_name
 from shardwise.state.integrity.sums import PartialSums, Sums, put_together
 from shardwise.state.sidecars import Origin
 from shardwise.state.staging import TOKEN, Staged, StagedSave, remove_left_overs, sync_folder
@@ -86,6 +87,7 @@ class _Commit(StagedSave):
     def make_files(self) -> None:
         """On rank 0: makes the directory, and its files in their final size."""
         at_fault_point("begun")
+        check_place(self.dest, "checkpoint", f"the checkpoint {self.dest}")
         with self.errors_of_writing():
             remove_left_overs(self.root)
             sizes = self.contents.sizes()
@@ -176,7 +178,7 @@ class _Commit(StagedSave):
             for folder, _, _ in os.walk(self.folder):
                 sync_folder(Path(folder))
             at_fault_point("manifest-synced")
-            self.staged.move(keeps_others=False)
+            self.staged.move()
             at_fault_point("renamed")
             sync_folder(self.root)
             at_fault_point("durable")

@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from shardwise.config.folders import is_checkpoint, refuse_within_checkpoint, step_of
 from shardwise.errors import CheckpointError
 from shardwise.launch.lock import release, try_lock
 from shardwise.state.checkpoint.retention import RetentionPolicy, remove, remove_removed
-from shardwise.state.integrity.manifest import MANIFEST, folder_name, is_manifest, step_of, steps_in
+from shardwise.state.integrity.manifest import folder_name, steps_in
 from shardwise.state.staging import remove_left_overs, sync_folder
 from shardwise.world import World
 from shardwise.world.collectively import collectively
@@ -46,12 +47,13 @@ class Directory:
 
     def _open(self, root: Path) -> None:
         place = root.resolve()  # also resolves "runs/a/latest"
-        if step_of(place) is not None or is_manifest(place / MANIFEST):
+        if step_of(place) is not None or is_checkpoint(place):
             raise CheckpointError(
                 f"the directory {root} for checkpoints",
                 why=f"it is one checkpoint: {place}",
                 fix=f"name the directory that it lies in: {place.parent}",
             )
+        refuse_within_checkpoint(place.parent, "checkpoint", f"the directory {root} for checkpoints")
         try:
             made = [folder for folder in (place, *place.parents) if not folder.exists()]
             place.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.folders import found_in
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.integrity.manifest import Manifest, folder_name, steps_in
@@ -102,7 +103,8 @@ class RetentionPolicy:
                 num_last += _is_whole(root / folder_name(step))
         others = [step for step in steps_in(root) if step < newest and step not in kept]
         best = self._best(root, newest, figure)
-        return [step for step in others if step != best and not (self.every and step % self.every == 0)]
+        others = [step for step in others if step != best and not (self.every and step % self.every == 0)]
+        return [step for step in others if found_in(root / folder_name(step)).keys() <= {"checkpoint"}]
 
     def _best(self, root: Path, newest: int, figure: float | None) -> int | None:
         if self.best is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.config.tokenizer import TOKENIZER_FILES
+from shardwise.config.folders import SIDECARS
 from shardwise.errors import CheckpointError
 from shardwise.state.files import reading
 from shardwise.state.formats.paths import inside
@@ -17,7 +17,6 @@ from shardwise.state.stored import Source, TensorSource
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_OF_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 class _Naming(NamedTuple):
@@ -40,11 +39,6 @@ _TORCH = _Naming(  # as transformers wrote them before safetensors
     re.compile(r"(.+)-(\d{5})-of-(\d{5})\.bin"),
     open_torch_file,
 )
-
-SIDECARS = (
-    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-    *TOKENIZER_FILES,
-)  # fmt: skip
 
 
 def sidecars_of(folder: Path) -> list[Path]:
@@ -183,11 +177,6 @@ def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
 
 
 # ---- writing: how a directory is laid out --------------------------------------------------------------------------
-
-
-def is_of_weights(name: str) -> bool:
-    """Whether a file name is one that :func:`lay_out` or :func:`index_of` uses."""
-    return _OF_WEIGHTS.fullmatch(name) is not None
 
 
 def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> dict[str, list[str]]:

@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,14 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.config.folders import FORMAT, MANIFEST, step_of
 from shardwise.errors import CheckpointError
 from shardwise.state.integrity.sums import BLOCK
 
-MANIFEST = "manifest.json"
-FORMAT = "shardwise checkpoint"
 VERSION = 1
 _MOST = 1 << 30  # bytes of a manifest; one of this size would describe a checkpoint of some 8 TB
-_FOLDER = re.compile(r"step-(\d{8,})")
 
 
 class DamagedError(CheckpointError):
@@ -94,7 +91,7 @@ class Manifest:
             found = _from(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(path, f"an entry is not what it has to be: {type(error).__name__}: {error}") from error
-        if folder_name(found.step) != folder.name and _FOLDER.fullmatch(folder.name):
+        if folder_name(found.step) != folder.name and step_of(folder) is not None:
             raise damaged(folder, f"its manifest is of step {found.step}")
         _check_files(folder, found.files)
         return found
@@ -105,29 +102,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(folder: Path) -> int | None:
-    """The step in a checkpoint directory's name; None: it is not the name of a checkpoint."""
-    match = _FOLDER.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
 def steps_in(root: Path) -> list[int]:
     """Steps of the checkpoints below ``root``, ascending, complete or not; also of links to checkpoints that were moved
     to another disk."""
     found = (step_of(path) for path in root.iterdir() if path.is_dir())
     return sorted(step for step in found if step is not None)
-
-
-def is_manifest(path: Path) -> bool:
-    """Whether a file was written as a manifest, even if it is damaged; other programs use this file name too."""
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except OSError:
-        return False
-    return any(mark in head for mark in (b'"block_bytes"', b'"crc32c"', FORMAT.encode()))
 
 
 def damaged(path: Path, why: str) -> DamagedError:
