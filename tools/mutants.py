@@ -3239,6 +3239,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a backward that depends on all positions gets those of a rank",
     ),
     Mutant(
+        "proof-keeps-its-graphs",
+        "                mode.gradients.end()\n",
+        "                pass\n",
+        "tests/techniques/cp/test_proof.py -k keeps_no_tensors",
+        "each proof keeps its activations for good",
+    ),
+    Mutant(
+        "proof-hidden-in-eval-mode",
+        "cuts_off = self._trial.module.training and any(",
+        "cuts_off = any(",
+        "tests/techniques/cp/test_proof.py -k searched_once",
+        "all blocks of a deep model are run with their graphs: 23 GB for the shapes of 70B",
+    ),
+    Mutant(
         "proof-sums-of-gradients-not-compared",
         "            self._left[place] = self._left.get(place, full) - grad\n",
         "            self._left[place] = grad * 0\n",

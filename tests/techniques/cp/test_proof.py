@@ -252,9 +252,10 @@ class Late(nn.Module):
         super().__init__()
         self.number, self.how, self.layer = number, how, nn.Linear(WIDTH, WIDTH)
         self.register_buffer("flag", torch.tensor(float(number >= 4)))
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        y = self.layer(x)
+        y = self.layer(x) * self.scale
         if self.how == "by its number" and self.number >= 4:
             y = y.roll(1, 1)
         if self.how == "by a buffer" and self.flag:
