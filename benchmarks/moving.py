@@ -6,6 +6,7 @@ takes: they are also trained by a loop over whole batches of 16 in one process, 
 
     python benchmarks/moving.py                           # the tables of docs/moving.md
     python benchmarks/moving.py --write docs/moving.md
+    python benchmarks/moving.py --trl --write docs/adapters.md     # losses beside TRL's, which the tests do without: needs trl 1.16
 """
 
 import argparse
@@ -41,7 +42,10 @@ def _prepared(uneven: bool) -> Iterator[Any]:
     Gives the module ``tiny``."""
     before, others = (
         torch.get_default_dtype(),
-        {name: sys.modules.pop(name, None) for name in ("tiny", "tiny_llama", "tiny_adapter", "tiny_qlora")},
+        {
+            name: sys.modules.pop(name, None)
+            for name in ("tiny", "tiny_llama", "tiny_adapter", "tiny_qlora", "tiny_trl")
+        },
     )
     sys.path.insert(0, str(FOLDER))
     torch.set_default_dtype(torch.float64)
@@ -60,13 +64,19 @@ def _prepared(uneven: bool) -> Iterator[Any]:
                 sys.modules[name] = module
 
 
-def run_script(name: str, uneven: bool = False) -> Result:
-    """On a rank: runs examples/from/NAME.py. Returns the losses of its steps and its weights."""
+def run_script(name: str, uneven: bool = False, changes: tuple[tuple[str, str], ...] = ()) -> Result:
+    """On a rank: runs examples/from/NAME.py, with ``changes`` of its text. Returns the losses of its steps and its weights."""
     with _prepared(uneven), warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")  # of the libraries
         _reset_accelerate()
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
-            left = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+            text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+            for old, new in changes:
+                if old not in text:
+                    raise ValueError(f"{name}.py has no {old!r}")
+                text = text.replace(old, new)
+            Path(f"{name}.py").write_text(text, encoding="utf-8")
+            left = runpy.run_path(f"{name}.py", run_name="__main__")
         if "world" in left:
             left["world"].close()
         _reset_accelerate()
@@ -139,6 +149,32 @@ def distance(first: Result, second: Result) -> float:
     return max(float((first[1][key] - second[1][key]).abs().max()) for key in first[1])
 
 
+UNCAST = (
+    ("trainer = SFT", "kept = {id(param): param.data for param in model.parameters()}\ntrainer = SFT"),
+    ("trainer.train()", "for param in model.parameters():\n    param.data = kept[id(param)]\ntrainer.train()"),
+)
+NOT_NESTED = ("double_quant=True", "double_quant=False")
+TRL: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "LoRA: TRL": ("trl_before", ()),
+    "LoRA: Shardwise, 2 ranks": ("peft_after", ()),
+    "QLoRA: TRL, its adapters as they were, in float32": ("trlqlora_before", UNCAST),
+    "QLoRA: Shardwise, 2 ranks": ("qlora_after", ()),
+    "QLoRA: TRL as it is, which casts adapters to bfloat16": ("trlqlora_before", ()),
+    "QLoRA: TRL, `bnb_4bit_use_double_quant=False`, its default": ("trlqlora_before", (*UNCAST, NOT_NESTED)),
+}
+
+
+def trl_table(run: Callable[..., list[Any]]) -> str:
+    """The losses of TRL's SFTTrainer and of Shardwise, from the same adapters on the same samples."""
+    lines = []
+    for label, (name, changes) in TRL.items():
+        losses = run(run_script, 2 if name.endswith("_after") else 1, name, False, changes)[0][0]
+        lines.append(f"| {label} | {' | '.join(f'{loss:.6f}' for loss in losses)} |")
+    steps = lines[0].count("|") - 2
+    head = [f"| loss of step | {' | '.join(str(i + 1) for i in range(steps))} |", f"|---|{'--:|' * steps}"]
+    return "\n".join(head + lines)
+
+
 def uneven_rows(run: Callable[..., list[Any]], names: dict[str, str] = NAMES) -> dict[str, tuple[str, float, float]]:
     """Label -> (loss of the first step as text, distance of the losses, of the weights) from one process, for each script
     on two ranks. ``run(fn, ranks, *args)`` is that of a RankPool."""
@@ -194,10 +230,14 @@ def main() -> None:
     from shardwise.testing import RankPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl", action="store_true", help="only the table of TRL, which must be installed")
     parser.add_argument("--write", type=Path, help="the page whose tables are replaced")
     args = parser.parse_args()
     with RankPool(preload=["torch", "accelerate", "transformers"]) as pool:
-        tables = {"uneven": uneven_table(moving.uneven_rows(pool.run)), "samples": moving.sample_table(pool.run)}
+        if args.trl:
+            tables = {"trl": moving.trl_table(pool.run)}
+        else:
+            tables = {"uneven": uneven_table(moving.uneven_rows(pool.run)), "samples": moving.sample_table(pool.run)}
     print("\n\n".join(tables.values()))
     if args.write:
         args.write.write_text(written(args.write.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -6,7 +6,9 @@ directory into packed layers; and what fine-tuning takes of memory on two ranks.
     python benchmarks/quantize.py --memory 160               # and fine-tunes 160 layers of [4096, 4096], 5 GiB in bf16, on two ranks
 
 Before anything is timed the codes of all numbers are those of bitsandbytes, and the values that both make of one set of bytes are equal.
-Times are in turns, on one thread; read the ratios.
+Times are in turns, of the processor, on one thread; read the ratios. Unpacking is timed twice: of a weight whose values are new memory, as
+in training, and of one whose values are where those of the call before were. Its *operators* are those of one chunk alone, which stays in the
+core's cache: what an unpacking without a kernel of its own takes at least.
 """
 
 import argparse
@@ -34,7 +36,8 @@ __all__ = ["measure_codes", "measure_difference", "measure_load", "measure_memor
 
 
 def measure_codes(size: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Millions of numbers a second of a weight ``[size, size]``: ``packing`` and ``unpacking``, of Shardwise and of bitsandbytes."""
+    """Millions of numbers a second of a weight ``[size, size]``: ``packing``, ``unpacking`` and its ``operators``, of Shardwise
+    and of bitsandbytes."""
     import bitsandbytes.functional as theirs
 
     torch.set_num_threads(1)
@@ -50,20 +53,36 @@ def measure_codes(size: int, rounds: int) -> dict[str, tuple[float, float]]:
     pack_theirs = lambda: theirs.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")  # noqa: E731
     unpack = lambda: nf4.unpack(*ours, packing, torch.bfloat16)  # noqa: E731
     unpack_theirs = lambda: theirs.dequantize_4bit(codes, state)  # noqa: E731
+    run_operators = functools.partial(_operators, codes.flatten(), min(1 << 15, codes.numel()))
     numbers = size * size / 1e6
+    contenders = {
+        "packing": (pack, pack_theirs),
+        "unpacking": (unpack, unpack_theirs),
+        "operators": (run_operators, unpack_theirs),
+    }
     return {
         what: tuple(numbers / seconds for seconds in _in_turns(calls, rounds))  # type: ignore[misc]
-        for what, calls in (("packing", (pack, pack_theirs)), ("unpacking", (unpack, unpack_theirs)))
+        for what, calls in contenders.items()
     }
+
+
+def _operators(codes: Tensor, part: int) -> None:
+    """The operators of an unpacking of as many bytes, ``part`` of them at a time, into one place."""
+    pairs, index = torch.zeros(256, dtype=torch.int64), torch.empty(part, dtype=torch.int32)
+    both, scales = torch.empty(part, dtype=torch.int64), torch.ones(part // 32, 1)
+    values, out = both.view(torch.float32).view(-1, nf4.BLOCK), torch.empty(part // 32, nf4.BLOCK, dtype=torch.bfloat16)
+    for _ in range(codes.numel() // part):
+        torch.index_select(pairs, 0, index.copy_(codes[:part]), out=both)
+        out.copy_(values.mul_(scales))
 
 
 def _in_turns(calls: tuple[Callable[[], Any], ...], rounds: int) -> list[float]:
     found: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for times, call in zip(found, calls, strict=True):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             call()
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
     return [statistics.median(times) for times in found]
 
 
@@ -105,7 +124,7 @@ def _stack(world: sw.World, number: int, size: int) -> nn.Module:
 
 
 def measure_load(folder: str, number: int, size: int) -> tuple[float, int]:
-    """Seconds of ``load_weights`` of such a directory into packed layers, and how many bytes this takes at most beside them."""
+    """Seconds of the processor of ``load_weights`` of such a directory into packed layers, and how many bytes this takes at most beside them."""
     torch.set_num_threads(1)
     with sw.init("dp_shard=1", device="cpu") as world:
         with tempfile.TemporaryDirectory() as small:  # what is allocated once
@@ -114,15 +133,15 @@ def measure_load(folder: str, number: int, size: int) -> tuple[float, int]:
         model = _stack(world, number, size)
         before = _memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        begin = time.perf_counter()
+        begin = time.process_time()
         sw.load_weights(model, folder)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         return seconds, _memory("VmHWM") - before - held
 
 
 def measure_others(folder: str, number: int) -> dict[str, float]:
-    """Seconds in which others read the same directory, a tensor at a time, and pack it: by name."""
+    """Seconds of the processor in which others read the same directory, a tensor at a time, and pack it: by name."""
     import bitsandbytes.functional as theirs
 
     torch.set_num_threads(1)
@@ -135,12 +154,12 @@ def measure_others(folder: str, number: int) -> dict[str, float]:
         calls["torchao"] = lambda w: NF4Tensor.from_tensor(w, 64, 256)
     found = {}
     for name, call in calls.items():
-        begin = time.perf_counter()
+        begin = time.process_time()
         kept = [
             call(load_file(path)[f"layers.{i}.weight"])
             for i, path in enumerate(sorted(Path(folder).glob("*.safetensors")))
         ]
-        found[name] = time.perf_counter() - begin
+        found[name] = time.process_time() - begin
         assert len(kept) == number
     return found
 
@@ -164,33 +183,49 @@ def _memory(what: str) -> int:
     return 1024 * int(text.partition(f"{what}:")[2].split()[0])
 
 
-def measure_difference(size: int = 1024) -> tuple[float, float]:
-    """Share of the values that are others without double quantisation (bitsandbytes' default, and TRL's), and the largest relative
-    difference."""
+def measure_difference(size: int = 1024) -> dict[str, tuple[float, float]]:
+    """Whose values are others than ours -> their share, and the largest relative difference."""
     import bitsandbytes.functional as theirs
 
     weight = torch.randn(size, size, generator=torch.Generator().manual_seed(0)) * 0.02
-    nested, plain = (
-        theirs.dequantize_4bit(*theirs.quantize_4bit(weight, blocksize=64, compress_statistics=each, quant_type="nf4"))
-        for each in (True, False)
-    )
-    apart = (nested - plain).abs()
-    return float((apart > 0).float().mean()), float((apart / plain.abs().clamp(min=1e-30)).max())
+    ours = nf4.unpack(*nf4.pack(weight), nf4.Packing.of((size, size)), torch.float32)
+    packed = theirs.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
+    found = {"bitsandbytes, `bnb_4bit_use_double_quant=False`": _apart(theirs.dequantize_4bit(*packed), ours)}
+    with contextlib.suppress(ImportError):
+        from torchao.quantization import NF4Tensor  # pyrefly: ignore
+
+        low = weight.bfloat16()
+        ours = nf4.unpack(*nf4.pack(low), nf4.Packing.of((size, size)), torch.bfloat16)
+        found["torchao, as in torchtune, of bfloat16"] = _apart(
+            NF4Tensor.from_tensor(low, 64, 256).get_original_weight(), ours
+        )
+    return found
+
+
+def _apart(values: Tensor, ours: Tensor) -> tuple[float, float]:
+    apart, ours = (values.float() - ours.float()).abs(), ours.float().abs()
+    return float((apart > 0).float().mean()), float((apart / ours.clamp(min=1e-30))[ours > 0].max())
 
 
 def table(
     codes: dict[str, tuple[float, float]],
+    again: dict[str, tuple[float, float]],
     seconds: float,
     others: dict[str, float],
     extra: float,
     number: int,
     size: int,
 ) -> str:
-    """What was measured, as a table."""
+    """What was measured, as a table. ``again``: of values that are where those of the call before were."""
     lines = ["| on one core | Shardwise | bitsandbytes | ratio |", "|---|--:|--:|--:|"]
+    rates = {
+        "packing, million numbers a second": codes["packing"],
+        "unpacking into new memory": codes["unpacking"],
+        "unpacking into memory that is there": again["unpacking"],
+        "its operators alone, on one chunk in cache": again["operators"],
+    }
     lines += [
-        f"| {what}, million numbers a second | {ours:.0f} | {theirs:.0f} | {ours / theirs:.1f} |"
-        for what, (ours, theirs) in codes.items()
+        f"| {what} | {ours:,.0f} | {theirs:,.0f} | {ours / theirs:.2g} |" for what, (ours, theirs) in rates.items()
     ]
     of_others = {name: number * size * size / 1e6 / each for name, each in others.items()}
     ours = number * size * size / 1e6 / seconds
@@ -203,10 +238,10 @@ def table(
     lines.append(
         f"| memory for reading and packing one [{2 * size:,}, {2 * size:,}], beside what is packed: a part of its bytes in bf16 | {extra:.2f} | | |"
     )
-    share, largest = measure_difference()
-    lines.append(
-        f"| values that `bnb_4bit_use_double_quant=False` makes otherwise | {share:.0%}, by up to {largest:.2%} | | |"
-    )
+    lines += [
+        f"| values that are others by {whose} | {share:.0%}, by up to {largest:.2%} | | |"
+        for whose, (share, largest) in measure_difference().items()
+    ]
     return "\n".join(lines)
 
 
@@ -232,7 +267,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, help="a page whose <!-- quantize --> part is replaced by the table")
     args = parser.parse_args(argv)
     here, number = str(Path(__file__).resolve()), 6
-    codes = launch_local(f"{here}:measure_codes", nproc=1, args=(args.size, args.rounds))[0]
+    codes, again = (
+        launch_local(f"{here}:measure_codes", nproc=1, args=(size, args.rounds))[0]
+        for size in (args.size, args.size // 2)
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_stack(folder, number, args.size)
         seconds, _ = launch_local(f"{here}:measure_load", nproc=1, args=(folder, number, args.size))[0]
@@ -240,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         num_bytes = write_stack(folder, 1, 2 * args.size)
         _, extra = launch_local(f"{here}:measure_load", nproc=1, args=(folder, 1, 2 * args.size))[0]
-    text = table(codes, seconds, others, extra / num_bytes, number, args.size)
+    text = table(codes, again, seconds, others, extra / num_bytes, number, args.size)
     print(text)
     if args.memory:
         text += f"\n\n{memory_text(args.memory, args.size)}"

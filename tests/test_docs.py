@@ -284,6 +284,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"shardwise train --checkpoint.every=2 {SHORT} {UNPROVED} {SMALL_MODEL}"
         case ["shardwise", "checkpoint", "ls", _]:
             return command
+        case ["shardwise", "import-config", given, *_] if given.startswith("examples/from/"):
+            return command
         case ["shardwise", "import-config", "config.yaml", *_]:
             shutil.copy(ROOT / "tests/dialects/fixtures/accelerate/fsdp2-8gpu.yaml", folder / "config.yaml")
             return command
@@ -348,6 +350,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return "python benchmarks/tensor_parallel.py --rounds 2"
         case ["python", "benchmarks/linear_loss.py", *_]:  # its one size takes a minute a round
             return "python benchmarks/linear_loss.py --help"
+        case ["python", "benchmarks/moving.py", "--trl", *_]:  # the tests do without TRL
+            return "python benchmarks/moving.py --help"
         case ["python", "benchmarks/moving.py", *_]:
             return "python benchmarks/moving.py"
         case ["python", "benchmarks/zoo.py", *_]:

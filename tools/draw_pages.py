@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "docs" / "data" / "pages.json"
 ROWS, COLUMNS, RANKS = 10, 3, 8
 PICTURED = 512  # MiB of the model whose weights come and go
+TUNED = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "num_key_value_heads": 8}  # a Llama of 8 billion parameters, never made  # fmt: skip
 BLUE, LIGHT, ORANGE, GREY = "#3182bd", "#9ecae1", "#fd8d3c", "#e8e8e8"
 
 
@@ -46,6 +48,8 @@ def measure(only: str | None = None) -> dict[str, Any]:
             "weights": lambda: _weights(pool.run),
             "checkpoint": lambda: _checkpoint(pool.run),
             "tensor-parallel": lambda: _plan(pool.run),
+            "adapters": lambda: _adapters(pool.run),
+            "quantize": _quantize,
             "context-parallel": _orders,
             "context-curve": _packed_chat,
             "watching": lambda: _watching(pool.run),
@@ -102,6 +106,56 @@ def _plan(run: Callable[..., list]) -> dict[str, dict[str, list]]:
     from techniques.tp.pieces import pieces_of_gpt2
 
     return run(pieces_of_gpt2, 2, "tp=2")[0]
+
+
+def _adapters(run: Callable[..., list]) -> dict[str, dict[str, list]]:
+    """Layer and tensor -> its shape, and the pieces of each of four ranks."""
+    from techniques.tp.pieces import pieces_of_adapters
+
+    return run(pieces_of_adapters, 4, "dp_shard=2,tp=2")[0]
+
+
+def _quantize() -> dict[str, dict[str, int]]:
+    """Kind of training -> layout -> bytes of :func:`state_bytes`, of a Llama of 8 billion parameters."""
+    import shardwise as sw
+
+    low = {"precision": "bf16", "lora": sw.LoRA(rank=16)}
+    kinds = {"all trained": {"precision": "bf16"}, "LoRA": low, "QLoRA": {**low, "quantize": "nf4"}}
+    layouts = [f"dp_shard={degree}" for degree in (1, 2, 4, 8, 16)]
+    return {kind: state_bytes(TUNED, layouts, **options) for kind, options in kinds.items()}
+
+
+def state_bytes(sizes: Mapping[str, Any], layouts: Sequence[str], **options: Any) -> dict[str, int]:
+    """Layout -> bytes of parameters, gradients and AdamW on the rank that has most of them: of a Llama's recipe, without any process or
+    memory for the model."""
+    import math
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardwise.layout import layout_of
+    from shardwise.model import read_anatomy
+    from shardwise.recipe import DTYPE_BYTES
+    from shardwise.techniques import Parallel
+    from shardwise.techniques.fold import make_recipe, prepared
+
+    with torch.device("meta"):
+        anatomy = read_anatomy(prepared(LlamaForCausalLM(LlamaConfig(**sizes)), Parallel.of(**options)))
+    found = {}
+    for text in layouts:
+        degree = math.prod(int(part.partition("=")[2]) for part in text.split(","))
+        recipe, held = make_recipe(anatomy, layout_of(text, degree), **options), []
+        for rank in range(degree):
+            of_rank = recipe.at(rank)
+            numbers = {name: sum(math.prod(piece.sizes) for piece in of_rank.extents(name)) for name in recipe.params}
+            held.append(
+                sum(
+                    numbers[name] * DTYPE_BYTES[param.storage] * (4 if param.trainable else 1)
+                    for name, param in recipe.params.items()
+                )
+            )
+        found[text] = max(held)
+    return found
 
 
 def _orders() -> dict[str, list[list[int]]]:
@@ -271,6 +325,46 @@ def _draw_plan(figure: Any, figures: Mapping[str, Mapping[str, list]]) -> None:
         if short == "attn.c_attn":
             for i, letter in enumerate("qkv"):
                 axes.text((i + 0.5) * columns / 3, rows + 4, letter, ha="center")
+
+
+def _draw_adapters(figure: Any, figures: Mapping[str, Mapping[str, list]]) -> None:
+    """Each layer's W, with A above it and B and m beside it, to one scale; a piece has the numbers of the ranks that hold it."""
+    from matplotlib.patches import Rectangle
+
+    titles = {"mlp.gate_proj": "cut by its outputs", "mlp.down_proj": "cut by its inputs"}
+    for axes, (layer, title) in zip(figure.subplots(1, len(titles)), titles.items(), strict=True):
+        of_layer = {part: figures[f"{layer} {part}"] for part in "WABm"}
+        rows, columns = of_layer["W"]["shape"]
+        rank = of_layer["A"]["shape"][0]
+        corners = {"W": (0, 0), "A": (0, -rank - 2), "B": (columns + 3, 0), "m": (columns + rank + 6, 0)}
+        for part, (left, top) in corners.items():
+            holders: dict[tuple[int, ...], list[int]] = {}
+            for number, pieces in enumerate(of_layer[part]["pieces"]):
+                for piece in pieces:
+                    holders.setdefault(tuple(piece), []).append(number)
+            for piece, ranks in holders.items():
+                y, x, height, width = (piece[0], 0, piece[1], 3) if len(piece) == 2 else piece
+                color = (BLUE, LIGHT, ORANGE, "#fdd0a2")[ranks[0]] if len(ranks) == 1 else GREY
+                look = {"facecolor": color, "edgecolor": "white", "clip_on": False}
+                axes.add_patch(Rectangle((left + x, top + y), width, height, **look))
+                middle = (left + x + width / 2, top + y + height / 2)
+                axes.text(*middle, " ".join(map(str, ranks)), ha="center", va="center", fontsize=6)
+            axes.text(left - 1, top + 1, part, ha="right", va="center", fontsize=8)
+        axes.set(title=f"{layer}, {title}", xlim=(-4, columns + rank + 10), ylim=(rows + 1, -rank - 3), aspect="equal")
+        axes.axis("off")
+
+
+def _draw_quantize(figure: Any, figures: Mapping[str, Mapping[str, int]]) -> None:
+    axes = figure.subplots()
+    layouts = list(next(iter(figures.values())))
+    for i, (color, (kind, held)) in enumerate(zip(("#808080", LIGHT, BLUE), figures.items(), strict=True)):
+        sizes = [size / 2**30 for size in held.values()]
+        bars = axes.bar([x + (i - 1) * 0.28 for x in range(len(layouts))], sizes, 0.26, color=color, label=kind)
+        axes.bar_label(bars, labels=[f"{size:.3g}" for size in sizes], fontsize=7, padding=2)
+    axes.set(yscale="log", ylabel="GiB on a rank", xticks=range(len(layouts)))
+    axes.set_xticklabels(layouts)
+    axes.margins(y=0.2)
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.2))
 
 
 def _draw_orders(figure: Any, figures: Mapping[str, list[list[int]]]) -> None:
@@ -453,6 +547,8 @@ DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "weights": _draw_weights,
     "checkpoint": _draw_checkpoint,
     "tensor-parallel": _draw_plan,
+    "adapters": _draw_adapters,
+    "quantize": _draw_quantize,
     "context-parallel": _draw_orders,
     "context-curve": _draw_packed_chat,
     "watching": _draw_watching,

@@ -4487,7 +4487,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-of-other-parameters",
-        '    peft_parameters.refuse_others(folder, there["experts"], stacks, names)\n',
+        '    peft_parameters.refuse_others(folder, there["experts"], stacks, {*names} - weights.keys())\n',
         "",
         "tests/state/test_adapters_of_experts.py -k other_parameters",
         "adapters of one parameter are loaded into those of another of the same shapes",
@@ -4501,10 +4501,31 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-fast-path",
-        "        module.activation_relu_or_gelu = 0\n",
-        "        pass\n",
+        '("activation_relu_or_gelu", 0)',
+        '("activation_relu_or_gelu", 1)',
         "tests/techniques/lora/test_adapters.py -k fast_path",
         "torch's fast path of an encoder passes over adapters in eval mode",
+    ),
+    Mutant(
+        "compile-first-block-alone",
+        "_with_input_in_graph(made) if _is_part_frozen(target) else made",
+        "made",
+        "tests/techniques/compile/test_compile.py -k small_trained_parts",
+        "the first block with adapters behind a frozen embedding is compiled by itself: twice the time",
+    ),
+    Mutant(
+        "packed-numbers-as-bytes",
+        "own = {name: codec.numbers for name, codec in self.codecs.items()}",
+        "own: dict[str, int] = {}",
+        "tests/techniques/quantize/test_packed.py -k bytes_count",
+        "bytes of packed weights count as numbers",
+    ),
+    Mutant(
+        "adapter-of-a-layers-weight",
+        "{*names} - weights.keys()",
+        "names",
+        "tests/state/test_adapters_of_experts.py -k layer_that_peft",
+        "a layer's weight that PEFT has adapted as a parameter is taken for one in no layer",
     ),
     Mutant(
         "adapter-in-head",

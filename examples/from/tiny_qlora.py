@@ -6,7 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-_PLAIN, BASE, ADAPTER = (tempfile.mkdtemp() for _ in range(3))
+PLAIN, BASE, ADAPTER = (tempfile.mkdtemp() for _ in range(3))
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 64,
@@ -23,9 +23,9 @@ def build() -> LlamaForCausalLM:
 torch.set_default_dtype(torch.float32)  # bitsandbytes makes its tables in it
 torch.manual_seed(0)
 _base = build()
-_base.save_pretrained(_PLAIN)
+_base.save_pretrained(PLAIN)
 _bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-LlamaForCausalLM.from_pretrained(_PLAIN, quantization_config=_bits, dtype=torch.float32).save_pretrained(BASE)
+LlamaForCausalLM.from_pretrained(PLAIN, quantization_config=_bits, dtype=torch.float32).save_pretrained(BASE)
 get_peft_model(_base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])).save_pretrained(
     ADAPTER
 )

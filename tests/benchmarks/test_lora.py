@@ -16,6 +16,26 @@ def times():
     return script("lora").measure_times(2, width=16, warmup=0)
 
 
+def rounded(*args):
+    return script("lora").measure_bf16(*args)
+
+
+@pytest.mark.soak
+def test_bf16_under_tp_is_beside_float64(ranks):
+    benchmark = script("lora")
+    sizes = {**benchmark.LARGE, "hidden_size": 80, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    text = benchmark.bf16_table(lambda _, num, *args: ranks.run(rounded, num, *args, timeout_s=100), sizes)
+    cells = [float(cell) for row in text.splitlines()[2:] for cell in row.split("|")[2:-1]]
+    assert len(cells) == 12 and 0 < max(cells) < 0.1, text
+
+
+def test_the_table_of_compiled_blocks_has_ratios():
+    benchmark = script("lora")
+    of = {"compile": 2.0, "compiled": 0.1, "plain": 0.2, "breaks": 0, "graphs": 1}
+    text = benchmark.compiled_table(dict.fromkeys(benchmark.COMPILED, of))
+    assert text.count("| 2.0 | 1.00 | 0 | 100 | 200 | 0.50 |") == len(benchmark.COMPILED)
+
+
 @pytest.mark.soak
 def test_its_tables(ranks):
     pytest.importorskip("peft")

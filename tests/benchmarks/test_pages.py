@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from techniques.tp.pieces import pieces_of_gpt2
+from techniques.tp.pieces import pieces_of_adapters, pieces_of_gpt2
+
+import shardwise as sw
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("draw_pages_script", ROOT / "tools" / "draw_pages.py")
@@ -31,6 +33,28 @@ def test_the_layouts_figures_are_the_recipes():
 
 def test_the_parts_of_gpt2_are_the_recipes(ranks):
     assert ranks.run(pieces_of_gpt2, 2, "tp=2")[0] == FIGURES["tensor-parallel"]
+
+
+@pytest.mark.soak
+def test_the_parts_of_adapters_are_the_recipes(ranks):
+    assert ranks.run(pieces_of_adapters, 4, "dp_shard=2,tp=2")[0] == FIGURES["adapters"]
+
+
+def test_the_memory_in_recipes_is_what_a_step_leaves():
+    """As ``benchmarks/lora.py`` measures it."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64}
+    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8").splitlines()
+    low = {"lora": sw.LoRA(rank=8), "precision": "bf16"}
+    for label, options in (
+        ("all parameters trained", {}),
+        ('`lora=sw.LoRA(rank=8)`, `precision="bf16"`', low),
+        ('and `quantize="nf4"`', {**low, "quantize": "nf4"}),
+    ):
+        row = next(row for row in page if row.startswith(f"| {label} |"))
+        measured = [int(cell.replace(",", "")) for cell in row.split("|")[2:5]]
+        found = pages.state_bytes(sizes, ["dp_shard=1", "dp_shard=2", "dp_shard=4"], **options)
+        assert [held / 1024 for held in found.values()] == pytest.approx(measured, rel=0.01), label
 
 
 def test_the_moments_of_a_save_are_those_of_the_code_and_one_name_decides():

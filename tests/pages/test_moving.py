@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from shardwise.dialects.answers import imported
 from shardwise.run.config import RunConfig, load_config
 from shardwise.techniques.lora.options import LoRA
 
@@ -28,6 +30,14 @@ def program(folder: str, name: str):
 moving = program("benchmarks", "moving")
 
 
+def of_trl():
+    """Script of ours -> losses of TRL that docs/adapters.md records, from the same adapters."""
+    table = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8").partition("<!-- trl -->")[2].splitlines()
+    rows = {label: row for label in moving.TRL for row in table if row.startswith(f"| {label} |")}
+    lora, _, qlora, *_ = ([float(cell) for cell in rows[label].split("|")[2:-1]] for label in moving.TRL)
+    return {"peft": lora, "qlora": qlora}
+
+
 def run(pool):
     return lambda fn, ranks, *args: pool.run(fn, ranks, *args, timeout_s=100)
 
@@ -40,13 +50,15 @@ def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
     if name == "qlora":
         pytest.importorskip("bitsandbytes")
     before = run(ranks)(moving.run_script, 1 if name in ALONE else 2, f"{name}_before")[0]
-    after = run(ranks)(moving.run_script, 2, f"{name}_after")[0]
+    after, recorded = run(ranks)(moving.run_script, 2, f"{name}_after")[0], of_trl()
     assert len(before[0]) == (8 if name == "nanogpt" else 6) and before[0][0] > 3  # steps, and validations
     tolerance = (
         1e-5 if name in ("trainer", "peft", "qlora") else 1e-9
     )  # the loss of transformers is float32 in a float64 model too
     assert after[0] == pytest.approx(before[0], rel=0, abs=tolerance)
     assert moving.distance(before, after) < tolerance
+    if name in recorded:
+        assert after[0] == pytest.approx(recorded[name], rel=0, abs=3e-6)
     alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
     if name in ALONE:  # its steps have as many micro-batches on any number of ranks
         assert alone[0] == pytest.approx(after[0], rel=0, abs=1e-5 if name == "qlora" else 1e-9)  # it is in float32
@@ -116,6 +128,13 @@ def test_keys_that_the_pages_name_exist():
     named = {word for cell in cells for word in re.findall(rf"`((?:{'|'.join(sections)})\.[\w.]+)(?:=[^`]*)?`", cell)}
     assert len(named) > 40
     assert named <= known
+
+
+def test_the_lora_recipe_of_torchtune_is_imported_as_the_page_shows():
+    folder = ROOT / "examples" / "from"
+    theirs, ours = (yaml.safe_load((folder / f"torchtunelora_{end}.yaml").read_text()) for end in ("before", "after"))
+    assert imported(theirs, dialect="torchtune", ranks=2).run == ours
+    assert load_config(folder / "torchtunelora_after.yaml").config.parallel.lora.rank == theirs["model"]["lora_rank"]
 
 
 def test_the_configuration_that_stands_for_a_torchtune_recipe_is_read():

@@ -40,37 +40,51 @@ def config(folder: Path, *overrides: str):
 def test_too_little_room_is_refused_with_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 5 << 20))
     disk_space.check_space(config(tmp_path / "run"))
-    disk_space.check_space(config(tmp_path / "run"), 4 << 20)
+    disk_space.check_space(config(tmp_path / "run"), {"export": 4 << 20})
     with pytest.raises(ConfigError) as caught:
-        disk_space.check_space(config(tmp_path / "run"), 8 << 20)
+        disk_space.check_space(config(tmp_path / "run"), {"export": 8 << 20})
     assert str(caught.value) == (
         f"log.dir: '{tmp_path / 'run'}', with 5.00 MiB free on its disk\n"
         "  why: the run will write about 8.07 MiB: 69.47 KiB of metrics, picture and texts, 8.00 MiB of weights\n"
         "  fix: free 3.07 MiB there, or name a folder on another disk: --log.dir=PATH"
     )
-    disk_space.check_space(config(tmp_path / "run", "--checkpoint.export=null"), 8 << 20)
+    disk_space.check_space(config(tmp_path / "run", "--checkpoint.export=null"), {})
     assert not (tmp_path / "run").exists()
 
 
 def test_a_disk_on_which_no_checkpoint_fits_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 70 << 20))
-    disk_space.check_space(config(tmp_path), 2 << 20, 80 << 20)  # it keeps none
+    disk_space.check_space(config(tmp_path), {"export": 2 << 20}, 80 << 20)  # it keeps none
     for word in ("--checkpoint.every=1", "--checkpoint.stop_after_s=10"):
-        disk_space.check_space(config(tmp_path, word), 2 << 20, 3 << 20)
+        disk_space.check_space(config(tmp_path, word), {"export": 2 << 20}, 3 << 20)
         with pytest.raises(
             ConfigError, match=r"2\.00 MiB of weights, 16\.00 MiB for a checkpoint; 64\.00 MiB stay free"
         ) as caught:
-            disk_space.check_space(config(tmp_path, word), 2 << 20, 16 << 20)
+            disk_space.check_space(config(tmp_path, word), {"export": 2 << 20}, 16 << 20)
         assert "free 12.07 MiB there" in caught.value.fix
         assert "--log.dir=PATH; or keep no checkpoints: --checkpoint.every=null" in caught.value.fix
+
+
+def test_adapters_and_their_base_are_counted_and_their_folders_checked(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 40, 0, 5 << 20))
+    words = ("--parallel.lora.rank=2", "--parallel.quantize=nf4", "--checkpoint.base=base")
+    sizes = {"export": 2 << 20, "adapter": 1 << 20, "base": 3 << 20}
+    with pytest.raises(
+        ConfigError, match=r"2\.00 MiB of weights, 1\.00 MiB of adapters, 3\.00 MiB of the base in 4 bits"
+    ):
+        disk_space.check_space(config(tmp_path, *words), sizes)
+    disk_space.check_space(config(tmp_path, *words), sizes | {"base": 1 << 20})
+    (tmp_path / "base").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoint\.base: '.*base'\n  why: it is a file"):
+        disk_space.check_space(config(tmp_path, *words))
 
 
 def test_on_a_small_disk_less_is_left_for_others(tmp_path, monkeypatch):
     """A checkpoint of 14 KiB was refused with 50 MiB free."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 << 20, 0, 50 << 20))
-    disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 14 << 10)
+    disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), {"export": 2 << 20}, 14 << 10)
     with pytest.raises(ConfigError, match=r"48\.00 MiB for a checkpoint; 2\.00 MiB stay free for others"):
-        disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), 2 << 20, 48 << 20)
+        disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), {"export": 2 << 20}, 48 << 20)
     assert [commit.spare_bytes(size) for size in (100 << 20, 1 << 40)] == [2 << 20, 64 << 20]
 
 
@@ -84,7 +98,7 @@ def test_the_estimate_of_the_small_files_grows_with_the_lines(tmp_path):
 def test_weights_on_another_disk_are_counted_there(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9, 0, 0 if "shm" in str(path) else 1 << 40))
     with pytest.raises(ConfigError, match=r"checkpoint.export: '/dev/shm/none', with 0 B free on its disk"):
-        disk_space.check_space(config(tmp_path, "--checkpoint.export=/dev/shm/none"), 1)
+        disk_space.check_space(config(tmp_path, "--checkpoint.export=/dev/shm/none"), {"export": 1})
 
 
 def test_a_place_for_weights_that_cannot_be_written_is_refused_early(tmp_path, monkeypatch):

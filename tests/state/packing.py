@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.model import nf4
-from shardwise.state import weights_bytes
+from shardwise.state import check_adapter, check_packed, weights_bytes
 
 LORA = {"rank": 3, "alpha": 8.0}
 PARTS = ("_nf4", "_nf4_scales", "_nf4_outer", "_nf4_mean")
@@ -130,6 +130,8 @@ def saved(layout: str, source: str, folder: str, wide: int, dtype: torch.dtype =
         sw.save_adapter(model, Path(folder, "adapter"))
         found = sw.full_state_dict(model)
         assert weights_bytes(model) == Path(folder, "base/model.safetensors").stat().st_size
+        assert check_packed(model) == Path(folder, "packed/model.safetensors").stat().st_size
+        assert 0 < Path(folder, "adapter/adapter_model.safetensors").stat().st_size - check_adapter(model) < 1 << 14
         return found, logits(model.eval())
 
 

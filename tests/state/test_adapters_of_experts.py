@@ -143,6 +143,24 @@ def test_what_peft_makes_of_all_linear_is_loaded_and_written_again(ranks, tmp_pa
     assert (logits(again) - found).abs().max() <= 1e-12
 
 
+def test_the_weight_of_a_layer_that_peft_adapts_as_a_parameter_is_read_as_the_layers(ranks, tmp_path):
+    """LoRA.of was refused: "it is the weight of a layer"."""
+    theirs = of_peft("mixtral", target_modules=["v_proj"], target_parameters=["q_proj.weight", "experts.down_proj"])
+    for param in theirs.parameters():
+        if param.requires_grad:
+            torch.nn.init.normal_(param, 0.0, 0.2)
+    base("mixtral").save_pretrained(tmp_path / "base")
+    theirs.save_pretrained(tmp_path / "peft")
+    given = str(tmp_path / "base"), str(tmp_path / "peft"), str(tmp_path / "again")
+    _, found = ranks.run(loaded, 2, "mixtral", "dp_shard=2", *given)[0]
+    assert (found - logits(theirs)).abs().max() <= 1e-12
+    assert (logits(of_peft("mixtral", tmp_path / "again")) - found).abs().max() <= 1e-12
+    assert main(["convert", given[0], str(tmp_path / "merged"), "--adapter", given[1]]) == 0
+    merged, expected = base("mixtral").from_pretrained(tmp_path / "merged"), theirs.merge_and_unload().state_dict()
+    for name, value in merged.state_dict().items():
+        assert (value - expected[name]).abs().max() <= 1e-15, name
+
+
 def test_the_model_says_which_parameters_of_stored_weights_have_the_adapters(ranks, tmp_path):
     ranks.run(saved, 1, "alone", "dp_shard=1", str(tmp_path))
     save_file(load_file(tmp_path / "base/model.safetensors"), tmp_path / "base.safetensors")

@@ -48,6 +48,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
     Raises:
         VerifyError: on every rank; something differs by more than rounding.
     """
+    from shardwise.model import read_anatomy
     from shardwise.recipe import DTYPE_BYTES
     from shardwise.run.attention import without_kernels
     from shardwise.run.build import build_plain
@@ -58,7 +59,7 @@ def prove(config: "RunConfig", world: "World", *, seconds: float = math.inf) -> 
         return {"largest": None, "name": None, "text": "left out: train.prove=false"}
     config, replaced = without_kernels(config)
     plain = build_plain(config, world)
-    count = sum(p.numel() for p in plain.parameters())
+    count = read_anatomy(plain).numbers
     replaced += _optimizer_replaced(config, plain)
     del plain
     if count > MOST_PARAMS:

@@ -25,6 +25,7 @@ TABLE = (
 """The 16 values, of code 0 to 15: quantiles of a normal distribution."""
 
 _CHUNK = 1 << 18  # numbers at a time: all temporaries are so long
+_UNPACKED = 1 << 19  # of an unpacking, whose temporaries are fewer: each chunk costs 20 us beside its numbers
 _CELLS = 1024  # of [-1, 1], in each of which at most one bound between two codes lies
 
 
@@ -186,17 +187,26 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         index = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2).view(-1)[: weight.numel()].view(weight.shape)
         index = functional.pad(index, (0, weight.shape[1] % 2)).to(torch.uint8)
         codes = torch.bitwise_or(index[:, ::2] * 16, index[:, 1::2])
-    else:
-        maxima = torch.zeros(packing.num_blocks, dtype=torch.float32, device="cpu")
-        codes = torch.empty(packing.codes_shape, dtype=torch.uint8, device="cpu")
-        host = weight.detach().cpu()
-        for _, row, number in packing.pieces():
-            add_maxima(maxima, host[row : row + number], packing, row)
-        for here, row, number in packing.pieces():
-            codes[here : here + number] = codes_of(host[row : row + number], maxima, packing, row)
+        scales, outer, mean = second_stage(maxima)
+        return codes, scales.view(packing.scales_shape), outer, mean
+    host = weight.detach().cpu()
+    found = pack_rows(packing, lambda row, number: host[row : row + number])
+    return tuple(each.to(weight.device) for each in found)  # type: ignore[return-value]
+
+
+def pack_rows(packing: Packing, read: Callable[[int, int], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same of a whole weight, of which ``read(row, number)`` gives rows: once where blocks lie within them, else twice."""
+    maxima = torch.zeros(packing.num_blocks, dtype=torch.float32, device="cpu")
+    codes = torch.empty(packing.codes_shape, dtype=torch.uint8, device="cpu")
+    for is_last in (False, True):
+        for here, row, number in packing.pieces() if not (is_last and packing.is_aligned) else ():
+            values = read(row, number)
+            if not is_last:
+                add_maxima(maxima, values, packing, row)
+            if is_last or packing.is_aligned:
+                codes[here : here + number] = codes_of(values, maxima, packing, row)
     scales, outer, mean = second_stage(maxima)
-    found = codes, scales.view(packing.scales_shape), outer, mean
-    return found if weight.is_meta else tuple(each.to(weight.device) for each in found)  # type: ignore[return-value]
+    return codes, scales.view(packing.scales_shape), outer, mean
 
 
 # ---- unpacking ---------------------------------------------------------------------------------------------------------
@@ -227,7 +237,7 @@ def _unpack(
     packing = Packing((shape[0], shape[1]), tuple(zip(rows[::2], rows[1::2], strict=True)), first, num_inputs)
     _, pairs, values = _on(codes.device)
     out = torch.empty((codes.shape[0], num_inputs), dtype=dtype, device=codes.device)
-    most, here = max(1, _CHUNK // max(num_inputs, 1)), 0
+    most, here = max(1, _UNPACKED // max(num_inputs, 1)), 0
     index = torch.empty((min(most, len(codes)), codes.shape[1]), dtype=torch.int32, device=codes.device)
     both = torch.empty(index.shape, dtype=torch.int64, device=codes.device)
     for start, number in packing.rows if out.numel() else ():

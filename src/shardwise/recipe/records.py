@@ -67,6 +67,12 @@ class Anatomy(Record, frozen=True):
     adapted: tuple[str, ...] = ()
     codecs: dict[str, Codec] = {}  # parameter that holds bytes -> what they stand for
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers its parameters stand for."""
+        own = {name: codec.numbers for name, codec in self.codecs.items()}
+        return sum(own.get(name, fact.numel) for name, fact in self.params.items())
+
 
 class Part(Record, frozen=True):
     """A slice of a dim, ``size`` long, cut evenly over an axis. With ``replicas`` = r it is cut into ``degree / r``
@@ -104,6 +110,11 @@ class Codec(Record, frozen=True):
     dtype: str
     part: str
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers of the model the part stands for: the scales of a weight for none."""
+        return 0 if self.part == "scales" else math.prod(self.shape)
+
 
 class Param(Record, frozen=True):
     """One parameter: shape, unit that gathers it, cuts, and the dtypes it is stored, computed and reduced in; and what its bytes stand
@@ -122,10 +133,8 @@ class Param(Record, frozen=True):
 
     @property
     def numbers(self) -> int:
-        """How many numbers of the model it stands for: of a weight that is stored in several parts, the scales for none."""
-        if self.codec is None:
-            return math.prod(self.shape)
-        return 0 if self.codec.part == "scales" else math.prod(self.codec.shape)
+        """How many numbers of the model it stands for."""
+        return math.prod(self.shape) if self.codec is None else self.codec.numbers
 
 
 SUMMED_OVER = "loss"  # ranks that differ on it have other data, and have added other values to a buffer

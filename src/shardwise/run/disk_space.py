@@ -7,6 +7,7 @@ launcher for the small files, by rank 0 with the weights once the model is built
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardwise.errors import ConfigError
@@ -16,6 +17,7 @@ from shardwise.run.config import RunConfig
 METRICS_LINE = 800  # bytes; the line of a step has about 750
 TEXTS = 64 << 10  # bytes: the resolved configuration, the recipe, two samples
 PICTURE = 256 << 10
+AT_THE_END = {"export": "weights", "adapter": "adapters", "base": "the base in 4 bits"}  # by their key in checkpoint
 
 
 def small_files_bytes(config: RunConfig, steps: int | None = None) -> int:
@@ -27,14 +29,17 @@ def small_files_bytes(config: RunConfig, steps: int | None = None) -> int:
 
 
 def check_space(
-    config: RunConfig, weights_bytes: int | None = None, checkpoint_bytes: int | None = None, steps: int | None = None
+    config: RunConfig,
+    at_the_end: Mapping[str, int] | None = None,
+    checkpoint_bytes: int | None = None,
+    steps: int | None = None,
 ) -> None:
     """Refuses a run whose files do not fit on the disk. It does not see quotas, or what other processes write
     meanwhile.
 
     Args:
         config: the configuration of the run.
-        weights_bytes: size of the final weights; None if the model is not built yet.
+        at_the_end: key in ``AT_THE_END`` -> size of what the run leaves there; None if the model is not built yet.
         checkpoint_bytes: size of a checkpoint; None likewise. One must fit in addition to what a save leaves free: with
             less space, none would ever be written.
         steps: of a run of epochs, once they are counted.
@@ -42,23 +47,25 @@ def check_space(
     Raises:
         ConfigError: the files do not fit; with what is needed and what is free.
     """
-    folder, export, small = Path(config.log.dir), config.checkpoint.export, small_files_bytes(config, steps)
+    folder, kept, small = Path(config.log.dir), config.checkpoint, small_files_bytes(config, steps)
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
-    if export is not None and weights_bytes is not None:
-        needs.append((folder / export, weights_bytes, f"{human_bytes(weights_bytes)} of weights", "checkpoint.export"))
-    kept = config.checkpoint
+    keys = AT_THE_END if config.parallel.lora is not None else ("export",)
+    places = {key: name for key in {*keys, *(at_the_end or ())} if (name := getattr(kept, key)) is not None}
+    for key, size in (at_the_end or {}).items():
+        needs.append((folder / places[key], size, f"{human_bytes(size)} of {AT_THE_END[key]}", f"checkpoint.{key}"))
     if checkpoint_bytes is not None and kept.are_made:
         text = f"{human_bytes(checkpoint_bytes)} for a checkpoint"
         needs.append((folder / "checkpoints", checkpoint_bytes, text, "log.dir"))
-    if export is not None and (os.path.isabs(export) or (folder / export).exists()):
-        _check_folder(folder / export)
+    for key, name in places.items():
+        if os.path.isabs(name) or (folder / name).exists():
+            _check_folder(folder / name, key)
     disks = [_standing(path).stat().st_dev for path, *_ in needs]
     for disk in dict.fromkeys(disks):
         here = [need for need, its in zip(needs, disks, strict=True) if its == disk]
-        places = [need[0] for need in here]
+        has_checkpoints = folder / "checkpoints" in (need[0] for need in here)
         path, total = here[0][0], sum(need[1] for need in here)
         size, _, free = shutil.disk_usage(_standing(path))
-        spare = _spare_bytes(size) if folder / "checkpoints" in places else 0
+        spare = _spare_bytes(size) if has_checkpoints else 0
         # A file system of size 0 (/proc) is not checked: writing there gives the right error.
         if size and free < total + spare:
             raise ConfigError(
@@ -66,7 +73,7 @@ def check_space(
                 why=f"the run will write about {human_bytes(total)}: {', '.join(need[2] for need in here)}"
                 + (f"; {human_bytes(spare)} stay free for others" if spare else ""),
                 fix=f"free {human_bytes(total + spare - free)} there, or name a folder on another disk: --{here[0][3]}=PATH"
-                + ("; or keep no checkpoints: --checkpoint.every=null" if folder / "checkpoints" in places else ""),
+                + ("; or keep no checkpoints: --checkpoint.every=null" if has_checkpoints else ""),
             )
 
 
@@ -77,14 +84,13 @@ def _spare_bytes(disk_bytes: int) -> int:
     return spare_bytes(disk_bytes)
 
 
-def _check_folder(export: Path) -> None:
-    """Raises ConfigError if the folder for the weights cannot be written. They are written last, when the whole run
-    would be lost."""
-    given, fix = f"checkpoint.export: {str(export)!r}", "name another folder: --checkpoint.export=PATH"
-    if export.exists() and not export.is_dir():
-        raise ConfigError(given, why="it is a file, and the weights need a folder", fix=fix)
-    if not os.access(_standing(export), os.W_OK | os.X_OK):
-        raise ConfigError(given, why=f"{_standing(export)} cannot be written", fix=fix)
+def _check_folder(place: Path, key: str) -> None:
+    """Raises ConfigError if a folder for what is written last cannot be written: the whole run would be lost."""
+    given, fix = f"checkpoint.{key}: {str(place)!r}", f"name another folder: --checkpoint.{key}=PATH"
+    if place.exists() and not place.is_dir():
+        raise ConfigError(given, why=f"it is a file, and {AT_THE_END[key]} need a folder", fix=fix)
+    if not os.access(_standing(place), os.W_OK | os.X_OK):
+        raise ConfigError(given, why=f"{_standing(place)} cannot be written", fix=fix)
 
 
 def spare_folders(size: int) -> list[Path]:

@@ -63,34 +63,32 @@ class RunOutput:
 
     def check_space(self, steps: int) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
-        self._check_export()
+        sizes = self._check_export()
         problem: ConfigError | None = None
         if self.world.is_main:
             try:
-                exported = self.config.checkpoint.export is not None
-                num_bytes = weights_bytes(self.model, self.dtype) if exported else None
-                check_space(self.config, num_bytes, self._checkpoint_bytes(), steps)
+                check_space(self.config, sizes, self._checkpoint_bytes(), steps)
             except ConfigError as error:
                 problem = error
         problem = self.world.broadcast(problem)
         if problem is not None:
             raise problem
 
-    def _check_export(self) -> None:
-        """Refuses what could not be written at the end, before the first step.
+    def _check_export(self) -> dict[str, int]:
+        """Refuses what could not be written at the end, before the first step. Returns the bytes of each, by its key in ``checkpoint``.
 
         Raises:
             UnsupportedError: the format has no place for it, or adapters cannot be merged.
         """
-        kept, has_adapters = self.config.checkpoint, self._has_adapters
+        kept, has_adapters, sizes = self.config.checkpoint, self._has_adapters, dict[str, int]()
         for key, path, check in (
-            ("export", kept.export, check_dtypes),
+            ("export", kept.export, self._export_bytes),
             ("adapter", kept.adapter if has_adapters else None, check_adapter),
             ("base", kept.base, check_packed),
         ):
             try:
                 if path is not None:
-                    check(self.model)
+                    sizes[key] = check(self.model)
             except UnsupportedError as error:
                 if has_adapters and self.config.parallel.lora is None:
                     error.fix = f"in this run: --checkpoint.{key}=null; or {error.fix}"
@@ -98,6 +96,11 @@ class RunOutput:
                     other = "adapters" if key == "export" else "merged weights"
                     error.fix = f"in this run: --checkpoint.{key}=null, and the {other} are written alone"
                 raise
+        return sizes
+
+    def _export_bytes(self, model: nn.Module) -> int:
+        check_dtypes(model)
+        return weights_bytes(model, self.dtype)
 
     @property
     def _has_adapters(self) -> bool:

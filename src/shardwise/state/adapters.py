@@ -3,6 +3,7 @@
 
 import functools
 import json
+import math
 import os
 import time
 import warnings
@@ -115,10 +116,12 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoadReport
     return LoadReport(place=str(folder), num_tensors=len(names), num_bytes=num_bytes, seconds=seconds, cast=cast)
 
 
-def check_adapter(model: nn.Module) -> None:
-    """Raises UnsupportedError if :func:`save_adapter` could not write the adapters of ``model``; no communication, the same on every
-    rank."""
-    _files_of(runtime_of(model), "save_adapter")
+def check_adapter(model: nn.Module) -> int:
+    """Size in bytes of the tensors that :func:`save_adapter` would write; raises UnsupportedError if it could not. No communication, the
+    same on every rank."""
+    runtime = runtime_of(model)
+    names, shapes, local = _files_of(runtime, "save_adapter").keys.values(), shapes_of(runtime), runtime.local_tensors()
+    return sum(math.prod(shapes[name]) * local[name].itemsize for name in names)
 
 
 def _files_of(runtime: Runtime, call: str) -> AdapterFiles:

@@ -93,7 +93,7 @@ def save_weights(
     if packed:
         _refuse_packed(runtime, own, merge)
     form: Form = "packed" if packed else "plain"
-    without = {*own, *names_of_peft(runtime.module).copies(runtime.recipe.params)}
+    without = _left_out(runtime)
     file_layout = file_layout_of(runtime, max_shard_bytes=max_shard_bytes, dtype=kind, without=without, form=form)
     collectively(
         world,
@@ -157,9 +157,14 @@ def weights_bytes(
         max_shard_bytes=SHARD_BYTES,
         dtype=_checked_dtype(dtype),
         of_main=False,
-        without=without if as_stored else fold.own_names(runtime.recipe),
+        without=without if as_stored else _left_out(runtime),
         form="stored" if as_stored else "plain",
     ).num_bytes
+
+
+def _left_out(runtime: Runtime) -> set[str]:
+    """Names that no file of weights has: what techniques have added, and PEFT's copies."""
+    return {*fold.own_names(runtime.recipe), *names_of_peft(runtime.module).copies(runtime.recipe.params)}
 
 
 def check_dtypes(model: nn.Module) -> None:
@@ -170,12 +175,15 @@ def check_dtypes(model: nn.Module) -> None:
     _merged(runtime, fold.own_names(runtime.recipe), {}, whole=lambda names, compute: None)
 
 
-def check_packed(model: nn.Module) -> None:
-    """Raises UnsupportedError or UsageError if ``save_weights(merge=False, packed=True)`` could not write ``model``; no communication, the
-    same on every rank."""
+def check_packed(model: nn.Module) -> int:
+    """Size in bytes of the files that ``save_weights(merge=False, packed=True)`` would write; raises UnsupportedError or UsageError if it
+    could not. No communication, the same on every rank."""
     runtime = runtime_of(model)
     _refuse_packed(runtime, (), merge=False)
-    file_layout_of(runtime, max_shard_bytes=SHARD_BYTES, dtype=None, of_main=False, form="packed")
+    without = _left_out(runtime)
+    return file_layout_of(
+        runtime, max_shard_bytes=SHARD_BYTES, dtype=None, of_main=False, without=without, form="packed"
+    ).num_bytes
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:

@@ -1,6 +1,7 @@
 """The linear layers of a module that options of techniques mean, by the last parts of names, or all but heads and routers of experts."""
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping
 
 from torch import nn
@@ -98,10 +99,13 @@ def in_no_layer(module: nn.Module) -> list[str]:
     ]
 
 
-def without_fast_path(module: nn.Module) -> None:
-    """Lets an encoder of torch call its layers in eval mode too, on plain tensors: it would compute a block by one function of all its
-    weights, which passes over what a technique has put into the layers."""
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0
-    if isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False
+def without_fast_paths(module: nn.Module, over: type) -> None:
+    """Lets encoders of torch with layers of class ``over`` call them in eval mode too, on plain tensors: they would compute a block by one
+    function of all its weights, which passes over what a technique has put into the layers."""
+    switches = {
+        nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+        nn.TransformerEncoder: ("use_nested_tensor", False),
+    }
+    for child, (kind, switch) in itertools.product(module.modules(), switches.items()):
+        if isinstance(child, kind) and any(isinstance(part, over) for part in child.modules()):
+            setattr(child, *switch)

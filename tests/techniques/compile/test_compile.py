@@ -127,6 +127,7 @@ def test_t32_small_trained_parts_of_frozen_blocks_keep_their_gradients(ranks, la
     assert sum(grad is not None for grad in want.values()) == 3
     for answer in on(ranks, layout, make=lora, remat="full", compile=compile):
         assert_same(answer["grads"], want)
+        assert answer["graphs"] == (0 if compile is None else 2), "the first block has a graph of its own"
 
 
 def budgets(layout: str):

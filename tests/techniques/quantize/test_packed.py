@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.model import nf4
+from shardwise.model import nf4, read_anatomy
 from shardwise.model.adapted import Adapter, adapted_linear
 from shardwise.model.layers import BUFFER, LAYER_FUNCTIONS, Further, Layer
 from shardwise.model.packed import packed_layers
@@ -328,3 +328,11 @@ def test_magnitudes_of_dora_are_the_norms_of_the_values_that_are_computed_with()
     with_nf4(module, targets="0,2")
     magnitude = module[0].lora_magnitude_vector["default"].weight
     assert torch.equal(magnitude, defined(plain).norm(dim=1)) and not torch.equal(magnitude, plain.norm(dim=1))
+
+
+def test_bytes_count_as_the_numbers_that_they_stand_for():
+    module = models.get("llama").build()
+    plain = sum(param.numel() for param in module.parameters())
+    made = with_nf4(with_adapters(module, None, None, lora=LOW))
+    adapters = sum(param.numel() for name, param in made.named_parameters() if "lora_" in name)
+    assert read_anatomy(made).numbers == plain + adapters > sum(param.numel() for param in made.parameters())

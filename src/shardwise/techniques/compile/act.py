@@ -74,7 +74,8 @@ class CompileAct(Act):
                 function = bound.__func__  # type: ignore[attr-defined]
                 key = (function, _structure(target))
                 if key not in compiled:
-                    compiled[key] = _compile(function, edit.args, len(edits))
+                    made = _compile(function, edit.args, len(edits))
+                    compiled[key] = _with_input_in_graph(made) if _is_part_frozen(target) else made
                 target.forward = types.MethodType(compiled[key], target)
             else:  # a function that was set on the object as its forward
                 target.forward = _compile(bound, edit.args, 1)
@@ -111,6 +112,36 @@ def _compile(function: Callable[..., Any], args: Mapping[str, Any], num_blocks: 
             return compiled(*args, **kwargs)
 
     return within_budget
+
+
+def _is_part_frozen(block: nn.Module) -> bool:
+    return len({param.requires_grad for param in block.parameters()}) == 2
+
+
+def _with_input_in_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """A block whose first argument always has a gradient, as those behind the first have where a part of each block is trained and all
+    before the blocks is frozen: torch would compile all of it once more, for the first alone."""
+
+    @functools.wraps(compiled)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else None
+        if torch.is_grad_enabled() and isinstance(x, torch.Tensor) and x.is_floating_point() and not x.requires_grad:
+            args = (_InGraph.apply(x, x.new_ones(()).requires_grad_()), *args[1:])
+        return compiled(module, *args, **kwargs)
+
+    return forward
+
+
+class _InGraph(torch.autograd.Function):
+    """A copy of a tensor that has a gradient, which nothing reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # type: ignore[override]
+        return None, None
 
 
 def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,15 +12,15 @@ from shardwise.techniques.linears import names_matching
 from shardwise.techniques.lora.options import LoRA
 
 
-def chosen_parameters(module: nn.Module, lora: LoRA) -> dict[str, list[str]]:
-    """Module -> its parameters that get an adapter.
+def chosen_parameters(module: nn.Module, lora: LoRA) -> tuple[dict[str, list[str]], list[str]]:
+    """Module -> its parameters that get an adapter; and the linear layers whose weight is meant, beside which it is computed.
 
     Raises:
         PlanError: a name that means no parameter.
         UnsupportedError: a parameter whose adapter would have no effect, or another one.
     """
     if not lora.experts:
-        return {}
+        return {}, []
     owners = {name: owner for name, owner, _ in canonical_tensors(module, "_parameters")}
     named, first = {name: module.get_parameter(name) for name in owners}, dict[tuple[int, str], str]()
     found: dict[str, None] = {}
@@ -29,18 +29,21 @@ def chosen_parameters(module: nn.Module, lora: LoRA) -> dict[str, list[str]]:
         if not hits:
             raise _matches_nothing(pattern, named)
         found |= dict.fromkeys(hits)
-    chosen: dict[str, list[str]] = {}
+    chosen, layers = dict[str, list[str]](), list[str]()
     for name in [name for name in named if name in found]:
         owner, attr = owners[name], name.rpartition(".")[2]
         if first.setdefault((id(owner), attr), name) != name:
             continue  # another name of one module
+        if attr == "weight" and out_dim_of(owner) == 0:
+            layers.append(name.removesuffix(".weight"))
+            continue
         others = [other for other, param in named.items() if param is named[name] and owners[other] is not owner]
         if why := _why_not(name, owner, named[name], others):
             raise UnsupportedError(
                 f"LoRA(experts=...) of a parameter of {type(owner).__name__}", why=why[0], fix=why[1], name=name
             )
         chosen.setdefault(name.rpartition(".")[0], []).append(attr)
-    return chosen
+    return chosen, layers
 
 
 def _why_not(name: str, owner: nn.Module, param: nn.Parameter, others: list[str]) -> tuple[str, str] | None:

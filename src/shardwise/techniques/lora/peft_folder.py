@@ -176,6 +176,8 @@ def refuse_other(
     """Refuses adapters of another kind or of other layers than a model's."""
     there, config = option_in(folder), config_in(folder)
     of_theirs = _units(folder, config, *peft_parameters.split(config, layers_in(folder, shapes_in(folder))[0]))
+    weights = {f"{unit}.weight": unit for unit in units}  # of layers, which PEFT may have adapted as parameters
+    of_theirs = {weights.get(name, name): found for name, found in of_theirs.items()}
     differing = [
         (what, there[what], own, None)
         for what, own in (("rslora", lora.rslora), ("dora", lora.dora))
@@ -195,7 +197,7 @@ def refuse_other(
             name=name,
         )
     found = {current_key(key) for key in shapes_in(folder) if key not in beside}
-    peft_parameters.refuse_others(folder, there["experts"], stacks, names)
+    peft_parameters.refuse_others(folder, there["experts"], stacks, {*names} - weights.keys())
     lacks, strange = [key for key in keys if key not in found], sorted(found - keys.keys())
     there_as = {keys[name]: name for name in found & keys.keys()}
     if lacks and not strange and all(keys[key] in there_as for key in lacks):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+import msgspec
 import torch
 from torch import nn
 
@@ -30,7 +31,7 @@ from shardwise.techniques.linears import (
     left_out,
     matches_nothing,
     names_matching,
-    without_fast_path,
+    without_fast_paths,
 )
 from shardwise.techniques.lora.options import ALL_LINEAR, LoRA
 from shardwise.techniques.lora.parameters import chosen_parameters, why_not_attention
@@ -51,10 +52,19 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
     """
     if lora is None:
         adopt(module)
-        _without_fast_paths(module)
+        without_fast_paths(module, Adapted)
         return module
     _refuse_adapted(module)
-    layers, parameters = _chosen(module, lora), chosen_parameters(module, lora)
+    layers, (parameters, of_weights) = _chosen(module, lora), chosen_parameters(module, lora)
+    if twice := layers.keys() & of_weights:
+        raise UnsupportedError(
+            "an adapter of the weight of a layer, which is a target itself",
+            why="targets= gives it one",
+            fix="leave it out of targets=, or out of experts=",
+            name=min(twice),
+        )
+    if of_weights:
+        layers |= _chosen(module, msgspec.structs.replace(lora, targets=tuple(of_weights), exclude=()))
     attention = {name: layers.pop(name) for name in [*layers] if isinstance(layers[name], nn.MultiheadAttention)}
     if both := attention.keys() & parameters.keys():
         raise UnsupportedError(
@@ -83,14 +93,8 @@ def prepare(module: nn.Module, world: World | None, device: torch.device | None,
         attach_parameters(host, how, lora.name)
         for each, low, high in factors_of(host):
             _begin(low, high, how[each][0], lora, _generator(low, seed, f"{name}.{each}"))
-    _without_fast_paths(module)
+    without_fast_paths(module, Adapted)
     return module
-
-
-def _without_fast_paths(module: nn.Module) -> None:
-    for child in module.modules() if adapted_layers(module) else ():
-        if any(isinstance(part, Adapted) for part in child.modules()):
-            without_fast_path(child)
 
 
 def values_of_proof(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.model import dtype_of
-from shardwise.model.nf4 import Packing, add_maxima, codes_of, second_stage, unpack
+from shardwise.model.nf4 import Packing, add_maxima, codes_of, pack_rows, second_stage, unpack
 from shardwise.recipe import Recipe, Slice, extents, owners
 from shardwise.recipe.boxes import Box
 from shardwise.techniques.quantize import bitsandbytes
@@ -68,17 +68,14 @@ class PackedWeight:
 
     def measure(self, read: Callable[[Box], Tensor], local: Mapping[str, Tensor], place: str) -> Tensor:
         maxima = torch.zeros(self._all.num_blocks, dtype=torch.float32)
-        for _, at, number, values, packing, codes in self._read(read, local, place):
+        for at, values, packing, codes in self._read(read, local, place):
+            add_maxima(maxima, values, packing, at)
             if packing.is_aligned:  # its blocks are here, within rows: the codes are known
-                rows, tops = _rows_alone(packing, number), maxima.view(self.shape[0], -1)[at : at + number].view(-1)
-                add_maxima(tops, values, rows, 0)
-                codes.copy_(codes_of(values, tops, rows, 0))
-            else:
-                add_maxima(maxima, values, packing, at)
+                codes.copy_(codes_of(values, maxima, packing, at))
         return maxima
 
     def encode(self, read: Callable[[Box], Tensor], local: Mapping[str, Tensor], maxima: Tensor, place: str) -> None:
-        for _, at, _, values, packing, codes in self._read(read, local, place, is_aligned=False):
+        for at, values, packing, codes in self._read(read, local, place, is_aligned=False):
             codes.copy_(codes_of(values, maxima, packing, at))
         scales, outer, mean = second_stage(maxima)
         scales = scales.view(self._all.scales_shape)
@@ -88,21 +85,8 @@ class PackedWeight:
         local[self.parts["mean"]].copy_(mean)
 
     def encode_whole(self, read: Callable[[Box], Tensor], place: str) -> dict[str, Tensor]:
-        whole, maxima = self._all, torch.zeros(self._all.num_blocks, dtype=torch.float32)
-        codes = torch.empty(whole.codes_shape, dtype=torch.uint8)
-        for here, at, number in whole.pieces():
-            values = self._values(read, at, number, whole, place)
-            if whole.is_aligned:
-                rows, tops = _rows_alone(whole, number), maxima.view(self.shape[0], -1)[at : at + number].view(-1)
-                add_maxima(tops, values, rows, 0)
-                codes[here : here + number] = codes_of(values, tops, rows, 0)
-            else:
-                add_maxima(maxima, values, whole, at)
-        for here, at, number in () if whole.is_aligned else whole.pieces():
-            values = self._values(read, at, number, whole, place)
-            codes[here : here + number] = codes_of(values, maxima, whole, at)
-        scales, outer, mean = second_stage(maxima)
-        return dict(zip(self.parts.values(), (codes, scales.view(whole.scales_shape), outer, mean), strict=True))
+        values = pack_rows(self._all, lambda row, number: self._values(read, row, number, self._all, place))
+        return dict(zip(self.parts.values(), values, strict=True))
 
     @cached_property
     def _all(self) -> Packing:
@@ -118,15 +102,15 @@ class PackedWeight:
 
     def _read(
         self, read: Callable[[Box], Tensor], local: Mapping[str, Tensor], place: str, is_aligned: bool | None = None
-    ) -> Iterator[tuple[int, int, int, Tensor, Packing, Tensor]]:
-        """Of bounded pieces: its row here, its row in the whole, rows, values, the packing that it is of, its bytes here."""
+    ) -> Iterator[tuple[int, Tensor, Packing, Tensor]]:
+        """Of bounded pieces: its row in the whole, values, the packing that it is of, its bytes here."""
         for piece, _ in self.pieces(self.rank):
             packing, codes = self._packing(piece), self._codes(piece, local[self.codes])
             if is_aligned is not None and packing.is_aligned != is_aligned:
                 continue
             for here, at, number in packing.pieces():
                 values = self._values(read, at, number, packing, place)
-                yield here, at, number, values, packing, codes[here : here + number]
+                yield at, values, packing, codes[here : here + number]
 
     def _values(self, read: Callable[[Box], Tensor], row: int, number: int, packing: Packing, place: str) -> Tensor:
         values = read(Box((row, packing.first), (number, packing.num_inputs))).float()
@@ -182,11 +166,6 @@ def codecs_of(recipe: Recipe, rank: int) -> dict[str, PackedWeight]:
         if param.codec is not None and param.codec.kind == "nf4":
             parts.setdefault(param.codec.of, {})[param.codec.part] = name
     return {of: PackedWeight(of, recipe, rank, names["codes"], names["scales"]) for of, names in parts.items()}
-
-
-def _rows_alone(packing: Packing, number: int) -> Packing:
-    """Some rows of a packing whose blocks lie within rows, as if there were no others."""
-    return Packing((number, packing.shape[1]), ((0, number),), packing.first, packing.num_inputs)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from shardwise.errors import PlanError, UnsupportedError
 from shardwise.model.adapted import Adapted, Adapter, adapter_tensors, has_own_forward, out_dim_of, row_norms
 from shardwise.model.names import canonical_modules
 from shardwise.model.packed import PackedLinear, adopt_packed, pack_layer, packed_layers
-from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_path
+from shardwise.techniques.linears import in_no_layer, left_out, matches_nothing, names_matching, without_fast_paths
 from shardwise.techniques.quantize.options import ALL_LINEAR, Quantize
 from shardwise.world import World
 
@@ -25,8 +25,7 @@ def prepare(
     """
     adopt_packed(module)
     if quantize is None:
-        if packed_layers(module):
-            _without_fast_paths(module)
+        without_fast_paths(module, PackedLinear)
         return module
     for name, layer in _chosen(module, quantize).items():
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
@@ -43,14 +42,8 @@ def prepare(
             if magnitude is not None:
                 with torch.no_grad():
                     magnitude.copy_(row_norms(layer.weight, None, None, Adapter()))  # type: ignore[arg-type]
-    _without_fast_paths(module)
+    without_fast_paths(module, PackedLinear)
     return module
-
-
-def _without_fast_paths(module: nn.Module) -> None:
-    for child in module.modules():
-        if any(isinstance(part, PackedLinear) for part in child.modules()):
-            without_fast_path(child)
 
 
 def _chosen(module: nn.Module, quantize: Quantize) -> dict[str, nn.Module]:
