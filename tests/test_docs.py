@@ -242,6 +242,10 @@ def _warm(command: str) -> tuple[int, list[str]] | None:
             return int(number), ["first.py"]
         case ["python", "first.py"]:  # tests/parallel/test_init_torchrun.py starts a script without a launcher
             return 1, ["first.py"]
+        case ["shardwise", "train", first, *words] if "--print-config" in words and first.startswith(
+            ("examples/", "--model.hf=")
+        ):  # transformers, which reads the directory, is there
+            return 1, ["train", first, *words]
         case ["shardwise", "train", *words] if "--print-config" not in words:  # as others would start it
             number = int(words.pop(words.index("--nproc") + 1)) if "--nproc" in words else 2
             return number, ["train", *(word for word in words if word != "--nproc")]
@@ -450,6 +454,9 @@ SEEN_ELSEWHERE = (
     "python examples/small_chat.py",
     "python examples/example_convert.py",
     "shardwise train examples/lora.yaml",
+    "shardwise train examples/chat.yaml --parallel.precision=bf16 --train.fused=true",
+    # Of an adapter beside its base, as tests/cli/test_generate.py has it; what it says of a run is that of runs/chat-tuned:
+    "shardwise generate runs/chat-lora",
     # As without a number: warm ranks are two.
     "shardwise train examples/gru.yaml --nproc 2",
 )

@@ -2682,6 +2682,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a torch file or a DCP directory with a flipped bit is loaded",
     ),
     Mutant(
+        "members-by-name-not-read",
+        'if full in ("__builtin__.getattr", "builtins.getattr"):',
+        "if False:",
+        "tests/state/test_dcp.py -k members_of_enumerations",
+        "a DCP directory that Python 3.11.2 has written, which Debian 12 has, is refused as one that runs code",
+    ),
+    Mutant(
+        "attributes-of-anything-in-a-pickle",
+        "if name_of(owner) is None or not isinstance(name, str):",
+        "if False:",
+        "tests/state/test_dcp.py -k nothing_else",
+        "metadata that takes attributes of its texts ends in an error that does not say what it did",
+    ),
+    Mutant(
         "records-that-overlap",
         "if record.offset < end:",
         "if record.offset < 0:",

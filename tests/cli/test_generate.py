@@ -217,6 +217,7 @@ def test_weights_that_lack_tensors_are_refused(folder, tmp_path, capsys):
     assert "they would be drawn at random" in capsys.readouterr().err
 
 
+@pytest.mark.soak  # in a process of its own; all others call the command in this one
 def test_as_a_user_starts_it(folder):
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "generate", folder, "--prompt", ASKED, "--raw", "--max-tokens", "20"],

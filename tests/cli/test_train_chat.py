@@ -64,7 +64,7 @@ def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == kind]
 
 
-@pytest.mark.quick("true-tp=2")
+@pytest.mark.soak  # tests/cli/test_train_tokens.py learns answers in each run, and its weights are opened by transformers
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("pack", ["false", "true"])
 def test_it_learns_the_answers_and_stock_transformers_opens_them(ranks, small, tmp_path, pack, layout):

@@ -39,7 +39,7 @@ WITH_WORDS = (
 )
 
 
-@pytest.mark.quick("example_init.py", "example_remat.py", "own_loop.py")
+@pytest.mark.quick("example_init.py", "own_loop.py")
 @pytest.mark.parametrize(
     "script", sorted(p for p in EXAMPLES.glob("*.py") if p.name not in WITH_WORDS), ids=lambda path: path.name
 )

@@ -39,7 +39,7 @@ def _prove(config: RunConfig, most: int | None = None, seconds: float = math.inf
         train_proof.MOST_PARAMS, train_proof._LEAST_S = limit, least
 
 
-@pytest.mark.quick("one", "fsdp-2", "ddp-2")
+@pytest.mark.quick("fsdp-2")
 @every_layout("one", "fsdp-2", "ddp-2", "hsdp-2x2")
 def test_every_rank_gets_one_small_number_and_where(ranks, layout):
     first, *others = ranks.run(_prove, layout.num_ranks, _config(layout.text))

@@ -57,6 +57,7 @@ class Stream:
 # ---- weights -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("weights1")
 @pytest.mark.parametrize("weights", [WEIGHTS, torch.tensor(WEIGHTS), np.array(WEIGHTS, dtype=np.float32)])
 def test_draws_are_the_same_under_every_number_of_ranks_and_workers(weights):
     one = windows(1, 2, weights=weights)

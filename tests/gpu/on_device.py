@@ -119,7 +119,7 @@ def masks(device: str, **options) -> tuple:
 
 
 def losses_over_ranks(device: str) -> float:
-    return max(linear_losses.over_ranks("tp=2", device=device, backend="gloo").values())
+    return max(linear_losses.over_ranks("tp=2", linear_losses.CASES, device=device, backend="gloo").values())
 
 
 def other_inputs(device: str) -> str:

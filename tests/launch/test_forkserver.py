@@ -40,6 +40,7 @@ def test_nothing_is_forked_unless_asked():
     assert [parent for parent, *_ in launch("lineage")] == [os.getpid()] * 2
 
 
+@pytest.mark.quick("lacks a module", "fails")
 @pytest.mark.parametrize(
     "text",
     [

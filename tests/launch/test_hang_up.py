@@ -48,6 +48,7 @@ def start(tmp_path):
         process.wait()
 
 
+@pytest.mark.quick("saves", "has nothing to save")
 @pytest.mark.parametrize(
     ("function", "count", "notice_s", "code"),
     [("save_when_told", 4, 30.0, Stopped.CODE), ("sleep_with_child", 4, 30.0, 129), ("sleep_with_child", 4, None, 129)],

@@ -52,7 +52,7 @@ def wheel(tmp_path_factory) -> Path:
     )
     sdist = run(sys.executable, "-c", BUILD, "build_sdist", folder, folder=source).splitlines()[-1]
     with tarfile.open(folder / sdist) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # since 3.11.4
     unpacked = folder / sdist.removesuffix(".tar.gz")
     return folder / run(sys.executable, "-c", BUILD, "build_wheel", folder, folder=unpacked).splitlines()[-1]
 

@@ -59,8 +59,8 @@ def test_both_scripts_have_the_same_losses_and_weights(ranks, name):
     assert moving.distance(before, after) < tolerance
     if name in recorded:
         assert after[0] == pytest.approx(recorded[name], rel=0, abs=3e-6)
-    alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
     if name in ALONE:  # its steps have as many micro-batches on any number of ranks
+        alone = run(ranks)(moving.run_script, 1, f"{name}_after")[0]
         assert alone[0] == pytest.approx(after[0], rel=0, abs=1e-5 if name == "qlora" else 1e-9)  # it is in float32
 
 

@@ -147,6 +147,7 @@ def test_a_tensor_that_nothing_writes_is_an_error_with_its_name(ranks, name, mis
 # ---- host memory -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("seeded-fsdp-2", "rank0-one")
 @pytest.mark.parametrize(("how", "layout"), [("seeded", "fsdp-2"), ("seeded", "one"), ("rank0", "one")])
 def test_host_memory_is_the_shards_and_about_one_tensor(ranks, how, layout):
     """200 MiB of parameters in tensors of 4 MiB. Built for real and copied into shards, a rank holds them twice."""

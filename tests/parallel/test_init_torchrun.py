@@ -18,7 +18,7 @@ def run(tmp_path_factory):
     folder, script = tmp_path_factory.mktemp("torchrun"), Path(__file__).with_name("torchrun_init.py")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(folder), *NAMES],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "COLLECT_AS_USUAL": ""},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=100,

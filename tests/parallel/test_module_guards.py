@@ -180,6 +180,7 @@ def composed(layout: str) -> tuple:
         return said, len(by_hand), outer(X).detach()
 
 
+@pytest.mark.quick("dp_shard=2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_functions_of_torch_that_would_shard_it_once_more_are_refused_at_the_call(ranks, layout):
     """Most passed without a word, `fully_shard` under dp_shard with an AssertionError of torch. Models by hand are left alone."""

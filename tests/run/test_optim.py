@@ -23,9 +23,9 @@ LAYOUTS = {"dp_shard=1": 1, "dp_replicate=2": 2, "dp_shard=2": 2, "dp_replicate=
     "frozen-dp_shard=1,tp=2",
     "train only-dp_replicate=2",
     "groups-dp_shard=2",
-    "sgd-dp_replicate=2,dp_shard=2",
     "adafactor-dp_shard=1",
     "muon-dp_shard=1",
+    "sgd-dp_replicate=2,dp_shard=2",
 )
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from cli.commands import on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -13,7 +15,8 @@ import shardwise as sw
 from shardwise.run.config import load_config
 from shardwise.run.positions_trial import most_positions
 
-HERE = "tests/run/test_positions.py"
+HERE = Path(__file__)
+ROOT = HERE.parents[2]
 
 
 class Short(nn.Module):
@@ -77,13 +80,13 @@ def train(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_run_of_samples_that_are_too_long_is_refused_and_its_fix_runs(tmp_path):
-    given = [f"--model.build={HERE}:Short", "--data.path=README.md", f"--log.dir={tmp_path}/a", "--launch.nproc=1"]
-    told = train(*given, "--data.seq_len=64")
-    assert told.returncode == 2, told.stderr
-    assert f"data.seq_len=64 with model.build='{HERE}:Short', which has 32 positions" in told.stderr
-    assert "--data.seq_len=32 or less" in told.stderr and "Traceback" not in told.stderr
-    assert train(*given, "--data.seq_len=32").returncode == 0
+def test_a_run_of_samples_that_are_too_long_is_refused_and_its_fix_runs(ranks, tmp_path):
+    words = ["--train.steps=1", "--train.prove=false", "--log.plot=false", f"--model.build={HERE}:Short"]
+    words += [f"--data.path={ROOT / 'README.md'}", f"--log.dir={tmp_path}/a"]
+    told = on_ranks(ranks, "train", *words, "--data.seq_len=64", folder=tmp_path, num_ranks=1, status=2)
+    assert f"data.seq_len=64 with model.build='{HERE}:Short', which has 32 positions" in told
+    assert "--data.seq_len=32 or less" in told
+    on_ranks(ranks, "train", *words, "--data.seq_len=32", folder=tmp_path, num_ranks=1)
 
 
 def folder_of(path, **changes):

@@ -78,7 +78,7 @@ def started(given: list[str], layout: str) -> tuple[dict, str]:
         return sw.full_state_dict(model), str(report)
 
 
-@pytest.mark.quick("tied", "untied")
+@pytest.mark.quick("untied")
 @pytest.mark.parametrize("name", MODELS)
 def test_new_rows_are_the_mean_of_the_others_the_same_bits_under_every_layout(ranks, folders, name):
     given = words(folders, name, f"--model.add_tokens={','.join(TURNS)}")

@@ -95,7 +95,7 @@ def test_peft_and_transformers_read_what_is_saved(ranks, tmp_path, bases, case):
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.quick("gpt2-dora-few", "ranks-few")
+@pytest.mark.quick("gpt2-dora-few")
 @over_layouts
 @pytest.mark.parametrize(
     "case", [pytest.param("rslora", marks=pytest.mark.soak), "gpt2-dora", "trained", "table", "ranks"]

@@ -22,7 +22,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.quick("ddp-2-fsdp-4", "fsdp-2-one", "fsdp-4-ddp-4", "hsdp-2x2-fsdp-2")
+@pytest.mark.quick("ddp-2-fsdp-4", "hsdp-2x2-fsdp-2")
 @pytest.mark.parametrize(("first", "seconds"), PAIRS)
 def test_any_layout_resumes_what_any_other_saved(ranks, tmp_path, first, seconds):
     layout, num_ranks, _ = LAYOUTS[first]
@@ -110,7 +110,7 @@ def kept(root: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
 
 
-@pytest.mark.quick("every", "best")
+@pytest.mark.quick("best", "every")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -52,7 +52,7 @@ def failing(layout, root, fault, rank, mode):
         return errors, state(model, step.optim)
 
 
-@pytest.mark.quick("ENOSPC-1-async", "EIO-1-sync", "later-0-async", "short-0-sync")
+@pytest.mark.quick("ENOSPC-1-async", "short-0-sync")
 @pytest.mark.parametrize(
     ("fault", "rank", "mode"),
     [

@@ -134,9 +134,7 @@ def expected(ranks):
     return ranks.run(states, RANKS, 20)[0]
 
 
-@pytest.mark.quick(
-    "half-written-another-sync", "manifest-synced-rank 0-sync", "pruned-all-sync", "latest-another-async"
-)
+@pytest.mark.quick("half-written-another-sync", "manifest-synced-rank 0-sync", "latest-another-async")
 @pytest.mark.parametrize(("point", "victims", "mode"), CASES)
 def test_a_kill_at_a_named_moment_loses_nothing_that_was_acknowledged(ranks, tmp_path, expected, point, victims, mode):
     began = _kill_and_check(ranks, tmp_path, expected, mode, AtPoint(point, VICTIMS[victims]))

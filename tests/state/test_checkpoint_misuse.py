@@ -308,6 +308,7 @@ def with_figures(root, given: str):
     return ""
 
 
+@pytest.mark.quick("none", "missing on one", "a text on one")
 @pytest.mark.parametrize("given", FIGURES)
 def test_figures_that_rank_nothing_are_an_error_on_all_ranks(ranks, tmp_path, given):
     """And not one about the state, or about a rank that was lost. What was trained is saved before it is raised."""
@@ -317,6 +318,7 @@ def test_figures_that_rank_nothing_are_an_error_on_all_ranks(ranks, tmp_path, gi
     assert steps_of(tmp_path) == [1]
 
 
+@pytest.mark.quick("-acc-kept1")
 @pytest.mark.parametrize(("best", "kept"), [("acc", [2, 3]), ("-acc", [1, 3])])
 def test_best_is_the_least_or_with_a_minus_the_greatest_and_never_nan(ranks, tmp_path, best, kept):
     ranks.run(ranked, 2, tmp_path, best, [0.9, 0.1])

@@ -60,7 +60,7 @@ def resumed(root, before, now):
         return equal(old, everything()), told
 
 
-@pytest.mark.quick("cosine-none-None", "none-cosine-None", "warm-cosine-*", "chain-exponential-*")
+@pytest.mark.quick("warm-cosine-SequentialLR[LinearLR, CosineAnnealingLR]", "none-cosine-None")
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [
@@ -80,6 +80,7 @@ def test_a_scheduler_of_another_class_is_refused_before_anything_changes(ranks, 
         assert told is None or error[1] == f"the state of a {told}"
 
 
+@pytest.mark.quick("cosine")
 @pytest.mark.parametrize("kind", ["cosine", "lambda", "warm"])
 def test_groups_in_another_order_under_a_scheduler_are_refused_before_anything_changes(ranks, tmp_path, kind):
     for unchanged, error in ranks.run(resumed, 2, tmp_path, kind, (kind, True, 40)):

@@ -75,7 +75,7 @@ def whole(ranks) -> dict:
     return ranks.run(run, 2, "dp_shard=2", None, 6)[0]
 
 
-@pytest.mark.quick("SIGHUP-True", "SIGTERM-False", "SIGUSR1-True", "call-True", "time-True")
+@pytest.mark.quick("SIGUSR1-True", "time-True", "SIGTERM-False")
 @pytest.mark.parametrize(("how", "background"), [*((how, True) for how in HOWS), ("SIGTERM", False)])
 def test_every_rank_stops_after_the_same_window_and_the_run_goes_on_exactly(ranks, tmp_path, whole, how, background):
     options = {"async_save": background, **({"stop_after_s": 1.0} if how == "time" else {})}

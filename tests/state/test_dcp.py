@@ -12,7 +12,7 @@ from state.sources import Runs, loaded, same_bytes
 from torch import nn
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -178,6 +178,33 @@ def test_metadata_as_older_versions_of_torch_wrote_it(tmp_path):
     rewrite(tmp_path / "d", older)
     assert b"_shard.sharded_tensor" in (tmp_path / "d" / ".metadata").read_bytes()
     check(tmp_path / "d", state)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_members_of_enumerations_are_read_by_name_and_by_value(tmp_path, monkeypatch, by_name):
+    """Python 3.11.0 to 3.11.3 pickle them by name, as getattr of their class; all others by value."""
+    way = (
+        (lambda self, _: (getattr, (type(self), self.name)))
+        if by_name
+        else (lambda self, _: (type(self), (self.value,)))
+    )
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", way)
+    state = values()
+    save(state, tmp_path / "d")
+    assert (b"getattr" in (tmp_path / "d" / ".metadata").read_bytes()) == by_name
+    check(tmp_path / "d", state)
+
+
+@pytest.mark.parametrize("owner", [_MEM_FORMAT_ENCODING, "a text"])
+def test_nothing_else_is_taken_out_of_what_a_pickle_names(tmp_path, owner):
+    class Taken:
+        def __reduce__(self):
+            return getattr, (owner, "upper") if isinstance(owner, str) else (owner, 1)
+
+    save(values(), tmp_path / "d")
+    rewrite(tmp_path / "d", lambda metadata: setattr(metadata, "planner_data", Taken()))
+    with pytest.raises(CheckpointError, match="an attribute of what is no enumeration"):
+        open_source(tmp_path / "d")
 
 
 def sharded_as_hugging_face(folder: str, consolidated: bool) -> dict[str, torch.Tensor]:

@@ -119,7 +119,7 @@ def load_from_rank0(name, layout, source, init=None, **options):
         return report, sw.full_state_dict(model)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("odd-fsdp-2", "odd-hsdp-2x2", "conv-ddp-2")
 @every_layout(*KINDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_rank_0_alone_can_see_is_sent_to_the_others(ranks, tmp_path, name, layout):
@@ -535,7 +535,7 @@ def forward_load_forward(layout, source, way, offload):
             return same, torch.equal(model(x), other(x))
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("rank 0-True", "local-False")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_loaded_after_a_forward_is_what_the_next_forward_computes_with(ranks, tmp_path, way, offload):

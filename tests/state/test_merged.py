@@ -15,7 +15,7 @@ from shardwise.state.merged import with_adapter
 from shardwise.state.source import open_source
 
 
-@pytest.mark.quick("dora", "tied", "ranks", "gpt2")
+@pytest.mark.quick("dora", "tied")
 @pytest.mark.parametrize("case", [case for case in CASES if case != "table"])
 def test_convert_merges_to_the_bits_of_save_weights(ranks, tmp_path, case, capsys):
     base(case).save_pretrained(tmp_path / "from")

@@ -83,7 +83,7 @@ def equal(a, b):
     return a == b
 
 
-@pytest.mark.quick("one-fsdp-4-odd", "ddp-2-hsdp-2x2-conv", "hsdp-2x2-fsdp-2-odd")
+@pytest.mark.quick("one-fsdp-4-odd", "hsdp-2x2-fsdp-2-odd")
 @pytest.mark.parametrize("name", ["odd", "conv"])
 @pytest.mark.parametrize(("first", "seconds"), TRIPS)
 def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path, name, first, seconds):
@@ -100,7 +100,7 @@ def test_state_goes_from_any_layout_to_any_other_to_the_last_bit(ranks, tmp_path
         assert equal(saved, again)
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("ddp-2-nadam-False", "fsdp-2-sgd-False", "hsdp-2x2-adamw-True")
 @pytest.mark.parametrize(
     ("layout", "kind", "local"),
     [
@@ -266,6 +266,7 @@ def read_whole(layout, write):
         return values, out.detach()
 
 
+@pytest.mark.quick("one", "fsdp-2", "hsdp-2x2")
 @every_layout(*KINDS)
 def test_gathered_parameters_are_whole_on_every_rank_and_shards_again_afterwards(ranks, layout):
     plain = build("odd")

@@ -109,7 +109,15 @@ NEXT = {  # what is saved under a layout is resumed under the other
 }
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick(
+    "logarithm-one-fsdp2",
+    "packed-fsdp-2",
+    "pair-tp-2",
+    "stripped-one-fsdp2",
+    "hooked-one-fsdp2",
+    "derived-one-fsdp2",
+    "renamed-one-fsdp2",
+)
 @pytest.mark.parametrize("layout", NEXT)
 @pytest.mark.parametrize("name", STORING)
 def test_weights_go_in_and_out_as_the_modules_own_methods_have_them(ranks, tmp_path, name, layout):
@@ -444,9 +452,7 @@ def saved_when_grown(kind, value, layout, who, root):
         assert torch.equal(again[1].rows, plain[1].rows) and (outputs(again) - outputs(plain)).abs().max() < 1e-12
 
 
-@pytest.mark.quick(
-    "longer-doubled", "of two dims-plain", "of whole numbers-beside", "empty-plain", "of many dims-beside"
-)
+@pytest.mark.quick("longer-doubled", "of two dims-plain", "of whole numbers-beside", "empty-plain")
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("value", GROWN)
 def test_a_buffer_is_saved_as_it_is_now(ranks, tmp_path, kind, value):

@@ -271,7 +271,7 @@ def test_directories_that_are_packed_otherwise_are_refused_by_name(ranks, tmp_pa
 
 
 def test_values_that_cannot_be_packed_withhold_the_model_until_others_are_loaded(ranks, tmp_path, folders):
-    for i, bad in enumerate((float("nan"), float("inf"), 1e39)):
+    for i, bad in enumerate((float("nan"), 1e39)):  # infinite where it is packed
         folder = shutil.copytree(folders(), tmp_path / str(i))
         state, name = base().state_dict(), "model.layers.1.mlp.up_proj.weight"
         state[name] = state[name].double()

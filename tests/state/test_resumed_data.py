@@ -208,6 +208,7 @@ def with_workers(layout, root):
     return wrong
 
 
+@pytest.mark.quick("dp_replicate=2-2")
 @pytest.mark.parametrize(("layout", "num"), [("dp_shard=1", 1), ("dp_replicate=2", 2)])
 def test_what_workers_have_read_ahead_is_read_again_where_it_was_not_trained(ranks, tmp_path, layout, num):
     assert ranks.run(with_workers, num, layout, tmp_path) == [[]] * num

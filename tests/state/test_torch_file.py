@@ -185,7 +185,7 @@ def test_records_that_overlap_are_refused(tmp_path):
         inner.header_offset = outer.header_offset + len(outer.FileHeader())
         archive.filelist.append(inner)
     assert torch.load(tmp_path / "b.pt", weights_only=True, mmap=True)["b"].tolist() == [0, 0]
-    with pytest.raises(CheckpointError, match=r"data/1\n.*overlaps"):
+    with pytest.raises(CheckpointError, match=r"data/1\n.*overlaps|Overlapped entries"):  # some Pythons look themselves
         open_source(tmp_path / "b.pt")
 
 

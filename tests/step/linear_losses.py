@@ -69,7 +69,7 @@ def _part_of(size: int, axis) -> tuple[int, int]:
     return each * axis.rank, min(each * (axis.rank + 1), size)
 
 
-def over_ranks(layout: str, device: str = "cpu", backend: str | None = None) -> dict[str, float]:
+def over_ranks(layout: str, cases: list[Case], device: str = "cpu", backend: str | None = None) -> dict[str, float]:
     linear_loss._MOST_LOGITS = 64  # so that the rows of a rank decide how many positions are taken at a time
     with sw.init(layout, device=device, backend=backend) as world:
-        return {str(case): worst_difference(case, world.axis("tp"), device=device) for case in CASES}
+        return {str(case): worst_difference(case, world.axis("tp"), device=device) for case in cases}

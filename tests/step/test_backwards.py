@@ -299,17 +299,13 @@ def two_alone(part: str, size: int):
 
 
 @pytest.mark.quick(
-    "dp_replicate=2-on one rank",
     "dp_replicate=2-in accumulate",
     "dp_replicate=2-nested",
     "dp_replicate=2-its window within",
-    "dp_shard=2-both",
     "dp_shard=2-in one micro-batch",
     "dp_shard=2-before, too",
-    "dp_shard=2-in turn",
     "dp_shard=2-in a step",
     "tp=2-both",
-    "tp=2-in accumulate",
     "tp=2-nested",
 )
 @pytest.mark.parametrize("part", PARTS)

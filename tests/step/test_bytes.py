@@ -28,6 +28,7 @@ def bytes_of_windows(layout: str, options: dict[str, Any]) -> tuple[int, list[in
         return size, found
 
 
+@pytest.mark.quick("ddp", "bf16")
 @pytest.mark.parametrize(
     ("layout", "options"),
     [("dp_replicate=2", {}), ("dp_shard=2", {}), ("dp_shard=2", {"precision": "bf16"})],

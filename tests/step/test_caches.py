@@ -134,6 +134,17 @@ SOME = [
 ]
 
 
+@pytest.mark.quick(
+    "dp_shard=2-longer on rank 0-False-plain",
+    "dp_replicate=2,dp_shard=2-longer on rank 1-False-scaler",
+    "dp_shard=2-grown-False-padding",
+    "dp_replicate=2-registered on one rank-False-evaluate between",
+    "dp_shard=2-dtype changed-True-resume",
+    "dp_shard=1,tp=2-grown-True-resume",
+    "dp_replicate=2-grown-True-plain",
+    "dp_shard=2-equal-True-skip",
+    "dp_shard=1,tp=2-registered on one rank-True-plain",
+)
 @pytest.mark.parametrize(("layout", "kind", "persistent", "situation"), SOME)
 def test_a_cache_in_a_buffer(ranks, layout, kind, persistent, situation):
     check(ranks, layout, kind, persistent, situation)

@@ -72,9 +72,7 @@ def norms(layout, clears, where):
         return found
 
 
-@pytest.mark.quick(
-    "dp_replicate=2-first line", "dp_replicate=2-in the loop", "dp_shard=2-in the loop", "tp=2-first line"
-)
+@pytest.mark.quick("dp_replicate=2-first line", "dp_shard=2-in the loop", "tp=2-first line")
 @pytest.mark.parametrize("where", ["first line", "in the loop"])
 @pytest.mark.parametrize("layout", ["dp_shard=1", "dp_replicate=2", "dp_shard=2", "tp=2"])
 def test_gradients_from_before_are_cleared_however_a_loop_does_it(ranks, layout, where):

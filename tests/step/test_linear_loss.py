@@ -30,10 +30,15 @@ def test_it_is_torchs(case):
     assert cases.worst_difference(case) <= 1e-13
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_it_is_torchs_over_ranks_that_have_a_part_of_the_vocabulary(ranks, num_ranks):
-    for of_rank in ranks.run(cases.over_ranks, num_ranks, f"tp={num_ranks}"):
-        assert len(of_rank) == len(cases.CASES) and max(of_rank.values()) <= 1e-13, of_rank
+@pytest.mark.quick("2-a fifth")
+@pytest.mark.parametrize(
+    "stride", [pytest.param(1, id="all"), pytest.param(5, id="a fifth")]
+)  # 5: with each option, and without
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_it_is_torchs_over_ranks_that_have_a_part_of_the_vocabulary(ranks, num_ranks, stride):
+    some = cases.CASES[::stride]
+    for of_rank in ranks.run(cases.over_ranks, num_ranks, f"tp={num_ranks}", some):
+        assert len(of_rank) == len(some) and max(of_rank.values()) <= 1e-13, of_rank
 
 
 @pytest.mark.parametrize(("dtype", "gate"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])

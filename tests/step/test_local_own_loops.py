@@ -46,6 +46,7 @@ def changed(layout, kind):
     return str(error.value)
 
 
+@pytest.mark.quick("ddp-2-plain", "ddp-2-of a TrainStep", "fsdp-2-local", "fsdp-2-of a TrainStep that has stepped")
 @pytest.mark.parametrize("kind", KINDS)
 @every_layout("ddp-2", "fsdp-2")
 def test_a_step_inside_a_window_is_refused(ranks, layout, kind):

@@ -18,15 +18,7 @@ RUN = {("tuple", layout) for layout in LAYOUTS} | {
 }
 
 
-@pytest.mark.quick(
-    "tuple-dp_shard=1",
-    "tuple-dp_replicate=2",
-    "tuple-tp=2",
-    "mapping-dp_replicate=2",
-    "loss alone-dp_shard=2",
-    "asking for targets-tp=2",
-    "transformers-dp_shard=2",
-)
+@pytest.mark.quick("tuple-dp_replicate=2", "tuple-tp=2", "loss alone-dp_shard=2", "transformers-dp_shard=2")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

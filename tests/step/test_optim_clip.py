@@ -33,7 +33,20 @@ def _clipped(layout, engine, norm_type, max_norm):
         return norm, gradients(model)
 
 
-@pytest.mark.combinations("pairs")
+@pytest.mark.quick(
+    "ddp-2-1.0-clips",
+    "ddp-2-2.0-measures",
+    "ddp-2-inf-clips",
+    "fsdp2-2x1-1.0-measures",
+    "fsdp2-2x1-3.0-clips",
+    "fsdp-4-2.0-clips",
+    "fsdp-4-inf-measures",
+    "hsdp-2x2-1.0-clips",
+    "hsdp-2x2-3.0-measures",
+    "hsdp-2x2-inf-clips",
+    "one-fsdp2-2.0-measures",
+    "one-fsdp2-3.0-clips",
+)
 @pytest.mark.parametrize("max_norm", [1e-2, math.inf], ids=["clips", "measures"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 @every_layout(*MESHES)
@@ -55,6 +68,7 @@ def _counted(layout, engine):
         return {name: sum(x.numel() for x in runtime.owned(name, grad)) for name, grad in runtime.gradients().items()}
 
 
+@pytest.mark.quick("ddp-2", "fsdp2-2x1", "hsdp-2x2", "one-fsdp2")
 @every_layout(*MESHES)
 def test_each_element_is_counted_on_one_rank_and_each_rank_counts_about_as_many(ranks, layout):
     by_rank = ranks.run(_counted, layout.num_ranks, layout.text, layout.engine)
@@ -80,6 +94,7 @@ def _counted_of(build_model, layout):
         return {name: sum(x.numel() for x in runtime.owned(name, local[name])) for name in runtime.trainable}
 
 
+@pytest.mark.quick("blocks-dp_replicate=2,tp=2", "with_a_frozen_part-dp_replicate=4")
 @pytest.mark.parametrize(
     ("build_model", "layout"),
     [(blocks, "dp_replicate=2,tp=2"), (blocks, "tp=4"), (with_a_frozen_part, "dp_replicate=4")],
@@ -101,6 +116,7 @@ def _clamped(layout, engine, value):
         return gradients(model), world.agreement.num_exchanges - before
 
 
+@pytest.mark.quick("ddp-2", "fsdp2-2x1", "hsdp-2x2", "one-fsdp2")
 @every_layout(*MESHES)
 def test_clamped_gradients(ranks, layout):
     plain = build()
@@ -147,6 +163,7 @@ def _same_norm_as_a_step(layout, engine):
         return norm, step(mine([batch(i) for i in range(4)], world)).grad_norm
 
 
+@pytest.mark.quick("ddp-2", "fsdp2-2x1", "hsdp-2x2", "one-fsdp2")
 @every_layout(*MESHES)
 def test_an_own_loop_measures_the_norm_of_a_step(ranks, layout):
     for norm, step_norm in ranks.run(_same_norm_as_a_step, layout.num_ranks, layout.text, layout.engine):
@@ -276,6 +293,13 @@ def _told_norms(layout, build_model, bucket_mb, norm_type):
         return [step(mine(batches, world)).grad_norm for _ in range(2)]
 
 
+@pytest.mark.quick(
+    "Mixed-dp_replicate=2-25.0-2.0",
+    "Mixed-dp_replicate=2-25.0-inf",
+    "Mixed-dp_replicate=4-0.0001-inf",
+    "blocks-dp_replicate=2,tp=2-25.0-2.0",
+    "blocks-dp_replicate=4-0.001-2.0",
+)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize(
     ("build_model", "layout", "bucket_mb"),

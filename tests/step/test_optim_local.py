@@ -77,7 +77,7 @@ def _train(name, options, layout, local, schedule, engine="fsdp2"):
 _RARE = ("RAdam", "Adamax", "ASGD", "Adadelta", "RMSprop")  # in soak
 
 
-@pytest.mark.quick("Adagrad", "AdamW", "SGD")
+@pytest.mark.quick("AdamW")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.soak if n in _RARE else ()) for n in OPTIMIZERS if n != "Rprop"]
 )

@@ -110,6 +110,12 @@ def test_a_parameter_written_in_forward(ranks, how, layout, size, engine):
             assert all(torch.equal(a, b) for a, b in zip(params, found[0], strict=True))
 
 
+@pytest.mark.quick(
+    "{'precision': 'bf16'}",
+    "{'precision': Precision(storage=None, compute=None, reduce='float64', output=None, cast_inputs='root', parts={})}",
+    "{'sharding': {'offload': True}}",
+    "{'sharding': {'reshard_after_forward': False}}",
+)
 @pytest.mark.parametrize(
     "options",
     [

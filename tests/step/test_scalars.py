@@ -146,6 +146,7 @@ def alone(way) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.quick("dp_shard=2-fsdp2-whole", "dp_replicate=2-None-as_it_is")
 @pytest.mark.parametrize(
     ("layout", "engine", "number"),
     [

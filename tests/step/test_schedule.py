@@ -108,7 +108,7 @@ def trained(layout, schedule, again, sharding):
         return found, sw.full_state_dict(model)
 
 
-@pytest.mark.quick("layout2-sharding2-True", "layout5-sharding5-True", "layout6-sharding6-False")
+@pytest.mark.quick("layout5-sharding5-True", "layout6-sharding6-False")
 @pytest.mark.parametrize(
     ("layout", "sharding", "again"),
     [

@@ -50,6 +50,7 @@ def train(layout, source):
         return [step(mine([batch(10 * w + i) for i in range(4)], world)).loss for w in range(3)]
 
 
+@pytest.mark.quick("python", "numpy", "torch.Generator", "numpy.Generator")
 @pytest.mark.parametrize("source", SOURCES)
 def test_numbers_drawn_in_forward_do_not_depend_on_the_layout(ranks, source):
     one = ranks.run(train, 1, "dp_shard=1", source)[0]

@@ -200,6 +200,16 @@ def refused(name, layout):
         return told, all(torch.equal(before[n], after[n]) for n in before)
 
 
+@pytest.mark.quick(
+    "mean",
+    "mean, computed by the model",
+    "mean, in an object",
+    "mean, of a task with dropout",
+    "mean, of a task that draws in training",
+    "mean, of a task that draws always",
+    "sum and mean",
+    "sum and a little of a mean, of a task",
+)
 @pytest.mark.parametrize("name", NO_SUMS)
 def test_what_is_no_sum_is_refused_and_no_step_taken(ranks, name):
     wanted = (

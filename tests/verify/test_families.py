@@ -38,7 +38,7 @@ def _each(names):
     return pytest.mark.parametrize("model", list(names), indirect=True)
 
 
-@pytest.mark.quick("nanogpt", "lstm", "tcn")
+@pytest.mark.quick("nanogpt", "lstm")
 @_each(SAMPLE)
 def test_model_equals_one_process(ranks, model):
     compare(model, ranks.run, "fsdp-2")

@@ -166,6 +166,24 @@ def value_of(key: keys.Key) -> Any:
     return (not key.allowed) if isinstance(key.allowed, bool) else 0.5 if key.allowed else ["something"]
 
 
+@pytest.mark.quick(
+    "record-parallel_tool_calls",
+    "record-chosen",
+    "record-preferred_output",
+    "record-label",
+    "record-system",
+    "record-input",
+    "record-response",
+    "record-segments",
+    "record-videos",
+    "record-audio",
+    "record-completion_mask",
+    "message-train_detail",
+    "message-ipython",
+    "message-image",
+    "message-audios",
+    "message-value",
+)
 @pytest.mark.parametrize(("key", "name"), REFUSED, ids=lambda value: value if isinstance(value, str) else value.place)
 def test_a_key_that_changes_what_is_learned_is_refused_by_line_and_key(tmp_path, key, name):
     kinds = [{**RECORDS[kind]} for kind in key.beside] if key.place == "record" else [{"messages": [USER, {**ANSWER}]}]

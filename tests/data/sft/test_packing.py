@@ -96,7 +96,9 @@ def trained(layout: str, path: Path, pack: bool, size: dict[str, int]) -> tuple[
         return out.loss, out.grad_norm, out.num_tokens, grads
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick(
+    "dp_replicate=2-packed-'micro_batch': 2", "tp=2-padded-'micro_batch': 2", "dp_shard=2-padded-'micro_tokens': 110"
+)
 @pytest.mark.parametrize(
     ("layout", "pack", "size"),
     [

@@ -33,7 +33,7 @@ def gradients(layout, compiles, is_same):
         return [param.grad.clone() for param in model.parameters()]
 
 
-@pytest.mark.quick("a wrapper-True", "blocks-False", "in place-True", "nothing-True")
+@pytest.mark.quick("nothing-True", "in place-True", "a wrapper-True")
 @pytest.mark.parametrize("is_same", [True, False])
 @pytest.mark.parametrize("compiles", ["nothing", "blocks", "in place", "a wrapper"])
 def test_equal_data_on_every_rank_counts_for_each(ranks, compiles, is_same):

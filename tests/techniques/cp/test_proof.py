@@ -42,7 +42,16 @@ def test_zigzag_gives_each_rank_as_many_keys_under_a_causal_mask():
     assert max(keys) == min(keys)
 
 
-@pytest.mark.quick("*-4")
+@pytest.mark.quick(
+    "plain-4",
+    "grouped-4",
+    "rotary-4",
+    "kernel-4",
+    "pooled-4",
+    "mask in attention-4",
+    "hook of rows-4",
+    "norm of a gradient-4",
+)
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("name", PROVED)
 def test_what_is_proved(name, degree):
@@ -456,6 +465,20 @@ def broken(facts):
         yield f"attention 1 of {module}", "attention", module, [1]
 
 
+@pytest.mark.quick(
+    "grouped",
+    "rotary",
+    "kernel",
+    "pooled",
+    "mask in attention",
+    "norm of a gradient",
+    "plain",
+    "packed",
+    "rows of a table",
+    "hook of rows",
+    "manual",
+    "kernel of rows",
+)
 @pytest.mark.parametrize("name", PROVED)
 def test_no_broken_plan_passes(name):
     search, facts = searched(name)

@@ -139,7 +139,13 @@ def sharded(layout, loop, how="window", **options):
         }
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick(
+    "dp_replicate=2-by_edges",
+    "dp_replicate=2-with_allowed",
+    "dp_replicate=2,dp_shard=2-probes_before",
+    "dp_shard=1-nothing_else",
+    "dp_shard=1,tp=2-scalar_and_activation",
+)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_by_name_are_those_of_one_process(ranks, layout, loop):

@@ -105,6 +105,12 @@ def with_padding(layout: str, unit: int | None, way: str):
         return whole(model)
 
 
+@pytest.mark.quick(
+    "dp_shard=2-None-window",
+    "dp_shard=2-None-accumulate, from the last on",
+    "dp_shard=2-0-accumulate",
+    "dp_replicate=2-None-accumulate",
+)
 @pytest.mark.parametrize("way", ["window", "accumulate", "accumulate, from the last on"])
 @pytest.mark.parametrize(("layout", "unit"), WHERE)
 def test_a_padding_counts_as_0_whatever_its_loss_is_divided_by(ranks, layout, unit, way):
@@ -706,6 +712,7 @@ def breaking(layout: str, unit: int | None, script: str):
         return text, whole(model)
 
 
+@pytest.mark.quick("None-in between", "None-accumulate", "0-the last", "0-interrupt")
 @pytest.mark.parametrize("script", ["in between", "the last", "accumulate", "interrupt"])
 @pytest.mark.parametrize("unit", [None, 0])
 def test_what_was_caught_on_the_way(ranks, unit, script):

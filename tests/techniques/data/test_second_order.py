@@ -153,6 +153,7 @@ def test_over_tp_too(ranks: RankPool, layout, size):
                 assert is_right(each), (case, each)
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("unit", [None, 0])
 def test_where_they_are_cut_they_are_refused_when_they_are_asked_for(ranks: RankPool, unit):
     options = {} if unit is None else {"sharding": sw.Sharding(min_unit_bytes=unit)}

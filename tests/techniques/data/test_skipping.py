@@ -161,7 +161,8 @@ FEW = [*SAMPLE, "text only at first", "an expert each", "one block, by rank", "a
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(PLAIN, id="orders"),
+        pytest.param(PLAIN[::2], id="half of the orders"),
+        pytest.param(PLAIN[1::2], id="the other orders", marks=pytest.mark.soak),
         pytest.param(OTHER_LOOPS, id="loops", marks=pytest.mark.soak),
         pytest.param(OTHER_MODELS, id="models", marks=pytest.mark.soak),
     ],
@@ -185,7 +186,7 @@ OPTIONS = {"remat": FEW, "kept": FEW, "hsdp": SAMPLE[1:]}
 RARELY = {"compile": SAMPLE[1:2], "offload": FEW, "much prefetch": FEW, "kept over 2 of 4": SAMPLE}
 
 
-@pytest.mark.quick("kept", "remat")
+@pytest.mark.quick("kept")
 @pytest.mark.parametrize("where", [*OPTIONS, *(pytest.param(where, marks=pytest.mark.soak) for where in RARELY)])
 def test_skipped_blocks_under_options(ranks, where):
     check(ranks, where, (OPTIONS | RARELY)[where])

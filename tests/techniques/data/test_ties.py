@@ -181,7 +181,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.quick("a callable's from rank 0", "many units", "replicas")
+@pytest.mark.quick("replicas", "a callable's from rank 0")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_module_under_two_names_beside_a_tied_weight(ranks, layout):
     """A module was refused ("ties differ"); a callable's values from rank 0 ended in a KeyError."""

@@ -152,6 +152,9 @@ def even_layers(name: str, module: nn.Module) -> bool:
 ALL = {f"layers.{i}": True for i in range(4)}
 
 
+@pytest.mark.quick(
+    "Net-Layer-units0", "Net-embed, Layer-units1", "Net-no_split-units4", "Nested-no_split-units5", "Net-model-units6"
+)
 @pytest.mark.parametrize(
     ("cls", "given", "units"),
     [

@@ -23,7 +23,7 @@ def test_refused_with_what_to_do(ranks, layout):
             assert len(known) == 1 and all(word in text for word in known[0]), f"{name}: {text}"
 
 
-@pytest.mark.combinations("values")
+@pytest.mark.quick("dp_shard=2-a penalty-clone", "dp_replicate=2-a penalty-clone")
 @pytest.mark.parametrize("start", cases.STARTS)
 @pytest.mark.parametrize(
     ("layout", "way"),

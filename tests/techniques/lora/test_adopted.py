@@ -116,6 +116,13 @@ def test_parameters_with_adapters_of_peft_are_computed_by_its_code(ranks, layout
     compared(ranks, "mixtral", layout, None, build=functools.partial(wrapped.put_in, "parameters"))
 
 
+@pytest.mark.quick(
+    "ia3-is not LoRA",
+    "several-several adapters",
+    "shared-those of another layer",
+    "parameters-is of a parameter (target_parameters)",
+    "bias-has a bias",
+)
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

@@ -43,13 +43,7 @@ def compared(ranks, name, layout, lora, steps=2, build=None, **options):
     )
 
 
-@pytest.mark.quick(
-    "llama-dp_replicate=2-lora",
-    "gpt2-dp_shard=2-rslora",
-    "mixtral-dp_shard=3-dora",
-    "nanogpt-tp=2-lora",
-    "vocabularies: tied-dp_shard=2,tp=2-lora",
-)
+@pytest.mark.quick("gpt2-dp_shard=2-rslora", "mixtral-dp_shard=3-dora", "nanogpt-tp=2-lora")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [*FEW, *(pytest.param(n, marks=pytest.mark.soak) for n in RANKS if n not in FEW)])
 @pytest.mark.parametrize(
@@ -67,7 +61,7 @@ def test_replicas_of_shards_of_cut_layers(ranks, kind, quantize):
     compared(ranks, "llama", OF_ALL, lora, quantize=quantize, max_grad_norm=0.05)
 
 
-@pytest.mark.quick("gemma2-tp=2-dora", "opt-dp_shard=2-lora")
+@pytest.mark.quick("gemma2-tp=2-dora")
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("name", [*OTHERS, *(pytest.param(name, marks=pytest.mark.soak) for name in IN_SOAK)])
@@ -100,7 +94,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick("selective-gpt2-tp=2", "every micro-batch-llama-dp_shard=2")
+@pytest.mark.quick("selective-gpt2-tp=2")
 @pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("option", [*OPTIONS, pytest.param("compile", marks=pytest.mark.soak)])

@@ -95,7 +95,7 @@ _OTHERS = ("experts", "branches", "inplace", "llama", "gpt2", "qwen3", "vit")
 """Without buffers that training writes, which one plain process has in another dtype."""
 
 
-@pytest.mark.quick("experts-ddp-2", "inplace-fsdp-2", "branches-hsdp-2x2")
+@pytest.mark.quick("experts-ddp-2", "inplace-fsdp-2")
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -136,7 +136,7 @@ def compared(ranks, name, layout, lora=None, **options):
     return compared_with(ranks, name, layout, lora or sw.LoRA(rank=2), quantize="nf4", **options)
 
 
-@pytest.mark.quick("linears: kv-2-dp_shard=2,tp=2-lora", "llama-dp_shard=2-lora", "nanogpt-tp=2-lora")
+@pytest.mark.quick("llama-dp_shard=2-lora", "linears: kv-2-dp_shard=2,tp=2-lora")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "layout", [each if each in FEW else pytest.param(each, marks=pytest.mark.soak) for each in RANKS]

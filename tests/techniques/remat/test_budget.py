@@ -51,7 +51,7 @@ class TestBytes:
         assert seen["8GiB"].chosen.startswith("kept for backward by 4 blocks: all. ")
 
 
-@pytest.mark.quick("4KiB-fsdp-2", "14KiB-ddp-2", "9KiB-one-fsdp2")
+@pytest.mark.quick("4KiB-fsdp-2", "9KiB-one-fsdp2")
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2", "one-fsdp2"])
 @pytest.mark.parametrize("budget", ["4KiB", "9KiB", "14KiB"])
 def test_gradients_with_dropout_are_one_processs(ranks, layout, budget):
@@ -100,6 +100,9 @@ def chosen_on(layout: str, sizes: list[int], remat, block=Feed):
         return runtime_of(model).chosen["remat"], describe(model).splitlines()[-1], losses
 
 
+@pytest.mark.quick(
+    "dp_replicate=2-60KiB-Feed", "dp_replicate=2-selective-Forked", "dp_shard=2-selective-*", "dp_shard=2-60KiB-Forked"
+)
 @pytest.mark.parametrize("block", [Feed, Forked])
 @pytest.mark.parametrize("remat", ["selective", "60KiB"])
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2"])

@@ -27,7 +27,7 @@ def on(ranks, layout: str, **options):
     return ranks.run(train, count, text, engine, timeout_s=100, **options)
 
 
-@pytest.mark.quick("ddp-2-full", "fsdp-2-every-2", "fsdp-2-selective")
+@pytest.mark.quick("ddp-2-full", "fsdp-2-selective")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [
@@ -69,6 +69,7 @@ def test_selective_never_keeps_more_than_no_remat(ranks):
     assert selective.chosen.startswith("kept for backward by 4 blocks: all. ")
 
 
+@pytest.mark.quick("fsdp-2")
 @pytest.mark.parametrize("layout", ["ddp-2", "fsdp-2"])
 def test_what_is_kept_and_what_is_run_again(ranks, layout):
     none, full, selective = (on(ranks, layout, remat=WAYS[way])[0] for way in ("none", "full", "selective"))
@@ -131,13 +132,7 @@ WAYS_OF_ZOO = [
 ]
 
 
-@pytest.mark.quick(
-    "branch-first-fsdp-2-full",
-    "branches-fsdp-2-selective",
-    "conv-fsdp-4-selective",
-    "gpt2-ddp-2-selective",
-    "reference-fsdp-2-full",
-)
+@pytest.mark.quick("reference-fsdp-2-full", "branch-first-fsdp-2-full", "gpt2-ddp-2-selective")
 @pytest.mark.parametrize(("case", "layout", "way"), WAYS_OF_ZOO)
 def test_the_zoo_trains_as_in_one_process(ranks, case, layout, way):
     cell = Cell(case, layout, 3, True, 0)

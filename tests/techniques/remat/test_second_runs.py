@@ -318,6 +318,7 @@ def test_a_buffer_that_a_compiled_block_writes_is_refused(ranks, block, remat, a
     assert name == "blocks.0" and f"writes its buffer {attr!r}" in text
 
 
+@pytest.mark.quick("Spectral-None", "Normed-full")
 @pytest.mark.parametrize(("block", "remat"), [(Spectral, None), (Normed, None), (Normed, "full")])
 def test_a_buffer_that_does_no_harm_is_right_when_compiled(ranks, block, remat):
     plain, compiled = (ranks.run(train, 1, block, 2, **given)[0] for given in ({}, {"remat": remat, "compile": EAGER}))

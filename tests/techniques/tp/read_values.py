@@ -406,10 +406,10 @@ class _Run:
                 (loss_of(self.model, batch) / w.num_tokens).backward()
 
 
-def moments(layout):
+def moments(layout, stride):
     """How each read ends on this rank."""
     found = {}
-    for name, read in MOMENTS.items():
+    for name, read in [*MOMENTS.items()][::stride]:
         with sw.init(layout, device="cpu", timeout_s=30) as world:
             run = _Run(world)
             try:

@@ -56,14 +56,7 @@ LEFT = {
 }
 
 
-@pytest.mark.quick(
-    "other uses: computed, layer",
-    "other uses: ComputedElsewhere",
-    "other uses: HookedBackward",
-    "other uses: Reversed",
-    "other uses: GateInLoss",
-    "other uses: returns integer",
-)
+@pytest.mark.quick("other uses: computed, layer", "other uses: HookedBackward", "other uses: returns integer")
 @pytest.mark.parametrize(  # that the same stays whole is seen of each below
     "name",
     [pytest.param(n, marks=pytest.mark.soak if i % 3 else ()) for i, n in enumerate(models.select("other uses"))],
@@ -77,25 +70,22 @@ def test_training_is_that_of_one_process(ranks, name):
 
 
 @pytest.mark.quick(
-    "other uses: BiasElsewhere",
-    "other uses: NormElsewhere",
-    "other uses: TrainsElse",
-    "other uses: OneBias",
-    "other uses: LateHalf",
-    "other uses: MixedBackward",
-    "other uses: HookedAround",
-    "other uses: HookedBackward",
-    "other uses: LastIsElse",
-    "other uses: LastIsRead",
-    "other uses: RunningMean",
-    "other uses: GateInLoss",
-    "other uses: GateInSecondHalf",
-    "other uses: Reversed",
-    "other uses: Swapped",
-    "other uses: ComputedElsewhere",
     "other uses: computed, layer",
     "other uses: computed, by another",
     "other uses: computed, two names",
+    "other uses: RunningMean",
+    "other uses: BiasElsewhere",
+    "other uses: ComputedElsewhere",
+    "other uses: HookedBackward",
+    "other uses: Reversed",
+    "other uses: Swapped",
+    "other uses: MixedBackward",
+    "other uses: GateInSecondHalf",
+    "other uses: GateInLoss",
+    "other uses: NormElsewhere",
+    "other uses: LastIsElse",
+    "other uses: LastIsRead",
+    "other uses: LateHalf",
 )
 @pytest.mark.parametrize("name", models.select("other uses"))
 def test_it_stays_whole_and_nothing_else_does(name):

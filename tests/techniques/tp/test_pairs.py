@@ -16,11 +16,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick(
-    "offload, clipped by value-qwen3",
-    "sums after every micro-batch-vocabularies: tied, with a bias",
-    "blocks, without logits-qwen3",
-)
+@pytest.mark.quick("offload, clipped by value-qwen3", "sums after every micro-batch-vocabularies: tied, with a bias")
 @pytest.mark.parametrize(
     ("case", "name"),
     [

@@ -47,6 +47,17 @@ def compared(ranks, layout, kind, where, late):
     return []
 
 
+@pytest.mark.quick(
+    "attribute-cut-False",
+    "module_global-cut-False",
+    "second_count-outside-False",
+    "in_environ-cut-False",
+    "put_together-outside-False",
+    "put_together_elsewhere-cut-True",
+    "in_text-cut-False",
+    "inside-cut-True",
+    "of_row-cut-True",
+)
 @pytest.mark.parametrize(
     ("kind", "where", "late"), [pytest.param(*c, marks=() if c in QUICK else pytest.mark.soak) for c in CASES]
 )
@@ -66,6 +77,33 @@ def test_so_it_is_beside_data_ranks(ranks, kind, where, late):
 SEARCHED = {kind for kind, *_ in QUICK}  # by places.trained, whose search is looked at in the same way
 
 
+@pytest.mark.quick(
+    "own_dict",
+    "own_slots",
+    "class_attribute",
+    "metaclass",
+    "function_cache",
+    "global_list",
+    "global_deque",
+    "default_argument",
+    "weak_dict",
+    "thread_local",
+    "library_module",
+    "counter",
+    "second_forward",
+    "registered_for_good",
+    "in_log_records",
+    "in_c_array",
+    "on_torch_class",
+    "on_parameter",
+    "in_thread",
+    "closure_cell",
+    "out_class",
+    "out_generator",
+    "out_context",
+    "out_weak",
+    "out_array",
+)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -122,8 +160,11 @@ def test_a_search_with_norms_over_all_heads_looks_at_two_forwards_and_keeps_a_us
     assert registry("of the user") == {"x": 1} and registry.cache_info().currsize == 1
 
 
-def test_gradients_of_what_every_rank_holds_whole_are_compared(ranks):
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"), [("tp=2", 2), pytest.param("dp_shard=2,tp=2", 4, marks=pytest.mark.soak)]
+)
+def test_gradients_of_what_every_rank_holds_whole_are_compared(ranks, layout, num_ranks):
     """Here nothing is proved of later blocks: in the first window the parameter is named, on all ranks."""
-    for text in ranks.run(places.trained_without_proof, 4, "dp_shard=2,tp=2"):
+    for text in ranks.run(places.trained_without_proof, num_ranks, layout):
         assert text.startswith("RankError: blocks.2.s: ranks ")
         assert "with other gradients of a parameter that each holds whole" in text

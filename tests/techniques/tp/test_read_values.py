@@ -75,13 +75,22 @@ def test_every_read_of_a_part_is_refused(ranks, layout):
         assert passed == {} and len(found) == 2 * len(READS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_whenever_a_part_is_read_it_is_refused(ranks, layout):
-    for found in ranks.run(moments, size(layout), layout):
+@pytest.mark.parametrize(
+    ("layout", "stride"),
+    [
+        pytest.param("tp=2", 1, id="tp=2"),
+        pytest.param("dp_shard=2,tp=2", 4, id="dp_shard=2,tp=2"),
+        pytest.param("dp_shard=2,tp=2", 1, id="dp_shard=2,tp=2, all", marks=pytest.mark.soak),
+        pytest.param("dp_replicate=2,tp=2", 1, id="dp_replicate=2,tp=2", marks=pytest.mark.soak),
+    ],
+)
+def test_whenever_a_part_is_read_it_is_refused(ranks, layout, stride):
+    for found in ranks.run(moments, size(layout), layout, stride):
         missed = {name: text for name, text in found.items() if not text.startswith(("blocks.0.", "embed.weight: "))}
-        assert missed == {} and len(found) == len(MOMENTS)
+        assert missed == {} and len(found) == len([*MOMENTS][::stride])
 
 
+@pytest.mark.quick("tp=2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_right_on_a_part_passes(ranks, layout):
     model, given = build(), batches(0)

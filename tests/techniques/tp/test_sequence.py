@@ -46,7 +46,7 @@ def compared(ranks, how, layout, **options):
 QUICK = {"kv-1", "inline", "norm inside", "norm of the root", "condition", "used both ways", "list twice", "batch norm"}
 
 
-@pytest.mark.quick("inline", "norm inside", "norm of the root", "condition", "batch norm")
+@pytest.mark.quick("inline", "norm inside", "norm of the root", "condition")
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.soak]) for how in EXACT])
 def test_models(ranks, how):
     assert compared(ranks, how, "tp=2")

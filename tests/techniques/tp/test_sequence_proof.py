@@ -52,7 +52,7 @@ FOUND = {
 }
 
 
-@pytest.mark.quick("-2", "inline-4", "norm of the root-2", "shift-4", "counts-2")
+@pytest.mark.quick("-2", "inline-4", "counts-2")
 @pytest.mark.parametrize(
     ("how", "degree"),
     [
@@ -104,6 +104,23 @@ def test_many_blocks(is_alike):
     }
 
 
+@pytest.mark.quick(
+    "loss of a sum",
+    "hook",
+    "vmap",
+    "mean for a weight",
+    "operator of one length",
+    "hook of a node",
+    "packed for backward",
+    "hook of a threshold",
+    "operator of a threshold",
+    "straight through",
+    "stopped by the length",
+    "norm of a gradient",
+    "kernel of rows",
+    "script",
+    "views",
+)
 @pytest.mark.parametrize(
     "how",
     [
@@ -215,6 +232,7 @@ def broken(plan, facts):
 NUM_FAULTS = {"shift": 14, "inline": 14, "norm of the root": 15}
 
 
+@pytest.mark.quick("shift")
 @pytest.mark.parametrize(
     "how", [pytest.param(how, marks=[] if how in NUM_FAULTS else [pytest.mark.soak]) for how in EXACT]
 )

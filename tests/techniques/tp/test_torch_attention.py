@@ -87,10 +87,7 @@ CELLS = [
 
 
 @pytest.mark.quick(
-    "torch attention: encoder-tp=2",
-    "torch attention: causal, padded-tp=2",
-    "torch attention: weights-dp_shard=2,tp=2",
-    "torch attention: crossed-tp=2",
+    "torch attention: causal, padded-tp=2", "torch attention: weights-dp_shard=2,tp=2", "torch attention: crossed-tp=2"
 )
 @pytest.mark.parametrize(
     ("name", "layout"), [pytest.param(*cell, marks=[pytest.mark.soak] if slow else []) for *cell, slow in CELLS]

@@ -62,6 +62,7 @@ def test_fewer_key_value_heads_than_ranks(ranks):
     trains(ranks, models.get("linears: kv-1"), ["blocks.0.attention.projections.0.weight"])
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tied):
     """Rows that fill up the last rank's part must not be in the softmax; and a tie stays a tie."""
@@ -71,11 +72,13 @@ def test_a_vocabulary_that_the_ranks_do_not_divide(ranks, tied):
     assert ranks.run(traps.is_tied, 2, model.name) == [tied] * 2
 
 
+@pytest.mark.quick("last")
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_the_padding_row_gets_no_gradient_on_the_rank_that_has_it(ranks, where):
     trains(ranks, models.get(f"vocabularies: padding on the {where} rank"), ["embed.weight"])
 
 
+@pytest.mark.quick("2.0", "inf")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_the_norm_of_gradients_counts_each_parameter_once(ranks, norm_type):
     """Those that every rank has whole count once; of the others each rank has a part."""

@@ -20,14 +20,12 @@ WHOLE = {
 
 
 @pytest.mark.quick(
-    "vocabularies: untied-tp=2",
     "vocabularies: tied-dp_shard=2,tp=2",
     "vocabularies: tied, with a bias-tp=2",
     "vocabularies: padding on the last rank-tp=2",
     "vocabularies: Penalised-tp=2",
     "vocabularies: BiasRead-tp=2",
-    "vocabularies: TwoHeads-tp=2",
-    "vocabularies: Looped-tp=2",
+    "vocabularies: untied-tp=2",
 )
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -10,7 +10,7 @@ LOGITS = 2 * 6 * 10 * 4  # of a rank: half of 19 tokens
 BLOCKS, MICRO = 2, 3
 
 
-@pytest.mark.quick("linears: apart-4-0", "linears: kv-1-4-1")
+@pytest.mark.quick("linears: apart-4-0")
 @pytest.mark.parametrize(
     ("name", "per_block", "at_the_end"),
     [

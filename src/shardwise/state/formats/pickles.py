@@ -133,6 +133,8 @@ class _Reader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        if full in ("__builtin__.getattr", "builtins.getattr"):
+            return _member
         found = Ordered if full in ("collections.OrderedDict", "collections.defaultdict") else self._stand_in(full)
         if found is None:
             if module.startswith("torch.distributed"):
@@ -173,6 +175,13 @@ class _Reader(pickle._Unpickler):
             target[key] = value
 
     dispatch |= {pickle.BUILD[0]: load_build, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+
+
+def _member(owner: Any, name: Any) -> Named:
+    """A member of an enumeration, which Python 3.11.0 to 3.11.3 pickle by its name, and others by its value."""
+    if name_of(owner) is None or not isinstance(name, str):
+        raise ValueError("an attribute of what is no enumeration")
+    return owner(name)
 
 
 _SHORT = reprlib.Repr()

@@ -83,6 +83,7 @@ QUICK = ("llama", "bloom", "convnext")
 LONGER = ("gpt2", "t5", "mamba", "whisper", "gemma2", "swin", "clip")
 
 
+@pytest.mark.quick("llama", "convnext")
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in LONGER)])
 def test_what_some_blocks_show_is_what_all_do(name):
     model = models.get(name)
