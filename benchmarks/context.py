@@ -4,7 +4,7 @@
     python benchmarks/context.py --write docs/context-parallel.md      # and puts them into the page
 
 Before anything is counted or timed, losses and gradients of each contender are those of one process. *Kept* are the bytes of storages
-that autograd keeps in the blocks of a rank, masks and parameters left out. *Peak* is resident memory, as the system counts it. *Sent* are the bytes that a rank sends in the calls of attention of
+that autograd keeps in the blocks of a rank, parameters left out. *Peak* is resident memory, as the system counts it. *Sent* are the bytes that a rank sends in the calls of attention of
 a micro-batch, forward and backward, beside the formula. *Times* are of a forward and a backward on all ranks, beside one rank, and beside
 plain torch with keys and values gathered by hand.
 """
@@ -123,17 +123,16 @@ def _parallel(world: sw.World, module: nn.Module, method: str, batch: dict[str, 
 
 
 class _Kept:
-    """Counts what autograd keeps, each storage once; ``leaves_out``: those of parameters, and masks of a length."""
+    """Counts what autograd keeps, each storage once, but for those of parameters."""
 
-    def __init__(self, model: nn.Module, length: int):
+    def __init__(self, model: nn.Module):
         self._parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
-        self._length, self._found = length, dict[int, tuple[Tensor, int]]()
+        self._found = dict[int, tuple[Tensor, int]]()
 
     def __call__(self, x: Any) -> Any:
         tensor = x if isinstance(x, Tensor) else x.part  # what is gathered again is kept as a part
         storage = tensor.untyped_storage()
-        is_mask = tensor.dim() > 1 and tensor.shape[-1] == self._length
-        if storage.data_ptr() not in self._parameters and not is_mask and tensor.is_floating_point():
+        if storage.data_ptr() not in self._parameters and tensor.is_floating_point():
             self._found[storage.data_ptr()] = tensor, storage.nbytes()  # alive, so that no other takes its place
         return x
 
@@ -148,7 +147,7 @@ def measure_kept(layout: str, method: str, length: int = 512) -> int:
         batch = _batch(length)
         _refuse_wrong(world, Words, method, _batch(24))
         model = _parallel(world, Words(), method, batch)
-        kept, inner = _Kept(model, length), exchanges.saved_tensors_hooks
+        kept, inner = _Kept(model), exchanges.saved_tensors_hooks
         first, last = model.blocks[0], model.blocks[-1]
         within: list[Any] = []
         first.register_forward_pre_hook(lambda *_: within.append(saved_tensors_hooks(kept, lambda x: x).__enter__()))

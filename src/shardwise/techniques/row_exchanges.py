@@ -261,8 +261,8 @@ def with_gathered(
     masks: dict[int, Any] = {}  # alive while the kernel runs, so that no other tensor takes the place of one
 
     def pack(x: Tensor) -> Any:
-        at_ = x.untyped_storage().data_ptr() if x.numel() else 0
-        found = parts.get(at_) or (_Gathered(*masks[at_][:2]) if at_ in masks else None)
+        storage = x.untyped_storage().data_ptr() if x.numel() else 0
+        found = parts.get(storage) or (_Gathered(*masks[storage][:2]) if storage in masks else None)
         if found is None:
             return x
         found.num_kept += 1
