@@ -127,18 +127,17 @@ class _Kept:
 
     def __init__(self, model: nn.Module):
         self._parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
-        self._found = dict[int, tuple[Tensor, int]]()
+        self._found: list[Any] = []
 
     def __call__(self, x: Any) -> Any:
-        tensor = x if isinstance(x, Tensor) else x.part  # what is gathered again is kept as a part
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters and tensor.is_floating_point():
-            self._found[storage.data_ptr()] = tensor, storage.nbytes()  # alive, so that no other takes its place
+        self._found.append(x)
         return x
 
     @property
     def num_bytes(self) -> int:
-        return sum(size for _, size in self._found.values())
+        tensors = [x if isinstance(x, Tensor) else x.part for x in self._found]  # what is made again is kept as a part
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.is_floating_point()}
+        return sum(each.nbytes() for place, each in storages.items() if place not in self._parameters)
 
 
 def measure_kept(layout: str, method: str, length: int = 512) -> int:

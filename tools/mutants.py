@@ -2974,8 +2974,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-keys-kept-whole",
-        "        return x if part is None else _Again(",
-        "        return x if part is not None or part is None else _Again(",
+        "        if found is None:\n            others",
+        "        if True:\n            others",
         "tests/benchmarks/test_context.py -k share",
         "every rank keeps the keys of all positions for backward",
     ),
@@ -3128,8 +3128,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-causal-from-the-first-row",
-        "    return rows[:, None] >= torch.arange(keys.shape[-2], device=rows.device)\n",
-        "    return torch.arange(rows.shape[0])[:, None] >= torch.arange(keys.shape[-2], device=rows.device)\n",
+        "is_hidden = rows[:, None] < torch.arange(num, device=rows.device)",
+        "is_hidden = torch.arange(rows.shape[0])[:, None] < torch.arange(num, device=rows.device)",
         "tests/techniques/cp/test_proof.py -k 'what_is_proved and plain'",
         "queries see what the first positions see",
     ),

@@ -397,11 +397,12 @@ def masks_between(layout, length=40):
     """Shapes of masks, of all rows of a rank or of one of its two chunks, that are there between a forward and its backward."""
     with sw.init(layout, device="cpu") as world:
         model = parallel("plain", world, context_parallel="gather")
-        for given in sw.window(model, [batch(1, length)], count=count):
-            output = model(given["input_ids"])
-            gc.collect()
-            shapes = {tuple(x.shape[-2:]) for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() > 1}
-            output.sum().backward()
+        with sw.window(model, [batch(1, length)], count=count) as found:
+            for given in found:
+                output = model(given["input_ids"])
+                gc.collect()
+                shapes = {tuple(x.shape[-2:]) for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() > 1}
+                output.sum().backward()
         return [shape for shape in shapes if shape[0] in (length // 2, length // 4) and not shape[1] % (length // 4)]
 
 
