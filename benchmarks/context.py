@@ -1,10 +1,10 @@
 """Measures context parallelism: what blocks keep for backward on a rank, what attention sends, and the time of a step.
 
-    python benchmarks/context.py                                       # prints three tables; some minutes on 2 cores
+    python benchmarks/context.py                                       # prints four tables; some minutes on 2 cores
     python benchmarks/context.py --write docs/context-parallel.md      # and puts them into the page
 
 Before anything is counted or timed, losses and gradients of each contender are those of one process. *Kept* are the bytes of storages
-that autograd keeps in the blocks of a rank, masks and parameters left out. *Sent* are the bytes that a rank sends in the calls of attention of
+that autograd keeps in the blocks of a rank, parameters left out. *Peak* is resident memory, as the system counts it. *Sent* are the bytes that a rank sends in the calls of attention of
 a micro-batch, forward and backward, beside the formula. *Times* are of a forward and a backward on all ranks, beside one rank, and beside
 plain torch with keys and values gathered by hand.
 """
@@ -30,7 +30,7 @@ import shardwise as sw
 from shardwise.launch import launch_local
 from shardwise.techniques import row_exchanges as exchanges
 
-__all__ = ["measure_kept", "measure_sent", "measure_times", "table"]
+__all__ = ["measure_kept", "measure_peak", "measure_sent", "measure_times", "table"]
 
 VOCAB, HEADS = 64, 4
 METHODS = ("gather", "ulysses")
@@ -123,23 +123,21 @@ def _parallel(world: sw.World, module: nn.Module, method: str, batch: dict[str, 
 
 
 class _Kept:
-    """Counts what autograd keeps, each storage once; ``leaves_out``: those of parameters, and masks of a length."""
+    """Counts what autograd keeps, each storage once, but for those of parameters."""
 
-    def __init__(self, model: nn.Module, length: int):
+    def __init__(self, model: nn.Module):
         self._parameters = {param.untyped_storage().data_ptr() for param in model.parameters()}
-        self._length, self._found = length, dict[int, tuple[Tensor, int]]()
+        self._found: list[Any] = []
 
     def __call__(self, x: Any) -> Any:
-        tensor = x if isinstance(x, Tensor) else x.part  # what is gathered again is kept as a part
-        storage = tensor.untyped_storage()
-        is_mask = tensor.dim() > 1 and tensor.shape[-1] == self._length
-        if storage.data_ptr() not in self._parameters and not is_mask and tensor.is_floating_point():
-            self._found[storage.data_ptr()] = tensor, storage.nbytes()  # alive, so that no other takes its place
+        self._found.append(x)
         return x
 
     @property
     def num_bytes(self) -> int:
-        return sum(size for _, size in self._found.values())
+        tensors = [x if isinstance(x, Tensor) else x.part for x in self._found]  # what is made again is kept as a part
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.is_floating_point()}
+        return sum(each.nbytes() for place, each in storages.items() if place not in self._parameters)
 
 
 def measure_kept(layout: str, method: str, length: int = 512) -> int:
@@ -148,7 +146,7 @@ def measure_kept(layout: str, method: str, length: int = 512) -> int:
         batch = _batch(length)
         _refuse_wrong(world, Words, method, _batch(24))
         model = _parallel(world, Words(), method, batch)
-        kept, inner = _Kept(model, length), exchanges.saved_tensors_hooks
+        kept, inner = _Kept(model), exchanges.saved_tensors_hooks
         first, last = model.blocks[0], model.blocks[-1]
         within: list[Any] = []
         first.register_forward_pre_hook(lambda *_: within.append(saved_tensors_hooks(kept, lambda x: x).__enter__()))
@@ -159,6 +157,23 @@ def measure_kept(layout: str, method: str, length: int = 512) -> int:
         finally:
             exchanges.saved_tensors_hooks = inner
         return kept.num_bytes
+
+
+def measure_peak(layout: str, method: str, length: int, num_blocks: int = 8, width: int = 256) -> float:
+    """MiB by which the resident memory of this rank grows at most within a forward and backward."""
+    with sw.init(layout, device="cpu") as world:
+        batch = _batch(length)
+        model = _parallel(world, Words(num_blocks, width), method, batch)
+        _micro_batch(model, {key: value[:, :512] for key, value in batch.items()})  # what is made once
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak is counted from here
+        _micro_batch(model, batch)
+        return _resident("VmHWM") - before
+
+
+def _resident(what: str) -> float:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
 
 # ---- sent -------------------------------------------------------------------------------------------------------------
@@ -238,11 +253,22 @@ def _by_hand(model: nn.Module, world: sw.World, batch: dict[str, Tensor]) -> Cal
 # ---- tables -----------------------------------------------------------------------------------------------------------
 
 
-def table(kept: Mapping[str, int], sent: Mapping[str, tuple[int, int]], times: Mapping[str, list[float]]) -> str:
-    """Three Markdown tables."""
+def table(
+    kept: Mapping[str, int],
+    peak: Mapping[str, float],
+    sent: Mapping[str, tuple[int, int]],
+    times: Mapping[str, list[float]],
+) -> str:
+    """Four Markdown tables."""
     first = next(iter(kept.values()))
     lines = ["| kept for backward in blocks, on a rank | KiB | of one process |", "|---|--:|--:|"]
     lines += [f"| {name} | {num / 1024:,.0f} | {num / first:.3f} |" for name, num in kept.items()]
+    lines += [
+        "",
+        "| peak of a forward and backward, beside what was there | MiB a rank | of one process |",
+        "|---|--:|--:|",
+    ]
+    lines += [f"| {name} | {num:,.0f} | {num / next(iter(peak.values())):.2f} |" for name, num in peak.items()]
     lines += ["", "| sent by attention from a rank, in a micro-batch | bytes | formula |", "|---|--:|--:|"]
     lines += [f"| {name} | {num:,} | {told:,} |" for name, (num, told) in sent.items()]
     lines += ["", "| forward and backward | median, ms | middle half, ms | of one rank |", "|---|--:|--:|--:|"]
@@ -253,7 +279,7 @@ def table(kept: Mapping[str, int], sent: Mapping[str, tuple[int, int]], times: M
     return "\n".join(lines)
 
 
-def _measured(length: int, rounds: int) -> Iterator[tuple[str, str, Any]]:
+def _measured(length: int, longest: int, rounds: int) -> Iterator[tuple[str, str, Any]]:
     here = str(Path(__file__).resolve())
 
     def on(num: int, what: str, *args: Any) -> Any:
@@ -264,6 +290,7 @@ def _measured(length: int, rounds: int) -> Iterator[tuple[str, str, Any]]:
         for method in METHODS[: 1 + (num > 1)]:
             name = f"`cp={num}`, {method}" if num > 1 else "one process"
             yield "kept", name, max(on(num, "measure_kept", method))
+            yield "peak", name, max(on(num, "measure_peak", method, longest))
     for num in (2, 4):
         for method in METHODS:
             for kv in (HEADS, 2) if method == "gather" or num == 2 else (HEADS,):
@@ -287,12 +314,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="timed micro-batches of each contender (5)")
     parser.add_argument("--length", type=int, default=4096, help="positions of a sequence that is timed (4096)")
+    parser.add_argument(
+        "--longest", type=int, default=8192, help="positions of a sequence of which the peak is taken (8192)"
+    )
     parser.add_argument("--write", type=Path, help="a page whose <!-- context --> part is replaced by the tables")
     args = parser.parse_args(argv)
     if args.rounds < 2:
         parser.error(f"--rounds={args.rounds}: a median and a spread need at least 2")
-    found: dict[str, dict[str, Any]] = {"kept": {}, "sent": {}, "times": {}}
-    for kind, name, value in _measured(args.length, args.rounds):
+    found: dict[str, dict[str, Any]] = {"kept": {}, "peak": {}, "sent": {}, "times": {}}
+    for kind, name, value in _measured(args.length, args.longest, args.rounds):
         found[kind][name] = value
     text = table(**found)
     print(text)

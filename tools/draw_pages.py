@@ -1,15 +1,18 @@
 """Measures and draws the pictures of the docs: the bytes that a rank holds, gathers and keeps; precision of dtypes.
 
-    python tools/draw_pages.py           # measures (two minutes on 2 cores) into docs/data/pages.json, then draws
+    python tools/draw_pages.py           # measures (some minutes on 2 cores) into docs/data/pages.json, then draws
     python tools/draw_pages.py --draw    # draws from the existing figures
 
 The figures come from the tests' own models and measurements, so the pages show what the tests assert.
 """
 
 import argparse
+import functools
 import importlib
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,7 @@ def measure(only: str | None = None) -> dict[str, Any]:
             "adapters": lambda: _adapters(pool.run),
             "quantize": _quantize,
             "context-parallel": _orders,
+            "context-curve": _packed_chat,
             "watching": lambda: _watching(pool.run),
         }
         return {name: make() for name, make in made.items() if only in (None, name)}
@@ -70,6 +74,30 @@ def _layout() -> dict[str, list[list[int]]]:
         recipe = make_recipe(anatomy, layout_of(text, RANKS), precision=Precision(), sharding=Sharding())
         pieces = [recipe.at(rank).extents("weight") for rank in range(RANKS)]
         found[text] = [[row for p in held for row in range(ROWS)[p.full_index[0]]] for held in pieces]
+    return found
+
+
+def _packed_chat() -> dict[str, list[float]]:
+    """Losses by step of ``shardwise train`` on packed conversations, in float64: of one process, and of ranks that share each sequence.
+
+    Raises:
+        AssertionError: one is off by 1e-4 nats; Llama's norms round to float32, also in float64.
+    """
+    layouts = {"one process": "dp_shard=1", "2 ranks": "cp=2", "4 ranks": "cp=4"}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        run = functools.partial(subprocess.run, check=True, cwd=folder, stdout=subprocess.DEVNULL)
+        run([sys.executable, ROOT / "examples" / "small_chat.py", "runs/chat"])
+        for name, layout in layouts.items():
+            train = [sys.executable, "-m", "shardwise", "train", ROOT / "examples" / "chat.yaml", "--data.seq_len=256"]
+            train += ["--data.pack=true", f"--parallel.layout={layout}", f"--nproc={layout[-1]}", f"--log.dir={layout}"]
+            train += ["--parallel.precision=fp64", "--train.steps=60", "--train.eval_every=0", "--log.every=1"]
+            run([*train, "--train.prove=false", "--checkpoint.export=null"])
+            lines = Path(folder, layout, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            found[name] = [line["loss"] for line in map(json.loads, lines) if line["kind"] == "step"]
+    one = found["one process"]
+    apart = max(abs(x - y) for losses in found.values() for x, y in zip(one, losses, strict=True))
+    assert apart < 1e-4, f"off by {apart:.1e}"
     return found
 
 
@@ -488,6 +516,22 @@ def _draw_watching(figure: Any, figures: Sequence[tuple[str, float, float]]) -> 
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
+def _draw_packed_chat(figure: Any, figures: Mapping[str, list[float]]) -> None:
+    curves, apart = figure.subplots(1, 2)
+    one = figures["one process"]
+    steps = range(1, len(one) + 1)
+    for (name, losses), color, width in zip(figures.items(), (LIGHT, BLUE, ORANGE), (5, 2.5, 1), strict=True):
+        curves.plot(steps, losses, color=color, linewidth=width, label=name)
+        if losses is not one:
+            off = [max(abs(x - y), 1e-17) for x, y in zip(one, losses, strict=True)]
+            apart.semilogy(steps, off, color=color, linewidth=1, label=name)
+    curves.set(title="loss of packed conversations", xlabel="step", ylabel="nats per token")
+    apart.set(title="apart from one process", xlabel="step", ylim=(1e-17, 1))
+    for axes in (curves, apart):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
 def _bar(x: float, y: float, width: float, height: float, color: str) -> Any:
     from matplotlib.patches import Rectangle
 
@@ -506,6 +550,7 @@ DRAWINGS: dict[str, Callable[[Any, Any], None]] = {
     "adapters": _draw_adapters,
     "quantize": _draw_quantize,
     "context-parallel": _draw_orders,
+    "context-curve": _draw_packed_chat,
     "watching": _draw_watching,
 }
 

@@ -2,6 +2,7 @@
 user's own (:func:`attend`). Where a rank has some rows of a sequence, its queries are compared with the keys of all."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,7 @@ class Attention(NamedTuple):
         kernel: ``kernel(q, k, v, rows)``: what it computes for queries of these positions, and the keys of all of them; ``[..., positions,
             width]``. ``rows`` None: for all queries.
         mask: what it adds, or hides, ``[..., queries, keys]``; None: nothing.
+        is_causal: a query has no use for keys behind its own position: the kernel may be given those of some rows, and the keys up to the last.
         finish: makes what the model gets of the kernel's result.
     """
 
@@ -33,6 +35,7 @@ class Attention(NamedTuple):
     v: Tensor
     kernel: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     mask: Tensor | None
+    is_causal: bool = False
     finish: Callable[[Tensor], Any] = lambda result: result
 
     def has_mask_of(self, length: int) -> bool:
@@ -53,12 +56,14 @@ class Now:
         attends: computes it; None: everything is whole.
         rows: positions of the queries for which models of transformers make their masks; None: all.
         makes_masks: these make one also where a causal kernel needs none, as they do for other batches.
+        masks: storages of masks -> what is made here, and how it is made once more; None: these are not asked for.
     """
 
     def __init__(self) -> None:
         self.attends: Attends | None = None
         self.rows: Tensor | None = None
         self.makes_masks = False
+        self.masks: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] | None = None
 
 
 now = Now()
@@ -100,15 +105,25 @@ def of_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
     def kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
         if rows is None or rows.shape[0] != q.shape[-2]:  # queries that are no positions are whole
             return SDPA(q, k, v, attn_mask=mask, is_causal=is_causal, **given)
-        shown = causal_mask(rows, k) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
+        shown = causal_mask(rows, k, q.dtype) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
         return SDPA(q, k, v, attn_mask=shown, **given)
 
-    return Attention(q, k, v, kernel, mask)
+    return Attention(q, k, v, kernel, mask, is_causal and mask is None)
 
 
-def causal_mask(rows: Tensor, keys: Tensor) -> Tensor:
-    """Which keys a query at each of ``rows`` sees, ``[rows, keys]``: those up to its own position."""
-    return rows[:, None] >= torch.arange(keys.shape[-2], device=rows.device)
+def causal_mask(rows: Tensor, keys: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor:
+    """What is added for a query at each of ``rows``, ``[rows, keys]``: nothing to the keys up to its own position. Not a mask of bools: torch would
+    make one of numbers of it, which nobody knows, and keep that for the backward."""
+
+    def make(rows: Tensor) -> Tensor:
+        is_hidden = rows[:, None] < torch.arange(num, device=rows.device)
+        return torch.zeros(is_hidden.shape, dtype=dtype, device=rows.device).masked_fill_(is_hidden, hidden)
+
+    num = keys.shape[-2]
+    mask = make(rows)
+    if now.masks is not None:
+        now.masks[mask.untyped_storage().data_ptr()] = rows, make, mask
+    return mask
 
 
 def mask_of_rows(mask: Tensor | None, rows: Tensor, length: int) -> Tensor | None:
@@ -225,15 +240,17 @@ def _of_transformers(
     def kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
         if rows is None or rows.shape[0] != q.shape[-2]:
             return plain(module, q, k, v, mask, **kwargs)[0].transpose(1, 2)  # type: ignore[no-any-return]
-        seen = causal_mask(rows, k) if is_causal else None
-        shown = mask_of_rows(mask, rows, k.shape[-2]) if seen is None else seen
-        is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
         if name == "sdpa" and is_plain:  # without repeating keys and values
             chance, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+            shown = causal_mask(rows, k, q.dtype) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
             return SDPA(q, k, v, shown, chance, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        if seen is not None:
-            nothing = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-            shown = nothing.masked_fill(~seen, torch.finfo(q.dtype).min)[None, None]
+        if is_causal:
+            shown = causal_mask(rows, k, q.dtype, torch.finfo(q.dtype).min)[None, None]
+        else:
+            shown = mask_of_rows(mask, rows, k.shape[-2])
         return plain(module, q, k, v, shown, **{**kwargs, "is_causal": False})[0].transpose(1, 2)  # type: ignore[no-any-return]
 
-    return now.attends.attend(Attention(q, k, v, kernel, mask, lambda result: (result.transpose(1, 2), None)))  # type: ignore[no-any-return]
+    is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+    of_rows = is_causal and is_plain and name == "sdpa"
+    call = Attention(q, k, v, kernel, mask, of_rows, lambda result: (result.transpose(1, 2), None))
+    return now.attends.attend(call)  # type: ignore[no-any-return]

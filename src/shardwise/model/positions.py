@@ -387,7 +387,8 @@ class Rows(ComparedRows):
         if self._rows is None:
             self._whole.functions.append(name)
             self._whole.has_own_backwards |= is_own
-            if is_own or any(isinstance(x, Tensor) and x.requires_grad for x in cut_off):
+            cuts_off = self._trial.module.training and any(isinstance(x, Tensor) and x.requires_grad for x in cut_off)
+            if is_own or cuts_off:  # in eval mode the whole model is run without gradients
                 self._whole.hides.add(self.frames[-1].name if self.frames else "")
 
     def refuse_backward_hooks(self, name: str, given: Any, output: Any) -> None:

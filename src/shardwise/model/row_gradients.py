@@ -83,6 +83,11 @@ class Gradients:
     def begin(self, mode: Runs) -> None:
         """A run begins."""
         self.mode = mode
+
+    def end(self) -> None:
+        """A run has ended. What is kept in its graph has hooks that refer to this object: nothing here may refer to the run, as Python's garbage
+        collector does not see through graphs."""
+        self.mode = None
         self._joined.clear()
         self._weights.clear()
 

@@ -84,6 +84,8 @@ def _run(trial: Trial, mode: Rows) -> None:
                 _, seen = trial.run_within(mode, has_gradients=trial.module.training, then=mode.run_backward)
         finally:
             now.attends, now.rows = before
+            if mode.gradients is not None:
+                mode.gradients.end()
     if mode.has_threads:
         raise UnsupportedError(
             "a model under cp that runs its modules in threads of its own",

@@ -25,10 +25,16 @@ def rows_of(length: int, degree: int, order: Order, device: torch.device | None 
     Any length can be cut: into chunks of ceil(length / number of chunks), of which the last ones are shorter, or empty. ``zigzag`` gives
     rank r the chunks r and 2 * degree - 1 - r: under a causal mask each rank has as many keys to look at. ``contiguous``: chunk r.
     """
+    spans = (spans_of(length, degree, order, rank) for rank in range(degree))
+    return [torch.cat([torch.arange(*span, device=device) for span in of_rank]) for of_rank in spans]
+
+
+def spans_of(length: int, degree: int, order: Order, rank: int) -> list[tuple[int, int]]:
+    """The first position, and the one behind the last, of each chunk of a rank; see :func:`rows_of`."""
     num = num_chunks(degree, order)
     size = -(-length // num)
-    chunks = [torch.arange(min(i * size, length), min((i + 1) * size, length), device=device) for i in range(num)]
-    return [torch.cat([chunks[r], chunks[num - 1 - r]]) if order == "zigzag" else chunks[r] for r in range(degree)]
+    chunks = (rank, num - 1 - rank) if order == "zigzag" else (rank,)
+    return [(min(i * size, length), min((i + 1) * size, length)) for i in chunks]
 
 
 def imbalance(positions: Tensor, degree: int, order: Order) -> float:

@@ -4,6 +4,8 @@ the other way.
 Parts of ranks are filled up to one size inside of an exchange only, so that any length can be cut.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -13,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise._torch.collectives import gather_over, scatter_sum_over, swap_over
 from shardwise.errors import UnsupportedError
-from shardwise.model.attend import Attention
-from shardwise.model.rows import Order, most_rows, num_chunks, rows_of
+from shardwise.model.attend import Attention, now
+from shardwise.model.rows import Order, most_rows, num_chunks, rows_of, spans_of
 
 
 class At(NamedTuple):
@@ -229,48 +231,113 @@ def attend_over_heads(call: Attention, at: At, ranks: Ranks) -> Tensor:
 
 def attend_gathered(call: Attention, at: At, ranks: Ranks) -> Tensor:
     """Attention of this rank's queries over gathered keys and values."""
-    return with_gathered(
-        lambda keys, values: call.kernel(call.q, keys, values, at.rows),
-        (call.k, call.v),
-        (call.k.dim() - 2, call.v.dim() - 2),
-        at,
-        ranks,
-    )
+    spans = spans_of(at.length, ranks.size, ranks.order, ranks.rank)
+    sizes = [stop - start for start, stop in spans]
+
+    def compute(keys: Tensor, values: Tensor) -> Tensor:
+        return call.kernel(call.q, keys, values, at.rows)
+
+    def compute_chunks(keys: Tensor, values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        parts = zip(call.q.split(sizes, -2), at.rows.split(sizes), spans, strict=True)
+        found = [call.kernel(q, keys[..., :stop, :], values[..., :stop, :], rows) for q, rows, (_, stop) in parts]
+        return torch.cat([x.transpose(-2, -3) for x in found], -3).transpose(-2, -3), found  # as kernels lay it out
+
+    has_chunks = call.is_causal and len(sizes) > 1 and all(sizes) and sum(sizes) == call.q.shape[-2]
+    dims = call.k.dim() - 2, call.v.dim() - 2
+    found = with_gathered(compute_chunks if has_chunks else compute, (call.k, call.v), dims, at, ranks)
+    return found[0] if has_chunks else found  # type: ignore[no-any-return]
 
 
 def with_gathered(
     compute: Callable[..., Any], given: Sequence[Tensor], dims: Sequence[int], at: At, ranks: Ranks
 ) -> Any:
     """What is computed of all positions of tensors, gathered along ``dims``. What backward needs of those is kept as this rank's part, and
-    gathered once more, whatever computes."""
+    gathered once more, whatever computes; masks that are made of positions are made once more; and what ``compute`` returns beside, which lies
+    one behind another in what it returns along dim -2, is kept as parts of that."""
     full = [Gather.apply(x, *at, tuple(ranks), dim) for x, dim in zip(given, dims, strict=True)]
     if torch.compiler.is_compiling():  # the graph's partitioner decides what is kept
         return compute(*full)
     parts = {
-        x.untyped_storage().data_ptr(): (part.detach(), dim)
+        _storage(x): _Gathered(part.detach(), functools.partial(ranks.gathered, at=at, dim=dim))
         for x, part, dim in zip(full, given, dims, strict=True)
         if x.numel()
     }
+    masks: dict[int, Any] = {}  # alive while the kernel runs, so that no other tensor takes the place of one
+    others: list[_Kept] = []
 
     def pack(x: Tensor) -> Any:
-        part = parts.get(x.untyped_storage().data_ptr()) if x.numel() else None
-        return x if part is None else _Again(*part, x.size(), x.stride(), x.storage_offset())
+        storage = _storage(x) if x.numel() else 0
+        found = parts.get(storage) or (_Gathered(*masks[storage][:2]) if storage in masks else None)
+        if found is None:
+            others.append(_Kept(x))
+            return others[-1]
+        found.num_kept += 1
+        return _Again(found, x.size(), x.stride(), x.storage_offset())
 
-    def unpack(kept: Any) -> Tensor:
-        if not isinstance(kept, _Again):
-            return kept  # type: ignore[no-any-return]
-        whole = ranks.gathered(kept.part, at, kept.dim)
-        return whole.as_strided(kept.size, kept.stride, kept.offset)
+    before, now.masks = now.masks, masks
+    try:
+        with saved_tensors_hooks(pack, lambda kept: kept.unpacked()):
+            found = compute(*full)
+        if isinstance(found, tuple):
+            result, pieces = found
+            of_pieces = result.detach().split([x.shape[-2] for x in pieces], -2)
+            lies_in = {_storage(x): part for x, part in zip(pieces, of_pieces, strict=True)}
+            for kept in others:
+                part = lies_in.get(_storage(kept.part))
+                if part is not None and part.shape == kept.part.shape:
+                    kept.part = part
+        return found
+    finally:
+        now.masks = before
+        masks.clear()  # graphs keep both hooks
+        others.clear()
 
-    with saved_tensors_hooks(pack, unpack):
-        return compute(*full)
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+@dataclasses.dataclass
+class _Kept:
+    """A tensor that is kept as it is."""
+
+    part: Tensor
+
+    def unpacked(self) -> Tensor:
+        return self.part
+
+
+@dataclasses.dataclass
+class _Gathered:
+    """What is made of a part, or of rows, as often as a backward runs: once for all that is kept of it."""
+
+    part: Tensor
+    make: Callable[[Tensor], Tensor]
+    num_kept: int = 0
+    num_left: int = 0
+    whole: Tensor | None = None
+
+    def again(self) -> Tensor:
+        if self.whole is None:
+            self.whole, self.num_left = self.make(self.part), self.num_kept
+        whole, self.num_left = self.whole, self.num_left - 1
+        if not self.num_left:
+            self.whole = None
+        return whole
 
 
 class _Again(NamedTuple):
-    """A view of gathered rows, to be made of this rank's part once more."""
+    """A view of what is made once more."""
 
-    part: Tensor
-    dim: int
+    of: _Gathered
     size: Any
     stride: Any
     offset: Any
+
+    @property
+    def part(self) -> Tensor:
+        """What is kept for it."""
+        return self.of.part
+
+    def unpacked(self) -> Tensor:
+        return self.of.again().as_strided(self.size, self.stride, self.offset)

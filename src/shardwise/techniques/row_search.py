@@ -321,8 +321,12 @@ class Search:
         if not trial.module.training:
             trial.set_training(True)
         values = self._run_whole(trial, is_training=True)
-        for scale in _SCALES if values.has_own_backwards else _SCALES[:1]:
-            gradients = Gradients(self.degree if self.kind is None else 1, scale, values.writes)
+        scales, writes = _SCALES if values.has_own_backwards else _SCALES[:1], values.writes
+        if known is not None:  # nothing is looked for afterwards
+            del values
+            self._whole.clear()
+        for scale in scales:
+            gradients = Gradients(self.degree if self.kind is None else 1, scale, writes)
             try:
                 whole = whole_run(
                     trial, self.length, heads_over=self.heads_over, kind=self.kind, gradients=gradients, plan=plan
@@ -414,8 +418,9 @@ class Search:
             if not _follows(found, facts):
                 raise Differs("", f"it does other things on sequences of {own} positions")
             facts.add(found)
-        self._compare_gradients(trial, plan, facts)
         facts.add_buffers(whole.added({name: value for name, (*_, value) in trial.written.items()}))
+        del whole
+        self._compare_gradients(trial, plan, facts)
         self.length, self._whole = before
 
     def _note_tensors(self, facts: Facts) -> None:

@@ -1,5 +1,7 @@
 """What ranks run for the tests of context parallelism."""
 
+import gc
+
 import torch
 import torch.nn.functional as F
 from techniques.cp.sequences import VOCAB, WIDTH, Attention, Block, Words, batch, build, count, heads, loss_of, windows
@@ -389,6 +391,19 @@ def kept_bytes(layout, method="gather"):
             loss([batch(1, 256 // 8)])
         rows = {WIDTH, 3 * WIDTH, 48, 8}
         return sum(n for x, n in kept.values() if x.shape[-1] in rows and tuple(x.shape) not in sizes and x.dim() > 2)
+
+
+def masks_between(layout, length=40):
+    """Shapes of masks, of all rows of a rank or of one of its two chunks, that are there between a forward and its backward."""
+    with sw.init(layout, device="cpu") as world:
+        model = parallel("plain", world, context_parallel="gather")
+        with sw.window(model, [batch(1, length)], count=count) as found:
+            for given in found:
+                output = model(given["input_ids"])
+                gc.collect()
+                shapes = {tuple(x.shape[-2:]) for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() > 1}
+                output.sum().backward()
+        return [shape for shape in shapes if shape[0] in (length // 2, length // 4) and not shape[1] % (length // 4)]
 
 
 class Remembers(Words):

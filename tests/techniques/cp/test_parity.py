@@ -11,6 +11,7 @@ from techniques.cp.on_ranks import (
     backward_outside,
     dropped,
     every_length,
+    masks_between,
     own_loop,
     refused,
     train_and_save,
@@ -368,6 +369,11 @@ def test_what_is_refused(ranks, case, words):
 
 def test_two_outputs_and_an_entry_of_samples(ranks):
     assert max(ranks.run(two_outputs, 2, "cp=2")) < 1e-12
+
+
+def test_no_mask_of_a_causal_kernel_is_kept_for_backward(ranks):
+    """They would grow with the square of the length, in each block; one process has none."""
+    assert ranks.run(masks_between, 2, "cp=2") == [[], []]
 
 
 def test_a_backward_outside_of_a_window_is_refused(ranks):

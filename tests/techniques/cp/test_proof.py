@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kept_tensors import bytes_in_memory
 from techniques.cp.sequences import PROVED, REFUSED, WIDTH, Words, batch, build, heads, own_kernel
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -260,9 +261,10 @@ class Late(nn.Module):
         super().__init__()
         self.number, self.how, self.layer = number, how, nn.Linear(WIDTH, WIDTH)
         self.register_buffer("flag", torch.tensor(float(number >= 4)))
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        y = self.layer(x)
+        y = self.layer(x) * self.scale
         if self.how == "by its number" and self.number >= 4:
             y = y.roll(1, 1)
         if self.how == "by a buffer" and self.flag:
@@ -270,6 +272,8 @@ class Late(nn.Module):
         if self.how == "straight through" and self.number >= 4:
             mean = y.mean(1, keepdim=True)
             y = y + (mean - mean.detach())
+        if self.how == "apart":
+            y = y * y.detach().tanh()
         if self.how == "positions" and self.number >= 4:
             y = y + torch.arange(x.shape[1])[:, None].sin()
         return x + y
@@ -286,6 +290,27 @@ def test_many_blocks_are_all_compared(how):
     facts = proof_of(model)
     assert facts.output == "rows" and len(facts.cut) == 12
     assert facts.positions == ({f"blocks.{i}": [["arange", 0, 0]] for i in range(4, 12)} if how else {})
+
+
+@pytest.mark.parametrize("how", ["", "apart"])
+def test_many_blocks_that_are_alike_are_searched_once(how, monkeypatch):
+    """A few of them: what all of them would keep for their backwards may be more than there is."""
+    searched = []
+    inner = Search._searched
+    monkeypatch.setattr(Search, "_searched", lambda self, kinds: searched.append(len(kinds)) or inner(self, kinds))
+    model = Odd("")
+    model.blocks = nn.ModuleList(Late(0, how) for _ in range(12))
+    assert len(proof_of(model).cut) == 12
+    assert searched == ([1, 0] if how else [1])
+
+
+def test_a_proof_keeps_no_tensors():
+    """Its graphs have hooks, and what those refer to the garbage collector does not see."""
+    model = Odd("")
+    proof_of(model, 48)  # what is made once
+    before = bytes_in_memory()
+    proof_of(model, 48)
+    assert bytes_in_memory() <= before
 
 
 def test_a_backward_hook_of_one_of_many_blocks_is_seen():

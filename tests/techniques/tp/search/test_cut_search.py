@@ -6,6 +6,7 @@ from unittest import mock
 import models
 import pytest
 import torch
+from kept_tensors import bytes_in_memory
 from models.linears import WIDTH, Attention, Decoder, Mlp
 from torch import nn
 from torch.nn import functional
@@ -114,6 +115,14 @@ def test_some_blocks_are_searched_and_all_are_run_at_the_end():
     # Whole, and as both ranks in training; whole in eval mode, which makes no difference.
     assert set(calls[:-4]) == {2} and calls[-4:] == [50] * 4
     assert len(module.blocks) == 50
+
+
+def test_a_search_keeps_no_tensors_as_large_as_outputs():
+    module = Deep(Mlp(), Mlp())
+    run(module)
+    before = bytes_in_memory()
+    search(module, lambda copy: copy(torch.arange(60_000).view(200, 300) % 19), 2)  # 9 MB
+    assert bytes_in_memory() - before < 2**20
 
 
 def test_kinds_of_blocks():

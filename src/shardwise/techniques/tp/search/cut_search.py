@@ -22,7 +22,7 @@ from shardwise.techniques.tp.search.region_records import Found, Region
 from shardwise.techniques.tp.search.regions import find_regions, gradients, signature
 from shardwise.techniques.tp.search.settings import settled
 from shardwise.techniques.tp.search.tables import add_tables, of_vocabulary
-from shardwise.techniques.tp.search.whole_model import holds_for_all
+from shardwise.techniques.tp.search.whole_model import forget_drawn, holds_for_all
 
 _MOST_TOGETHER = 20  # regions among which every choice is compared
 _HEADS = re.compile(r"heads?$")  # num_heads, n_head, num_key_value_heads
@@ -43,7 +43,14 @@ def search(
     Raises:
         UnsupportedError: the module cannot be copied, or does not run.
     """
-    computed, call = computed_weights(module), Isolated(module, call)
+    try:
+        return _complete(module, Isolated(module, call), degree, allowed)
+    finally:
+        forget_drawn()
+
+
+def _complete(module: nn.Module, call: Isolated, degree: int, allowed: frozenset[str] | None) -> Found:
+    computed = computed_weights(module)
     try:
         found = _search(module, call, degree, allowed, frozenset(computed))
     except Exception:  # of the user's code, which may look at what its weights are computed from

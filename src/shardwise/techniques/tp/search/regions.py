@@ -41,6 +41,11 @@ def _weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=dtype)
 
 
+def forget_weights() -> None:
+    """Lets go of what :func:`weights_for` has given."""
+    _weights.cache_clear()
+
+
 def gradients(x: Tensor, degree: int, rank: int, of: Iterable[Tensor]) -> list[Tensor | None]:
     """Gradients of a random sum over a rank's part of ``x``."""
     of = list(of)

@@ -16,7 +16,7 @@ from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial, Uses
 from shardwise.techniques.tp.search.certificate import cut_of, part_of_run
 from shardwise.techniques.tp.search.region_records import Found, Region, part_of, rows_of
-from shardwise.techniques.tp.search.regions import weights_for
+from shardwise.techniques.tp.search.regions import forget_weights, weights_for
 
 _ALLOWED = 1e-10
 """The largest error of a sum, relative to the norm of what was summed."""
@@ -337,3 +337,9 @@ def _sums(x: Tensor) -> _Sums:
 @functools.lru_cache(maxsize=8)
 def _places(size: int) -> Tensor:
     return torch.arange(size, dtype=torch.float64).mul_(0.7548776662).frac_()
+
+
+def forget_drawn() -> None:
+    """Lets go of the tensors that were drawn for a search, which are as large as the outputs of the model."""
+    _places.cache_clear()
+    forget_weights()
