@@ -251,6 +251,6 @@ def _of_transformers(
         return plain(module, q, k, v, shown, **{**kwargs, "is_causal": False})[0].transpose(1, 2)  # type: ignore[no-any-return]
 
     is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
-    of_rows = is_causal and is_plain and name == "sdpa"
+    of_rows = bool(is_causal) and is_plain and name == "sdpa"
     call = Attention(q, k, v, kernel, mask, of_rows, lambda result: (result.transpose(1, 2), None))
     return now.attends.attend(call)  # type: ignore[no-any-return]
