@@ -2,6 +2,7 @@
 
     python benchmarks/context.py                                       # prints four tables; some minutes on 2 cores
     python benchmarks/context.py --write docs/context-parallel.md      # and puts them into the page
+    python benchmarks/context.py --proof --write docs/context-parallel.md      # the proof, of a model of 70B parameters
 
 Before anything is counted or timed, losses and gradients of each contender are those of one process. *Kept* are the bytes of storages
 that autograd keeps in the blocks of a rank, parameters left out. *Peak* is resident memory, as the system counts it. *Sent* are the bytes that a rank sends in the calls of attention of
@@ -30,7 +31,7 @@ import shardwise as sw
 from shardwise.launch import launch_local
 from shardwise.techniques import row_exchanges as exchanges
 
-__all__ = ["measure_kept", "measure_peak", "measure_sent", "measure_times", "table"]
+__all__ = ["measure_kept", "measure_peak", "measure_proof", "measure_sent", "measure_times", "proof_table", "table"]
 
 VOCAB, HEADS = 64, 4
 METHODS = ("gather", "ulysses")
@@ -250,6 +251,36 @@ def _by_hand(model: nn.Module, world: sw.World, batch: dict[str, Tensor]) -> Cal
     return run
 
 
+# ---- proof -----------------------------------------------------------------------------------------------------------
+
+
+def measure_proof(length: int) -> tuple[float, float]:
+    """Seconds of the processor, and GiB of resident memory beside what torch and transformers take, of the proof in the shapes of Llama 70B on
+    meta, for ``cp=8`` and an example of so many positions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardwise.techniques.row_search import Search
+    from shardwise.techniques.sequences import sequences_in
+
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=64, num_key_value_heads=8, **sizes))
+    example = next(sequences_in(((), {"input_ids": torch.zeros(1, length, dtype=torch.long)})))
+    before, start = _resident("VmRSS"), time.process_time()
+    facts = Search(model, example, 8, "zigzag").run()
+    assert facts.output == "rows" and len(facts.cut) == 80
+    return time.process_time() - start, (_resident("VmHWM") - before) / 1024
+
+
+def proof_table() -> str:
+    """Its figures as a Markdown table."""
+    lines = ["| proof in the shapes of Llama 70B, `cp=8`, on meta | s of the processor | GiB |", "|---|--:|--:|"]
+    for length in (64, 4096):
+        seconds, size = launch_local(f"{Path(__file__).resolve()}:measure_proof", nproc=1, args=(length,))[0]
+        lines.append(f"| an example of {length:,} positions | {seconds:.0f} | {size:.1f} |")
+    return "\n".join(lines)
+
+
 # ---- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -317,19 +348,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--longest", type=int, default=8192, help="positions of a sequence of which the peak is taken (8192)"
     )
+    parser.add_argument(
+        "--proof", action="store_true", help="measure the proof alone, in the shapes of a model of 70B parameters"
+    )
     parser.add_argument("--write", type=Path, help="a page whose <!-- context --> part is replaced by the tables")
     args = parser.parse_args(argv)
     if args.rounds < 2:
         parser.error(f"--rounds={args.rounds}: a median and a spread need at least 2")
-    found: dict[str, dict[str, Any]] = {"kept": {}, "peak": {}, "sent": {}, "times": {}}
-    for kind, name, value in _measured(args.length, args.longest, args.rounds):
-        found[kind][name] = value
-    text = table(**found)
+    if args.proof:
+        part, text = "proof", proof_table()
+    else:
+        found: dict[str, dict[str, Any]] = {"kept": {}, "peak": {}, "sent": {}, "times": {}}
+        for kind, name, value in _measured(args.length, args.longest, args.rounds):
+            found[kind][name] = value
+        part, text = "context", table(**found)
     print(text)
     if args.write:
-        before, _, rest = args.write.read_text(encoding="utf-8").partition("<!-- context -->\n")
-        after = rest.partition("<!-- /context -->")[2]
-        args.write.write_text(f"{before}<!-- context -->\n{text}\n<!-- /context -->{after}", encoding="utf-8")
+        before, _, rest = args.write.read_text(encoding="utf-8").partition(f"<!-- {part} -->\n")
+        after = rest.partition(f"<!-- /{part} -->")[2]
+        args.write.write_text(f"{before}<!-- {part} -->\n{text}\n<!-- /{part} -->{after}", encoding="utf-8")
     return 0
 
 

@@ -33,3 +33,8 @@ def test_what_is_sent_is_what_the_formula_says(ranks, method, kv):
 def test_its_tables(ranks):
     found = {name: ranks.run(times, 2, "cp=2", name)[0] for name in ("gather", "by hand")}
     assert "| gather |" in script("context").table({"one": 2, "two": 1}, {"one": 3.0}, {"gather": (3, 3)}, found)
+
+
+@pytest.mark.soak
+def test_the_proof_of_70b_parameters():
+    assert "| an example of 4,096 positions |" in script("context").proof_table()
