@@ -3372,6 +3372,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "keys are gathered for each chunk of a rank",
     ),
     Mutant(
+        "optimizer-state-at-two-places",
+        "        if memory and (other := at.setdefault(memory, place)) != place:\n",
+        "        if memory and (other := at.setdefault(memory, place)) != other:\n",
+        "tests/state/test_optimizer.py -k one_tensor_at_two_places",
+        "a tensor at two places of an optimizer's state is two after a resume",
+    ),
+    Mutant(
         "proof-keeps-its-graphs",
         "                mode.gradients.end()\n",
         "                pass\n",

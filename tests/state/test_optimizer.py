@@ -305,6 +305,31 @@ def test_tensors_in_another_container_are_refused_when_they_are_saved(ranks):
         assert "optimizer state 'past': a deque of tensors" in told and "in a list, or a dict" in told
 
 
+def with_one_tensor_twice(kind):
+    world, model, optim = fresh("conv", "dp_shard=2", "adamw")
+    with world:
+        steps("conv", model, optim, world, (1,))
+        for state in optim.state.values():
+            past = state["exp_avg"].clone()
+            state |= {"past": [past, past]} if kind == "in a list" else {"past": past, "kept": past.view_as(past)}
+        try:
+            sw.full_optimizer_state_dict(model, optim)
+        except sw.UnsupportedError as error:
+            return str(error)
+        return "nothing was raised"
+
+
+@pytest.mark.parametrize("kind", ["in a list", "under two keys"])
+def test_one_tensor_at_two_places_is_refused_when_it_is_saved(ranks, kind):
+    other = (
+        "'past/1', which shares its memory with 'past/0'"
+        if kind == "in a list"
+        else "'kept', which shares its memory with 'past'"
+    )
+    for told in ranks.run(with_one_tensor_twice, 2, kind):
+        assert f"optimizer state {other}" in told and "x.clone()" in told
+
+
 def from_torch(layout):
     """What stock torch saves of a model that it sharded itself is taken as it is."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict

@@ -167,7 +167,8 @@ def agreed_state(
 
     Raises:
         UsageError: a parameter is not the model's, or ranks have different state.
-        UnsupportedError: state of a sharded parameter is neither shaped like it nor equal on every rank; or the rest cannot be saved.
+        UnsupportedError: state of a sharded parameter is neither shaped like it nor equal on every rank, or two tensors of it share memory;
+            or the rest cannot be saved.
     """
     names = names_of(runtime, optim)
 
@@ -208,10 +209,19 @@ def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, 
     shape = runtime.local_tensor_of(name).shape
     param = runtime.recipe.params[name]
     found: dict[str, bool] = {}
+    at: dict[int, str] = {}  # memory -> the place of the tensor there
 
     def judge(place: str, value: Any) -> None:
         refuse_partial(value, f"optimizer state {place!r}", name)
         is_tensor = isinstance(value, Tensor)
+        memory = local_tensor(value).data_ptr() if is_tensor else 0  # 0: none, of an empty one
+        if memory and (other := at.setdefault(memory, place)) != place:
+            raise UnsupportedError(
+                f"optimizer state {place!r}, which shares its memory with {other!r}",
+                why="each would be a tensor of its own after it is loaded, and a write into one would not reach the other",
+                fix="keep it under one place, or put a copy of it under the other: x.clone()",
+                name=name,
+            )
         if place in found or (not is_tensor and any(isinstance(leaf, Tensor) for leaf in leaves_of(value))):
             raise UnsupportedError(
                 f"optimizer state {place!r}: {'a ' + type(value).__name__ + ' of tensors' if place not in found else 'two values of that place'}",
