@@ -125,6 +125,28 @@ def test_a_policy_brings_them_together_before_a_save_and_an_evaluation(ranks, tm
             torch.testing.assert_close(kept[name], want, rtol=1e-12, atol=1e-12)
 
 
+def _window(layout, policies, reads):
+    with sw.init(layout, device="cpu") as world:
+        model = _model(world, policies)
+        optim, data = torch.optim.SGD(model.parameters(), lr=0.1), world.axis("dp")
+        with sw.window(model, _batches()[data.rank :: data.size], count=_count) as window:
+            for number, batch in enumerate(window):
+                (model(batch["x"]).square().sum() / window.num_tokens).backward()
+                if reads and number == 1:
+                    sw.full_state_dict(model)
+        optim.step()
+        return sw.full_state_dict(model)
+
+
+def test_a_save_within_a_window_changes_nothing(ranks):
+    """The statistics of each rank are those of its micro-batches until the window ends."""
+    kept = [
+        ranks.run(_window, 2, "dp_shard=2", _BROUGHT_TOGETHER | {"num_seen": "sum"}, reads)[0]
+        for reads in (False, True)
+    ]
+    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+
+
 def test_of_what_each_rank_keeps_for_itself_rank_0s_is_saved(ranks, tmp_path):
     # A sum that code between windows has written differently matters where it is read: to an evaluation, and not to a save.
     (found, buffers, _), (_, also, _) = ranks.run(_calibrated, 2, "dp_shard=2", str(tmp_path), {**_OWN, "cache": "sum"})

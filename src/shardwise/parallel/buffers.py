@@ -284,13 +284,15 @@ class BufferExchange:
 
 def agree_on_saved(runtime: Runtime, what: str) -> None:
     """Compares the persistent buffers before ``what`` saves rank 0's, and makes equal what a policy says; then the copies of parameters.
-    All ranks must call it.
+    All ranks must call it. Within a window the buffers stay as they are: each rank's have its own micro-batches, until the end.
 
     Raises:
         as :meth:`BufferExchange.apply` and :func:`~shardwise.parallel.copies.refuse_diverged`.
     """
     exchange, place = BufferExchange(runtime, is_save=True), f"{BEGIN} {what}"
-    exchange.apply(runtime.world.agreement.sum(exchange.entries(is_idle=False), place), place)
+    told = runtime.world.agreement.sum({} if runtime.in_window else exchange.entries(is_idle=False), place)
+    if not runtime.in_window:
+        exchange.apply(told, place)
     refuse_diverged(runtime, what)
 
 
