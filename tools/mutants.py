@@ -2167,7 +2167,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "buffers-not-agreed-on-before-saves",
-        "    exchange.apply(runtime.world.agreement.sum(exchange.entries(is_idle=False), place), place)\n",
+        "    if not runtime.in_window:\n        exchange.apply(told, place)\n",
         "",
         "tests/state/test_differing_ranks.py -k 'written_differently and dp_shard'",
         "rank 0's of buffers that code between windows has written differently is saved",
@@ -3370,6 +3370,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "        self.whole = None\n",
         "tests/benchmarks/test_context.py -k formula",
         "keys are gathered for each chunk of a rank",
+    ),
+    Mutant(
+        "adapters-lost-with-a-checkpoint",
+        "        failed, kept = self._export_adapter(steps), ",
+        "        failed, kept = unsaved or self._export_adapter(steps), ",
+        "tests/run/test_disk_space.py -k costs_no_adapters",
+        "a last checkpoint that cannot be written costs the adapters",
     ),
     Mutant(
         "optimizer-state-at-two-places",

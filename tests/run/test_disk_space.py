@@ -254,6 +254,16 @@ def test_a_last_checkpoint_that_does_not_fit_is_an_error_once_the_weights_are_th
     assert [kind for kind, *_ in again] == ["done", "done"] and kept(folder) == [2, 4]
 
 
+@pytest.mark.parametrize("export", ["weights", "null"])
+def test_a_last_checkpoint_that_does_not_fit_costs_no_adapters(ranks, folder, export):
+    words = ("--parallel.lora.rank=2", "--checkpoint.every=2", f"--checkpoint.export={export}")
+    what = "adapters are whole, in adapter" if export == "null" else "weights are whole, in weights"
+    for kind, text, _ in ranks.run(_train, 2, folder, "", *words, full_at=(2,)):
+        assert kind == "CheckpointError" and "1.00 MiB are free" in text
+        assert f"; the {what}".replace("in ", f"in {folder}/run/") in text
+    assert load_file(folder / "run/adapter/adapter_model.safetensors")
+
+
 def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(ranks, folder):
     words = ("--checkpoint.every=1", "--checkpoint.export=null")
     for kind, text, _ in ranks.run(_train, 2, folder, "no room at the start", *words):

@@ -96,7 +96,7 @@ def check_place(dest: Path, kind: str, given: str = "", option: str = "") -> Non
             why=f"{standing} is a file, and a folder is needed",
             fix=f"name another folder: {option}{_beside(standing, kind)}",
         )
-    fix = f"name a folder inside it: {option}{dest / 'weights'}"
+    fix = f"name a folder inside it: {option}{dest / kind}"
     if dest.is_dir() and Path.cwd().is_relative_to(dest):
         raise CheckpointError(given, why="it holds the working directory, and is replaced as a whole", fix=fix)
     if os.path.ismount(dest):
@@ -148,6 +148,12 @@ def refuse_within_checkpoint(folder: Path, kind: str, given: str, option: str = 
             why=f"{home} is a checkpoint, which could not be read any more with a file that its manifest does not name",
             fix=f"name another folder: {option}{_beside(home, kind)}",
         )
+
+
+def free_place(dest: Path, kind: str) -> Path:
+    """A directory for files of a kind: ``dest``, or one next to it where something else is there."""
+    is_free = (dest.is_dir() or not os.path.lexists(dest)) and not {*found_in(dest)} - {kind}
+    return dest if is_free else _beside(dest, kind)
 
 
 def _beside(place: Path, kind: str) -> Path:

@@ -72,7 +72,10 @@ def refuse_diverged(runtime: Runtime, what: str, names: Iterable[str] | None = N
         UsageError: on every rank, if copies of one are not equal.
     """
     grid, params = runtime.recipe.grid, runtime.recipe.params
-    axes = {name: (*grid.shared_axes, *(cut.axis for cut in params[name].cuts)) for name in names or params}
+    axes = {
+        name: (*grid.shared_axes, *(cut.axis for cut in params[name].cuts))
+        for name in (params if names is None else names)
+    }
     if all(math.prod(map(grid.degree, set(apart))) == runtime.world.size for apart in axes.values()):
         return
     here = runtime.view.coord

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.config.folders import free_place
 from shardwise.config.render import dump_config
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import describe, recipe_of, runtime_of
@@ -261,8 +262,11 @@ class RunOutput:
     def export(self, unsaved: CheckpointError | None, steps: int) -> None:
         """Writes the final weights; all ranks must call it. Only then it raises the error of the last checkpoint or of
         the metrics. ``steps``: those that were done, for errors."""
-        name, unsaved = self.config.checkpoint.export, unsaved or self._export_adapter(steps)
-        kept = "no weights were asked for"
+        name, adapter = self.config.checkpoint.export, self.config.checkpoint.adapter if self._has_adapters else None
+        failed, kept = self._export_adapter(steps), "no weights were asked for"
+        if adapter is not None and failed is None:
+            kept = f"the adapters are whole, in {self.folder / adapter}"
+        unsaved = failed or unsaved  # which says where the adapters are
         if name is not None:
             self.emit("phase", text="writing the weights")
             try:
@@ -327,7 +331,7 @@ class RunOutput:
         else:
             outcome = f"the {what} of these {steps} steps were written to {saved} instead"
             self.emit(kind, path=str(saved), **({"dtype": stored_dtype(self.model)} if kind == "weights" else {}))
-            place = shlex.quote(str(dest))
+            place = shlex.quote(str(free_place(dest, kind)))
             fix = f"move them from there: mkdir -p {place} && mv {shlex.quote(str(saved.parent))}/* {place}/"
         return CheckpointError(
             error.given,
