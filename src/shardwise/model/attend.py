@@ -112,8 +112,8 @@ def of_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
 
 
 def causal_mask(rows: Tensor, keys: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor:
-    """What is added for a query at each of ``rows``, ``[rows, keys]``: nothing to the keys up to its own position. Not a mask of bools: torch would
-    make one of numbers of it, which nobody knows, and keep that for the backward."""
+    """What is added for a query at each of ``rows``, ``[rows, keys]``: nothing to the keys up to its own position. Not a mask of bools: torch would make one of numbers of it,
+    and keep that for the backward."""
 
     def make(rows: Tensor) -> Tensor:
         is_hidden = rows[:, None] < torch.arange(num, device=rows.device)

@@ -273,7 +273,8 @@ class RunOutput:
                 kept = f"the weights are whole, in {save_weights(self.model, self.folder / name, dtype=self.dtype)}"
             except CheckpointError as error:
                 save = functools.partial(save_weights, self.model)
-                raise self._rescue(error, steps, self.folder / name, save, weights_bytes(self.model)) from error
+                size = weights_bytes(self.model)
+                raise self._rescue(error, steps, self.folder / name, save, size, "weights") from error
             self.tell("weights", path=str(self.folder / name), dtype=self.dtype or stored_dtype(self.model))
         if self._metrics is not None:
             self._metrics.close()
@@ -294,7 +295,7 @@ class RunOutput:
                     if self.config.checkpoint.export is not None:
                         raise
                     save = functools.partial(save_adapter, self.model)
-                    return self._rescue(error, steps, self.folder / name, save, check_adapter(self.model))
+                    return self._rescue(error, steps, self.folder / name, save, check_adapter(self.model), "adapter")
                 self.tell("adapter", path=str(self.folder / name))
             if base is not None:
                 self.emit("phase", text="writing the base")
@@ -305,7 +306,7 @@ class RunOutput:
         return None
 
     def _rescue(
-        self, error: CheckpointError, steps: int, dest: Path, save: Callable[[Path], Path], num_bytes: int
+        self, error: CheckpointError, steps: int, dest: Path, save: Callable[[Path], Path], num_bytes: int, kind: str
     ) -> CheckpointError:
         """Writes the weights or adapters to another folder if they could not be written where they belong, as they are stored: a value
         may be beyond what the dtype of the export can hold. All ranks must call it.
@@ -313,7 +314,7 @@ class RunOutput:
         Returns:
             the error to raise, with what is kept and where; equal on every rank.
         """
-        kind, what = ("weights", "weights") if self.config.checkpoint.export is not None else ("adapter", "adapters")
+        what = "adapters" if kind == "adapter" else kind
         spare = self.world.broadcast(spare_folders(num_bytes) if self.world.is_main else None)
         saved: Path | None = None
         for folder in spare:
