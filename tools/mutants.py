@@ -3379,6 +3379,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a last checkpoint that cannot be written costs the adapters",
     ),
     Mutant(
+        "shards-of-another-rank",
+        "    return tuple((dim, at[dim]) for dim, placement in enumerate(param.placements) if not placement.is_replicate())\n",
+        "    return tuple((dim, 0) for dim, placement in enumerate(param.placements) if not placement.is_replicate())\n",
+        "tests/parallel/test_other_shards.py",
+        "every rank takes the shards that rank 0 saved for its own",
+    ),
+    Mutant(
+        "shards-of-a-copy",
+        "    return tuple((dim, at[dim]) for dim, placement in enumerate(param.placements) if not placement.is_replicate())\n",
+        "    return tuple(enumerate(at))\n",
+        "tests/parallel/test_other_shards.py",
+        "a copy of the same shards is refused",
+    ),
+    Mutant(
         "optimizer-state-at-several-places",
         "        if first not in self._made:\n",
         "        if True:\n",
