@@ -46,6 +46,7 @@ START = dict.fromkeys(
     ("model.weights", "model.adapter", "model.rename", "model.cast", "model.strict", "parallel.init"), _START
 )
 """Keys for a run's initial values: the command that resumes it may leave them out."""
+_BASE = {key: START[key] for key in ("model.weights", "model.rename", "model.cast", "model.strict")}
 FIXED = {
     "model.": _MODEL,
     "parallel.lora": _MODEL,
@@ -67,6 +68,8 @@ OF_A_NODE = ("log.", "launch.", "data.cache")
 """Prefixes of keys in which the nodes of a run may differ: what they say is of one machine."""
 _UNREPORTED = (*OF_A_NODE, "checkpoint.")
 """Prefixes of keys that may change without a word: they change nothing in what is trained."""
+_REPORTED = ("checkpoint.frozen",)
+"""Keys of these that are reported: what is in the checkpoints from here on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,7 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
         return []  # not of `shardwise train`, or not readable: reported when the run is restored
     now, was, default = flat(config), saved.values, flat(RunConfig())
     files = files_of(config)
+    leaves = "leave" in (now.get("checkpoint.frozen"), was.get("checkpoint.frozen"))
     refused: dict[str, str] = {}
     changed: list[str] = []
     for key in dict.fromkeys((*now, *was)):
@@ -108,10 +112,12 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
             continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
             continue
+        if leaves and _of(_BASE, key):
+            continue  # it is loaded beside the checkpoint, which compares its values
         why = _refused(key)
         if why is not None:
             refused[key] = why
-        elif not key.startswith(_UNREPORTED):
+        elif not key.startswith(_UNREPORTED) or key in _REPORTED:
             changed.append(f"{key} {flow_text(old)} -> {flow_text(new)}")
     if refused:
         raise _refusal(saved, config, refused, now, default)
