@@ -62,6 +62,10 @@ MAY_CHANGE = tuple(
 read. A key that is added to ``data`` is refused until it is listed here."""
 _OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "schedule.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
+_OF_TOKENIZER = "data.tokenizer/"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""What is beside a tokenizer.json, and says which tokens the records of conversations become."""
 _WHOLE = ("optim.groups",)
 """Mappings whose keys are patterns, not parts of a key."""
 OF_A_NODE = ("log.", "launch.", "data.cache")
@@ -95,8 +99,11 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
     saved = _newest(root)
     if saved is None:
         return []  # not of `shardwise train`, or not readable: reported when the run is restored
-    now, was, default = flat(config), saved.values, flat(RunConfig())
+    now, was, default = flat(config), dict(saved.values), flat(RunConfig())
     files = files_of(config)
+    for key in files:
+        if key.startswith(_OF_TOKENIZER) and key in saved.files:  # an earlier version did not note them
+            now[key] = was[key] = key.removeprefix(_OF_TOKENIZER)
     leaves = "leave" in (now.get("checkpoint.frozen"), was.get("checkpoint.frozen"))
     refused: dict[str, str] = {}
     changed: list[str] = []
@@ -200,11 +207,19 @@ def files_of(config: RunConfig) -> dict[str, str]:
     tokenizer = tokenizer_path(config.data.tokenizer)
     if tokenizer is not None:
         files["data.tokenizer"] = file_sample(tokenizer)
+        if config.data.has_records:
+            files |= _beside(tokenizer.parent, has_template=config.data.chat_template is None)
     if config.data.chat_template is not None:
         files["data.chat_template"] = file_sample(Path(config.data.chat_template))
     if config.model.hf is not None:
         files["model.hf"] = _identity_of("model.hf", config.model.hf)
     return files
+
+
+def _beside(folder: Path, *, has_template: bool) -> dict[str, str]:
+    """The files of a tokenizer's directory by which records become tokens: of its chat template if that is used."""
+    names = (*_SETTINGS, *(_TEMPLATES if has_template else ()))
+    return {f"{_OF_TOKENIZER}{n}": file_sample(folder / n) if (folder / n).is_file() else "no such file" for n in names}
 
 
 def _identity_of(key: str, path: str | None) -> str:
@@ -230,7 +245,8 @@ def _file_name(build: Any) -> Any:
 
 
 def file_sample(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
-    """A file's size and a digest of 1 MiB of it, evenly spaced, as text: all of a large file would take minutes. For a directory of
+    """A file's size and a digest of 1 MiB of it, evenly spaced, as text: all of a large file would take minutes. A file of up to 1 MiB is
+    read whole. For a directory of
     a saved dataset, of each of the files of its rows, in their order, and of the columns it shows."""
     total, digest, files = 0, hashlib.sha256(), [path]
     if path.is_dir():
