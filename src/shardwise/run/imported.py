@@ -11,7 +11,6 @@ from shardwise.dialects.answers import Imported, imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.run.config import RunConfig
 
-
 _STAND_INS = {"checkpoint.every": 1}  # whose default, none, makes other keys wrong
 
 

@@ -116,6 +116,7 @@ def test_blanks_at_the_end_of_a_prompt_belong_to_it(tmp_path, trims):
 
 UNUSABLE = {
     "all of an answer is inside a token that begins in its prompt": [{"prompt": "Hello ", "completion": "there"}],
+    "it has no prompt, and its answer is one token": [{"prompt": "", "completion": " there"}],
     "an answer is empty": [
         {"messages": [USER, {"role": "assistant", "content": " "}]},
         {"prompt": "a", "completion": ""},
@@ -134,7 +135,7 @@ def test_a_record_without_an_answer_is_refused_by_its_line_or_left_out_and_count
         sw.SFTDataset(path, chat.tokenizer(), seq_len=12)
     assert "data.unusable=drop" in raised.value.fix
     data = sw.SFTDataset(path, chat.tokenizer(), seq_len=12, unusable="drop")
-    assert len(data) == 2 and data.report.dropped == {why: len(UNUSABLE[why])}
+    assert len(data) == 2 and [*data.report.dropped.values()] == [len(UNUSABLE[why])]
     assert f"{len(UNUSABLE[why])} dropped: {why}" in str(data.report)
     path = written(tmp_path / "x.jsonl", *UNUSABLE[why])
     with pytest.raises(ConfigError, match="none of its records can be used"):
@@ -228,3 +229,14 @@ def test_a_file_without_records_and_one_that_is_not_there(tmp_path):
     for path, words in ((written(tmp_path / "x.jsonl", ""), "no record"), (tmp_path / "y.jsonl", "cannot be read")):
         with pytest.raises(ConfigError, match=words):
             sw.SFTDataset(path, chat.tokenizer(), seq_len=9)
+
+
+def test_messages_of_roles_that_nothing_trains_on_are_counted(tmp_path):
+    """An answer of the role model or Assistant is context; in a completion any role is an answer."""
+    model, other = {"role": "model", "content": "b"}, {"role": "Assistant", "content": "c"}
+    path = written(tmp_path / "x.jsonl", {"messages": [USER, model, USER, other, USER, BYE]}, {"messages": [USER, BYE]})
+    report = sw.SFTDataset(path, chat.tokenizer(), seq_len=200).report
+    assert report.roles == {"model": 1, "Assistant": 1}
+    assert "messages that are context, since an answer has the role assistant: model (1), Assistant (1)" in str(report)
+    path = written(tmp_path / "y.jsonl", {"prompt": [USER], "completion": [BYE]})
+    assert not sw.SFTDataset(path, chat.tokenizer(), seq_len=200).report.roles
