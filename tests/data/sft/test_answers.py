@@ -116,7 +116,6 @@ def test_blanks_at_the_end_of_a_prompt_belong_to_it(tmp_path, trims):
 
 UNUSABLE = {
     "all of an answer is inside a token that begins in its prompt": [{"prompt": "Hello ", "completion": "there"}],
-    "it has no prompt, and its answer is one token": [{"prompt": "", "completion": " there"}],
     "an answer is empty": [
         {"messages": [USER, {"role": "assistant", "content": " "}]},
         {"prompt": "a", "completion": ""},
@@ -135,7 +134,7 @@ def test_a_record_without_an_answer_is_refused_by_its_line_or_left_out_and_count
         sw.SFTDataset(path, chat.tokenizer(), seq_len=12)
     assert "data.unusable=drop" in raised.value.fix
     data = sw.SFTDataset(path, chat.tokenizer(), seq_len=12, unusable="drop")
-    assert len(data) == 2 and [*data.report.dropped.values()] == [len(UNUSABLE[why])]
+    assert len(data) == 2 and data.report.dropped == {why: len(UNUSABLE[why])}
     assert f"{len(UNUSABLE[why])} dropped: {why}" in str(data.report)
     path = written(tmp_path / "x.jsonl", *UNUSABLE[why])
     with pytest.raises(ConfigError, match="none of its records can be used"):
@@ -240,3 +239,15 @@ def test_messages_of_roles_that_nothing_trains_on_are_counted(tmp_path):
     assert "messages that are context, since an answer has the role assistant: model (1), Assistant (1)" in str(report)
     path = written(tmp_path / "y.jsonl", {"prompt": [USER], "completion": [BYE]})
     assert not sw.SFTDataset(path, chat.tokenizer(), seq_len=200).report.roles
+
+
+def test_an_answer_of_one_token_without_a_prompt_is_refused_as_that(tmp_path):
+    """For a tokenizer that writes no BOS, nothing stands before it."""
+    from tokenizers.processors import ByteLevel
+
+    tokenizer = chat.tokenizer()
+    path = written(tmp_path / "x.jsonl", {"prompt": "", "completion": "b"})
+    assert trained(sw.SFTDataset(path, tokenizer, seq_len=12), tokenizer) == ["b<|im_end|>"]
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    with pytest.raises(ConfigError, match="it has no prompt, and its answer is one token"):
+        sw.SFTDataset(path, tokenizer, seq_len=12)
