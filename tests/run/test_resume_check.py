@@ -67,6 +67,15 @@ def test_what_could_take_no_effect_is_refused_with_both_values(since, before, no
     assert (f"--{key}=" in caught.value.fix or f": no {key};" in caught.value.fix) and "--fresh" in caught.value.fix
 
 
+def test_a_base_that_checkpoints_leave_out_may_be_named_anew_and_is_compared_when_it_is_loaded(since):
+    words, leaves = ["--parallel.lora.rank=4", "--checkpoint.every=5"], "--checkpoint.frozen=leave"
+    assert since(words, [*words, leaves]) == ["checkpoint.frozen save -> leave"]
+    changed = since([*words, leaves], [*words, "--model.weights=other", "--model.cast=true"])
+    assert changed == ["checkpoint.frozen leave -> save"]
+    with pytest.raises(ConfigError, match="model.adapter"):
+        since([*words, leaves], [*words, leaves, "--model.weights=base", "--model.adapter=other"])
+
+
 def test_every_key_that_is_refused_is_named(since):
     with pytest.raises(ConfigError) as caught:
         since([], ["--optim.lr=1e-4", "--train.seed=5", "--train.steps=7"])

@@ -51,11 +51,11 @@ def named_base(model: Any, root: str, frozen: str = "leave", *, is_due: bool = T
     """The base that a new checkpoint names, after a window in a run that resumes if it can; or the error of saving."""
     step = stepped(model)
     with sw.CheckpointManager(root, step, async_save=False, frozen=frozen) as manager:
-        manager.load()
-        step([{"input_ids": IDS[:1]}])
         try:
+            manager.load()
+            step([{"input_ids": IDS[:1]}])
             path = manager.save_every(1 if is_due else 1000)
-        except sw.ConfigError as error:
+        except (sw.ConfigError, sw.CheckpointError) as error:
             return str(error)
         file = path / "training/frozen.json" if path is not None else None
         return json.loads(file.read_text())["folder"] if file is not None and file.exists() else "none"
@@ -83,6 +83,7 @@ def other_values(folder: str, part: str, root: str) -> dict[str, Any]:
         frozen = dict(model.named_parameters())["model.norm.weight"]
         frozen.data.mul_(2)  # in no version of the parameter
         found["first"] = named_base(model, f"{root}/c", is_due=False), ("", "")
+        found["loaded"] = named_base(model, f"{root}/b"), ("", "")
         found["data"] = named_base(model, f"{root}/c"), named_by_adapter(model, f"{root}/adapter")
         full = sw.full_state_dict(model)
         sw.load_weights(model, folder, strict=False)

@@ -103,7 +103,7 @@ def test_a_base_with_values_that_its_directory_does_not_have_is_not_left_there(r
             refusal, (named, warning) = found[case]
             assert refusal.startswith("model.norm.weight: ") and "one of 1 of" in refusal and named is None, case
             assert "model.norm.weight, one of 1" in warning or not warning
-        assert "model.norm.weight" in found["first"][0]
+        assert "model.norm.weight" in found["first"][0] and "beside another base" in found["loaded"][0]
         assert "loaded from no directory" in found["nowhere"][0]
     assert (tmp_path / "weights/tokenizer_config.json").is_file()  # of the base, not of the part
     assert not [*tmp_path.glob("[acde]/step-*")] and len([*tmp_path.glob("b/step-*")]) == 1
