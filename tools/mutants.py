@@ -3452,7 +3452,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "hooks-counted-in-the-proof",
         "            self._hooked.append(True)\n",
         "            self._hooked.append(False)\n",
-        "tests/techniques/cp/test_parity.py -k test_models",
+        "tests/techniques/cp/test_parity.py -k own_code",
         "the proof counts the calls of hooks among those of a module's own code",
     ),
     Mutant(

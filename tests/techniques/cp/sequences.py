@@ -53,6 +53,7 @@ class Attention(nn.Module):
             self.inner = nn.ModuleList([nn.Module()])
             self.inner[0].clock = Clock()
             self.qkv.register_forward_hook(observe)
+            self.qkv.register_forward_pre_hook(lambda module, args: observe(module, args, args[0]))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         import shardwise as sw
