@@ -72,7 +72,7 @@ def test_a_base_that_checkpoints_leave_out_may_be_named_anew_and_is_compared_whe
     assert since(words, [*words, leaves]) == ["checkpoint.frozen save -> leave"]
     changed = since([*words, leaves], [*words, "--model.weights=other", "--model.cast=true"])
     assert changed == ["checkpoint.frozen leave -> save"]
-    with pytest.raises(ConfigError, match="model.adapter"):
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
         since([*words, leaves], [*words, leaves, "--model.weights=base", "--model.adapter=other"])
 
 
