@@ -180,6 +180,7 @@ def test_files_beside_a_tokenizer_that_decide_the_tokens_of_records_are_compared
             with pytest.raises(ConfigError, match="the position in the data") as caught:
                 since(given, given, files=before[kind])
             assert f"data.tokenizer/{name}" in caught.value.given
+            assert f"resume with what it had: the file of data.tokenizer/{name} as it was;" in caught.value.fix
         if name == "special_tokens_map.json":
             break  # it was not there before
     older = {key: value for key, value in before["records"].items() if "/" not in key}

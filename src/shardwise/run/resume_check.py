@@ -99,11 +99,11 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
     saved = _newest(root)
     if saved is None:
         return []  # not of `shardwise train`, or not readable: reported when the run is restored
-    now, was, default = flat(config), dict(saved.values), flat(RunConfig())
+    now, was, default = flat(config), saved.values, flat(RunConfig())
     files = files_of(config)
     for key in files:
         if key.startswith(_OF_TOKENIZER) and key in saved.files:  # an earlier version did not note them
-            now[key] = was[key] = key.removeprefix(_OF_TOKENIZER)
+            now[key] = default[key] = key.removeprefix(_OF_TOKENIZER)
     leaves = "leave" in (now.get("checkpoint.frozen"), was.get("checkpoint.frozen"))
     refused: dict[str, str] = {}
     changed: list[str] = []
