@@ -36,6 +36,7 @@ from shardwise.run.older_weights import check_older, keep_older
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, check_packed, save_adapter, save_weights, weights_bytes
+from shardwise.state.files import writing
 from shardwise.state.left_base import frozen_names
 from shardwise.techniques import fold
 from shardwise.techniques.lora.rule import lines as adapter_lines
@@ -132,30 +133,21 @@ class RunOutput:
         """
         if not self.world.is_main:
             return
-        file = self.folder / "config.yaml"
-        try:
+        file = self.folder / "metrics.jsonl"
+        with writing(f"the files of the run in {self.folder}", "free space, or name another folder: --log.dir=PATH"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = dump_config(self.config)
-            if file.exists() and file.read_bytes() != text.encode():  # it may be what the user wrote
-                file.replace(self.folder / "config.previous.yaml")
-            file.write_text(text, encoding="utf-8")
-            file = self.folder / "recipe.txt"
-            file.write_text(describe(self.model), encoding="utf-8")
-            file = self.folder / "metrics.jsonl"
+            text, config = dump_config(self.config), self.folder / "config.yaml"
+            if config.exists() and config.read_bytes() != text.encode():  # it may be what the user wrote
+                config.replace(self.folder / "config.previous.yaml")
+            config.write_text(text, encoding="utf-8")
+            (self.folder / "recipe.txt").write_text(describe(self.model), encoding="utf-8")
             if done:
                 cut_metrics(file, done)
             else:
                 with contextlib.suppress(FileNotFoundError):
                     file.replace(self.folder / "metrics.previous.jsonl")
-                for file, kind in written_folders(self.config, self._has_adapters).values():
-                    self._keep_older(file, kind)
-            file = self.folder / "metrics.jsonl"
-        except OSError as error:
-            raise CheckpointError(
-                f"the file {file}",
-                why=f"writing failed: {error.strerror or error}",
-                fix="free space, or name another folder: --log.dir=PATH",
-            ) from error
+                for folder, kind in written_folders(self.config, self._has_adapters).values():
+                    self._keep_older(folder, kind)
         self._metrics = MetricsWriter(file)
         self._loggers = Loggers(self.config, self.folder, done, lambda text: self.emit("trouble", text=text))
 

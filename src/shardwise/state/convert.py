@@ -4,6 +4,7 @@ Memory use is a few buffers of 8 MiB and the list of tensors, whatever the model
 before all of it is on disk; what a killed conversion leaves beside it is removed by the next one.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -23,7 +24,7 @@ from shardwise.recipe.boxes import blocks, whole
 from shardwise.state.block_copy import BlockCopy, Progress
 from shardwise.state.converted import ConvertedTensor, config_of, converted_tensors, ties_among
 from shardwise.state.file_layout import SHARD_BYTES
-from shardwise.state.files import BUFFER
+from shardwise.state.files import BUFFER, writing
 from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.merged import with_adapter
@@ -84,16 +85,8 @@ def convert(
     if job.adapter is not None:
         source = with_adapter(source, job.adapter, model_of)
     todo = _planned(job, source)
-    try:
+    with writing(f"converting to {job.dest}", "free space, or name a place that can be written"):
         _put_together(job, todo, progress)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"converting to {job.dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space, or name a place that can be written",
-        ) from error
     seconds = time.perf_counter() - begin
     num_files, num_bytes = len(todo.plan.files), todo.plan.num_bytes
     return Converted(source.kind, len(todo.items), num_files, num_bytes, seconds, tuple(todo.notes))
@@ -101,9 +94,8 @@ def convert(
 
 def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -> None:
     """Writes the result next to its place and moves it there."""
-    staged = Staged(_place(job.dest))
-    result = staged.path / job.dest.name if job.is_file else staged.path
-    try:
+    with contextlib.closing(Staged(_place(job.dest))) as staged:
+        result = staged.path / job.dest.name if job.is_file else staged.path
         with VerifiedFiles(todo.verified) as reader:
             reader.sums = {}  # everything is read in order, so its checksums are compared on the way
             copying = BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path)
@@ -122,8 +114,6 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
         else:
             staged.move()
         sync_folder(staged.dest.parent)
-    finally:
-        staged.close()
 
 
 @dataclass(frozen=True)

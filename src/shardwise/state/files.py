@@ -139,3 +139,14 @@ def reading(path: Path) -> Iterator[None]:
             why=f"reading failed: {error.strerror or error}",
             fix="look whether it is there, and whether you may read it",
         ) from error
+
+
+@contextlib.contextmanager
+def writing(given: str, fix: str) -> Iterator[None]:
+    """Within: an OSError is raised as the error of what is ``given``, which cannot be written."""
+    try:
+        yield
+    except CheckpointError:  # a value out of the dtype's range
+        raise
+    except OSError as error:
+        raise CheckpointError(given, why=f"writing failed: {error.strerror or error}", fix=fix) from error

@@ -110,6 +110,13 @@ def write_at(descriptor: int, memory: memoryview, offset: int) -> None:
         done += num
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a small file; it is on disk on return."""
+    with opened(path, os.O_CREAT) as descriptor:
+        write_at(descriptor, memoryview(content), 0)
+        os.fsync(descriptor)
+
+
 def send_off(descriptor: int, offset: int, num_bytes: int) -> None:
     """Asks the system to write these bytes to the disk now, and to drop earlier ones that are there from its page
     cache.

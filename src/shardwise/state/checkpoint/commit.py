@@ -80,6 +80,9 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
 class _Commit(StagedSave):
     """One save on one rank, with a method per stage of the protocol."""
 
+    what = "the checkpoint"
+    then = "free space, or look at the disk; training can go on, and the checkpoints before are as they were"
+
     def __init__(self, peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str):
         super().__init__(peers, root / folder_name(contents.step))
         self.root, self.contents, self.layout, self.fingerprint = root, contents, layout, fingerprint
@@ -184,13 +187,6 @@ class _Commit(StagedSave):
             at_fault_point("durable")
             point_to(self.root, self.dest.name)
             at_fault_point("latest")
-
-    def unwritten(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {self.dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space, or look at the disk; training can go on, and the checkpoints before are as they were",
-        )
 
 
 def point_to(root: Path, name: str) -> None:

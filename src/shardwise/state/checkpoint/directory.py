@@ -11,6 +11,7 @@ from shardwise.config.folders import is_checkpoint, refuse_within_checkpoint, st
 from shardwise.errors import CheckpointError
 from shardwise.launch.lock import release, try_lock
 from shardwise.state.checkpoint.retention import RetentionPolicy, remove, remove_removed
+from shardwise.state.files import writing
 from shardwise.state.integrity.manifest import folder_name, steps_in
 from shardwise.state.staging import remove_left_overs, sync_folder
 from shardwise.world import World
@@ -54,19 +55,13 @@ class Directory:
                 fix=f"name the directory that it lies in: {place.parent}",
             )
         refuse_within_checkpoint(place.parent, "checkpoint", f"the directory {root} for checkpoints")
-        try:
+        with writing(f"the directory {root} for checkpoints", "name a directory that can be written"):
             made = [folder for folder in (place, *place.parents) if not folder.exists()]
             place.mkdir(parents=True, exist_ok=True)
             for folder in made:  # unsynced, a power loss could lose the new folders and all in them
                 with contextlib.suppress(PermissionError):  # the directory may be writable but not readable
                     sync_folder(folder.parent)
             self._lock, owner, self.note = try_lock(root / ".lock", wait_s=_ENDING_S)
-        except OSError as error:
-            raise CheckpointError(
-                f"the directory {root} for checkpoints",
-                why=f"it cannot be used: {error.strerror or error}",
-                fix="name a directory that can be written",
-            ) from error
         if self._lock is None:
             raise CheckpointError(
                 f"the checkpoints in {root}",

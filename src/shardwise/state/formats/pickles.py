@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from shardwise.errors import CheckpointError
+from shardwise.state.formats.checks import damaged
 
 MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of this
 # What Python's pickler writes in protocols 2 to 5 for the values that occur in weights.
@@ -93,7 +94,7 @@ def read_pickle(data: bytes, place: str, stand_in: Callable[[str], Any]) -> Any:
             read; nothing was executed.
     """
     if len(data) > MAX_BYTES:
-        raise _damaged(place, f"a pickle of {len(data)} bytes", f"at most {MAX_BYTES} are read")
+        raise damaged(place, f"a pickle of {len(data)} bytes", f"at most {MAX_BYTES} are read")
     file = io.BytesIO(data)
     reader = _Reader(file, place, stand_in)
     try:
@@ -103,7 +104,7 @@ def read_pickle(data: bytes, place: str, stand_in: Callable[[str], Any]) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle does to the unpickler
-        raise _damaged(place, "a pickle", f"it cannot be read: {type(error).__name__}: {error}"[:300]) from error
+        raise damaged(place, "a pickle", f"it cannot be read: {type(error).__name__}: {error}"[:300]) from error
     return value
 
 
@@ -186,7 +187,3 @@ def _member(owner: Any, name: Any) -> Named:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxother, _SHORT.maxstring = 2, 80, 80
-
-
-def _damaged(place: str, given: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{place}: {given}", why=why, fix="copy the file again, or save it again: it is damaged")

@@ -16,7 +16,8 @@ from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import row_strides, whole
 from shardwise.state.files import reading
-from shardwise.state.formats.archives import Archive, open_archive, refusal
+from shardwise.state.formats.archives import Archive, open_archive
+from shardwise.state.formats.checks import counts_in, damaged, is_count
 from shardwise.state.formats.pickles import Named, Ordered, Persistent, name_of, named, read_pickle, shown
 from shardwise.state.formats.trees import MODELS, flatten, weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
@@ -132,7 +133,7 @@ def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[
     """
     archive, value, _ = _content(path, begin, length, read_before)
     if not _is_tensor(value):
-        raise refusal(path, f"{length} bytes at {begin}", "they should hold one tensor", name)
+        raise damaged(path, f"{length} bytes at {begin}", "they should hold one tensor", name)
     return _tensor(archive, value, name)
 
 
@@ -144,7 +145,7 @@ def _content(
         _refuse_other_formats(path)
     archive = open_archive(path, begin, length)
     if "data.pkl" not in archive.small:
-        raise refusal(path, "an archive without data.pkl", "torch.save writes it")
+        raise damaged(path, "an archive without data.pkl", "torch.save writes it")
     order = archive.small.get("byteorder", sys.byteorder.encode())
     if order != sys.byteorder.encode():
         raise CheckpointError(
@@ -190,10 +191,10 @@ def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
             name=name,
         )
     key, dtype, num_storage_bytes = _storage(archive, told, name)
-    shape, strides = _counts(told.shape), _counts(told.strides)
-    if shape is None or strides is None or len(shape) != len(strides) or not _is_count(told.start):
+    shape, strides = counts_in(told.shape), counts_in(told.strides)
+    if shape is None or strides is None or len(shape) != len(strides) or not is_count(told.start):
         given = f"shape {shown(told.shape)}, strides {shown(told.strides)} at {shown(told.start)}"
-        raise refusal(archive.path, given, "a tensor has a stride per dim and begins within its storage", name)
+        raise damaged(archive.path, given, "a tensor has a stride per dim and begins within its storage", name)
     if told.metadata:
         raise CheckpointError(
             f"{archive.path}: {shown(told.metadata)}",
@@ -205,14 +206,14 @@ def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
     last = told.start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = (last + 1 if math.prod(shape) else told.start) * width
     if end > min(num_bytes, num_storage_bytes):
-        raise refusal(
+        raise damaged(
             archive.path,
             f"{dtype} of shape {list(shape)} up to byte {end} of its storage",
             f"data/{key} has {min(num_bytes, num_storage_bytes)}",
             name,
         )
     if math.prod(shape) * width >= MAX_TENSOR:
-        raise refusal(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
+        raise damaged(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
     own = row_strides(shape)
     lies_in_rows = all(a == b or size <= 1 for a, b, size in zip(strides, own, shape, strict=True))
     own_order = None if lies_in_rows else strides
@@ -229,9 +230,9 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
         or len(id) != 5
         or id[0] != "storage"
         or not isinstance(id[2], str)
-        or not _is_count(id[4])
+        or not is_count(id[4])
     ):
-        raise refusal(archive.path, shown(id), "a storage has a type, a key, a place and a length", name)
+        raise damaged(archive.path, shown(id), "a storage has a type, a key, a place and a length", name)
     _, kind, key, _, length = id
     home, _, word = (name_of(kind) or "").rpartition(".")
     own = STORAGES.get(word) if home in ("torch", "torch.storage") else None
@@ -239,17 +240,7 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
     if name_of(kind) in _BYTES:
         own = "uint8"
     if own is None or dtype not in DTYPE_BYTES:
-        raise refusal(archive.path, f"a storage of {shown(kind)}", "its dtype cannot be told", name)
+        raise damaged(archive.path, f"a storage of {shown(kind)}", "its dtype cannot be told", name)
     if f"data/{key}" not in archive.records:
-        raise refusal(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
+        raise damaged(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
     return key, dtype, length * DTYPE_BYTES[own]
-
-
-def _counts(value: Any) -> tuple[int, ...] | None:
-    if not isinstance(value, tuple | list) or not all(map(_is_count, value)) or len(value) > 64:
-        return None
-    return tuple(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63

@@ -1,8 +1,37 @@
-"""Checks paths of files that an index or DCP metadata names: they must be inside its directory."""
+"""Checks what readers of all formats share: a path that a file names, a shape, names that may be there once; and the error of a
+damaged file."""
 
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shardwise.errors import CheckpointError
+
+
+def damaged(place: Path | str, given: str, why: str, name: str | None = None) -> CheckpointError:
+    """The error for a file that is not what its format says."""
+    return CheckpointError(
+        f"{place}: {given}", why=why, fix="copy it again, or save it again: it is damaged", name=name
+    )
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a number of bytes or elements."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def counts_in(value: Any) -> tuple[int, ...] | None:
+    """A shape, or other counts that a list has; None: it is no such list, or longer than any shape."""
+    is_list = isinstance(value, tuple | list) and len(value) <= 64 and all(map(is_count, value))
+    return tuple(value) if is_list else None
+
+
+def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``: refuses a name that is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def inside(folder: Path, file: str, index: Path) -> Path:
