@@ -75,7 +75,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # who needs it will say so
         return {}
     return found if isinstance(found, dict) else {}
 

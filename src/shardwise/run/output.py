@@ -123,7 +123,7 @@ class RunOutput:
             2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0, "muon": 2}[optim.name]
         )
         left = frozen_names(runtime_of(self.model)) if self.config.checkpoint.frozen == "leave" else ()
-        return weights_bytes(self.model, as_stored=True, without=left) + moments * trained
+        return weights_bytes(self.model, form="stored", without=left) + moments * trained
 
     def open(self, done: int) -> None:
         """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are

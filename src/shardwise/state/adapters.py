@@ -26,7 +26,7 @@ from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
 from shardwise.state.files import OpenFiles, writing
 from shardwise.state.formats.safetensors import place_tensors, tensors_in
-from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
+from shardwise.state.load_transaction import load_transaction, refuse_left_half
 from shardwise.state.misfits import may_be
 from shardwise.state.naming import naming_of, shapes_of
 from shardwise.state.report import LoadReport
@@ -113,7 +113,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoadReport
     def part_of(name: str, piece: Slice) -> Tensor:
         return values[name][piece.full_index]
 
-    with LoadTransaction(runtime, local, names):
+    with load_transaction(runtime, local, names):
         scatter_values(runtime, part_of, {name: local[name] for name in names})
     num_bytes = sum(local[name].numel() * local[name].itemsize for name in names)
     seconds = time.perf_counter() - start

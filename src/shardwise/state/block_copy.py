@@ -88,17 +88,13 @@ class BlockCopy:
         fixed = self._plan.finish(self._sums)
         fixed += [Fixed(name, 0, data) for name, data in self._sidecars.items()]
         if self._plan.manifest is not None and self._checksums is not None:
-            fixed.append(self._plan.manifest(*self._with_checksums(fixed, self._checksums)))
+            sizes = {**self._plan.files, **{name: len(data) for name, data in self._sidecars.items()}}
+            for part in fixed:
+                self._checksums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
+            fixed.append(self._plan.manifest(sizes, self._checksums))
         for part in fixed:
             with opened(self._folder / part.file, os.O_CREAT) as descriptor:
                 write_at(descriptor, memoryview(part.data), part.offset)
         for name in {**self._plan.files, **dict.fromkeys(part.file for part in fixed)}:
             with opened(self._folder / name) as descriptor:
                 os.fsync(descriptor)
-
-    def _with_checksums(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
-        """The sizes and checksums of all files written."""
-        sizes = {**self._plan.files, **{name: len(data) for name, data in self._sidecars.items()}}
-        for part in fixed:
-            sums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
-        return sizes, sums

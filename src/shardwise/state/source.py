@@ -75,12 +75,6 @@ def _checkpoint_of(path: Path) -> Path | None:
     return None
 
 
-def _newest_in(path: Path) -> Path | None:
-    """The newest checkpoint in a run's directory of checkpoints, by step; None: there is none."""
-    steps = steps_in(path)
-    return path / folder_name(steps[-1]) if steps else None
-
-
 def _open_checkpoint(path: Path, home: Path) -> Source:
     """Opens weights in a checkpoint; their headers and the files next to them have been compared with their checksums.
 
@@ -126,15 +120,15 @@ def _open_folder(path: Path) -> Source:
     if (path / METADATA).exists() and not weights:
         return open_dcp(path)
     below = path / "checkpoints"
-    if not weights and below.is_dir() and _newest_in(below) is not None:
+    if not weights and below.is_dir() and steps_in(below):
         raise CheckpointError(
             f"weights from {path}",
             why="it is the folder of a run, whose checkpoints are in a subfolder",
             fix=f"name {below}, whose newest is meant then, or one of them",
         )
-    newest = None if weights or any(path.glob("pytorch_model.bin*")) else _newest_in(path)
-    if newest is not None:
-        return _open_checkpoint(newest, newest)
+    steps = [] if weights or any(path.glob("pytorch_model.bin*")) else steps_in(path)
+    if steps:  # the newest is meant
+        return _open_checkpoint(path / folder_name(steps[-1]), path / folder_name(steps[-1]))
     exported = path / "weights"
     if not any(path.glob("pytorch_model*")) and not weights and exported.is_dir():
         raise CheckpointError(
@@ -189,7 +183,8 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
             value.device.type == "meta" or value.layout != torch.strided or value.is_quantized
         ):
             raise UsageError(
-                f"a state dict with a tensor that is {_what_it_is(value)}",
+                "a state dict with a tensor that is "
+                + ("on meta" if value.is_meta else "quantized" if value.is_quantized else f"of layout {value.layout}"),
                 why="it has no values that could be copied piece by piece",
                 fix="give plain tensors: with values, to_dense(), dequantize()",
                 name=name,
@@ -232,9 +227,3 @@ def _model_in(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
-
-
-def _what_it_is(tensor: Tensor) -> str:
-    if tensor.device.type == "meta":
-        return "on meta"
-    return "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"

@@ -198,25 +198,21 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
     if length < SHORT_RUN and length < box.numel * kind.itemsize:
         _read_strided(chunk, box, out, kind, files)
         return
-    direct = out.dtype == kind and out.device.type == "cpu" and out.is_contiguous()
-    if direct:
-        memory, position = bytes_of(out).numpy().data, 0
-        for start, count in runs(box, shape):
-            num = count * kind.itemsize
-            files.read(
-                chunk.file, chunk.offset + start * kind.itemsize, memory[position : position + num], chunk.record
-            )
-            position += num
+
+    def fill(memory: memoryview, part: Box) -> None:
+        position = 0
+        for start, count in runs(part, shape):
+            end, offset = position + count * kind.itemsize, chunk.offset + start * kind.itemsize
+            files.read(chunk.file, offset, memory[position:end], chunk.record)
+            position = end
+
+    if out.dtype == kind and out.device.type == "cpu" and out.is_contiguous():
+        fill(bytes_of(out).numpy().data, box)
         return
     for part in blocks(box, BUFFER // kind.itemsize):
         scratch = files.scratch(part.numel * kind.itemsize)
-        values, position = torch.frombuffer(scratch, dtype=kind).view(part.sizes), 0
-        for start, count in runs(part, shape):
-            num = count * kind.itemsize
-            files.read(
-                chunk.file, chunk.offset + start * kind.itemsize, scratch[position : position + num], chunk.record
-            )
-            position += num
+        fill(scratch, part)
+        values = torch.frombuffer(scratch, dtype=kind).view(part.sizes)
         copy_checked(out[index_of(part.within(box))], values, str(chunk.file))
 
 

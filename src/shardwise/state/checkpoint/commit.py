@@ -63,7 +63,13 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
     place = f"the checkpoint of step {contents.step}"
     try:
         collectively(peers, f"{place}, making the files", commit.make_files, on_main=True)
-        commit.refuse_absent(commit.meet(place))
+        if ranks := commit.meet(place):
+            raise CheckpointError(
+                f"the checkpoint {commit.dest}",
+                why=f"rank {ranks[0]} does not see the directory that rank 0 has made there",
+                fix="name a directory on a file system that every node mounts",
+            )
+        at_fault_point("met")
         told = collectively(peers, f"{place}, writing", commit.write_own)
         everyone = peers.agreement.gather(told, f"{place}, telling checksums")
         collectively(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
@@ -115,16 +121,6 @@ class _Commit(StagedSave):
                 "stay free for others",
                 fix="free space, keep fewer checkpoints (keep=), or name another directory",
             )
-
-    def refuse_absent(self, ranks: list[int]) -> None:
-        """Raises CheckpointError if there are ranks that do not see the directory."""
-        if ranks:
-            raise CheckpointError(
-                f"the checkpoint {self.dest}",
-                why=f"rank {ranks[0]} does not see the directory that rank 0 has made there",
-                fix="name a directory on a file system that every node mounts",
-            )
-        at_fault_point("met")
 
     def write_own(self) -> PartialSums:
         """Writes this rank's shards, and on rank 0 all that is not sharded; returns the checksums."""

@@ -113,15 +113,11 @@ class ResumePoint:
             if runtime_of(self.step.model).reads_loader:
                 self._tell([_NO_POSITION])
             return None
-        state, notes = trained_position(self.loader, self._num_trained())
+        num = runtime_of(self.step.model).step - self._begun
+        is_counted = num or isinstance(getattr(self.step, "given", None), Given)  # the user's own loop may not count
+        state, notes = trained_position(self.loader, num if is_counted else None)
         self._tell(notes)
         return state
-
-    def _num_trained(self) -> int | None:
-        """Windows trained since the loader's position was set; None: not known, since the user's own loop may train
-        without counting."""
-        num = runtime_of(self.step.model).step - self._begun
-        return num if num or isinstance(getattr(self.step, "given", None), Given) else None
 
     def dataset_states(self) -> dict[str, Any] | None:
         """The states of the stateful objects in the loader's dataset, on this rank."""

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
 from shardwise.state.checkpoint.extra_objects import held_extra
 from shardwise.state.checkpoint.json_state import from_plain, parse
@@ -105,21 +104,21 @@ class SavedRun:
         """
         if not self.has_run:
             return {}
-        with self._as_written():
+        with self.as_written():
             plain = parse(self.files.whole(self.folder / STATE))
             shown = [name for name in ("time", "loader", "figure", "best") if name in plain]
             optimizer = plain.get("optimizer")
-            return {name: from_plain(plain[name], _none) for name in shown} | {
+            return {name: from_plain(plain[name], {}.__getitem__) for name in shown} | {
                 "optimizer": None if optimizer is None else optimizer["class"],
                 "extra": sorted(held_extra(plain)),
             }
 
     @contextlib.contextmanager
-    def _as_written(self) -> Iterator[None]:
+    def as_written(self) -> Iterator[None]:
         """Within: any error of a state file that this library cannot have written is one of a damaged file."""
         try:
             yield
-        except CheckpointError:
+        except ShardwiseError:
             raise
         except Exception as error:
             why = f"it is not what a save writes: {type(error).__name__}: {error}"
@@ -140,7 +139,7 @@ class SavedRun:
             )
         self.files.check_heads(self.manifest.files)
         rest = tensors_in(self.folder / REST)
-        with self._as_written():
+        with self.as_written():
             plain = dict(parse(self.files.whole(self.folder / STATE)))
             state = {n: from_plain(v, lambda name: rest[name].load(self.files)) for n, v in plain.items()}
             msgspec.convert(state, _State)
@@ -154,7 +153,3 @@ class SavedRun:
             if name.startswith(stem) and name.endswith(".safetensors")
             for key, tensor in tensors_in(self.folder / name).items()
         }
-
-
-def _none(name: str) -> Tensor:
-    raise KeyError(name)
