@@ -40,9 +40,6 @@ class Conversion:
         adapter: a directory of adapters in PEFT's files, which are merged into the weights.
         verify: whether every tensor is compared with the source before the result is moved to its place.
         overwrite: whether an existing ``dest`` is replaced.
-
-    Raises:
-        ConfigError: unknown words, options that contradict each other, or that would have no effect.
     """
 
     source: Path

@@ -84,9 +84,6 @@ def check_place(dest: Path, kind: str, given: str = "", option: str = "") -> Non
         kind: of :data:`KINDS`, which is written there.
         given: for the error; empty: what is written, and where.
         option: of the command line that names the directory, with its "=".
-
-    Raises:
-        CheckpointError: with the reason.
     """
     given = given or f"{'adapters' if kind == 'adapter' else kind} to {dest}"
     standing = next(place for place in (dest, *dest.parents) if place.exists())
@@ -107,11 +104,7 @@ def check_place(dest: Path, kind: str, given: str = "", option: str = "") -> Non
 
 
 def check_writable(place: Path, given: str, option: str = "") -> None:
-    """Refuses a folder in which nothing can be written; of one that is not there, that in which it would be made.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
+    """Refuses a folder in which nothing can be written; of one that is not there, that in which it would be made."""
     standing = next(folder for folder in (place, *place.parents) if folder.exists())
     if not os.access(standing, os.W_OK | os.X_OK):
         code = errno.EROFS if os.statvfs(standing).f_flag & os.ST_RDONLY else errno.EACCES
@@ -120,11 +113,7 @@ def check_writable(place: Path, given: str, option: str = "") -> None:
 
 
 def refuse_other_kind(dest: Path, kind: str, given: str, option: str = "") -> None:
-    """Refuses to write files of one kind into a directory of another, or within a checkpoint.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
+    """Refuses to write files of one kind into a directory of another, or within a checkpoint."""
     refuse_within_checkpoint(dest.parent, kind, given, option)
     other, name = next((found for found in found_in(dest).items() if found[0] != kind), (None, ""))
     if other is not None:
@@ -136,11 +125,7 @@ def refuse_other_kind(dest: Path, kind: str, given: str, option: str = "") -> No
 
 
 def refuse_within_checkpoint(folder: Path, kind: str, given: str, option: str = "") -> None:
-    """Refuses to write into a checkpoint, or a folder in one: it is damaged by a file that its manifest does not name.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
+    """Refuses to write into a checkpoint, or a folder in one: it is damaged by a file that its manifest does not name."""
     home = next((place for place in (folder, *folder.parents) if is_manifest(place / MANIFEST)), None)
     if home is not None:
         raise CheckpointError(

@@ -70,9 +70,6 @@ def load_config(
             and replaces the value of the file.
         cls: the record to build.
         foreign: answers keys of other systems.
-
-    Raises:
-        ConfigError: for anything that is missing, unknown, given twice, misspelled or of the wrong type.
     """
     layer = _read(path, cls)
     is_strange = foreign is not None and bool(layer.values.keys() - {*hints_of(cls)})

@@ -19,9 +19,6 @@ def num_bytes(text: str, option: str) -> int:
     Args:
         text: what was given.
         option: its name, for the message.
-
-    Raises:
-        ConfigError: it is no size, or less than a byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0

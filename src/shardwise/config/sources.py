@@ -30,11 +30,7 @@ class Layer:
 
 
 def read_file(path: Path) -> Layer:
-    """Read a configuration file by its extension.
-
-    Raises:
-        ConfigError: it is missing, of an unknown kind, not valid, or does not hold a mapping.
-    """
+    """Read a configuration file by its extension."""
     if path.suffix.lower() not in EXTENSIONS:
         raise ConfigError(
             f"configuration file {path}",

@@ -42,9 +42,6 @@ def check_target(text: str, *, what: str = "target", origin: str = "", bare: boo
         what: the option that names it, for the message (``model.build``).
         origin: where it was given (``run.yaml:3``), for the message.
         bare: it will be called without arguments, so the message lists only functions that can be.
-
-    Raises:
-        ConfigError: naming the part that is missing, and similar names.
     """
     given = f"{what}={text!r}" + (f" ({origin})" if origin else "")
     place, name = split_target(text, given)
@@ -126,11 +123,7 @@ def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) 
 
 
 def split_target(text: str, given: str, more: str = "") -> tuple[str, str]:
-    """The file or module of a target, and the name in it. ``given`` and ``more``, another fix, are for the message.
-
-    Raises:
-        ConfigError: it has no such form.
-    """
+    """The file or module of a target, and the name in it. ``given`` and ``more``, another fix, are for the message."""
     if not looks_like_target(text):
         raise ConfigError(
             given, why="it does not name a function", fix=f"write pkg.mod:fn, or path/to/file.py:fn{more}"

@@ -28,11 +28,7 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
 
 
 def tokenizer_path(given: str | None) -> Path | None:
-    """The tokenizer file that ``data.tokenizer`` names (itself or its directory); None where tokens are bytes.
-
-    Raises:
-        ConfigError: there is no such file, or the directory has none.
-    """
+    """The tokenizer file that ``data.tokenizer`` names (itself or its directory); None where tokens are bytes."""
     if given is None or given == BYTES_MEANT:
         return None
     path = Path(given)

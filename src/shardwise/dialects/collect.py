@@ -37,11 +37,7 @@ def _read_beside(path: str, folder: Path | None) -> dict[str, Any]:
 
 
 def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
-    """The system whose configuration this is: by its signs, then by the part of keys that have a row.
-
-    Raises:
-        ConfigError: it is none's, or could be of several.
-    """
+    """The system whose configuration this is: by its signs, then by the part of keys that have a row."""
     scores = {name: score for name in systems() if (score := _score(name, values)) is not None}
     best = max(scores.values(), default=(False, 0.0, 0))
     found = [name for name, score in scores.items() if score == best and best[1] >= least]
@@ -117,11 +113,7 @@ def _with_or_without(head: Table, extended: str, values: Mapping[str, Any]) -> l
 
 
 def interpolated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With ``${a.b}`` of the same file put in; what is not there, and resolvers, stay as they are.
-
-    Raises:
-        ConfigError: it is larger than a configuration is, or holds itself.
-    """
+    """With ``${a.b}`` of the same file put in; what is not there, and resolvers, stay as they are."""
     left = dict(_MOST)
 
     def spend(what: str, number: int) -> None:

@@ -53,9 +53,6 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
     A model with an embedding is accepted without a trial. Another may look tokens up in a parameter, or make them
     one-hot, so it runs one forward of a sequence, in eval mode, without gradients. The random numbers of the run do not
     change.
-
-    Raises:
-        ConfigError: the forward of tokens failed.
     """
     if config.data.build is not None or config.train.forward is not None:
         return  # other batches, or called in another way
@@ -111,11 +108,7 @@ def build_model(config: RunConfig, world: World, corpus: RunData | None = None) 
 
 
 def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
-    """Loads the weights that the config names, if any, into the model; every rank must call it.
-
-    Raises:
-        CheckpointError: the weights cannot be read, or do not fit.
-    """
+    """Loads the weights that the config names, if any, into the model; every rank must call it."""
     given = config.model
     if given.start is None:
         return None
@@ -180,12 +173,7 @@ def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
 
 def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
     """Builds the model of a config without sharding it, on the CPU: what its function returns, or the reference model
-    if the config names none, changed by the config's techniques; ``world`` is passed to transforms that ask for it.
-
-    Raises:
-        ConfigError: the function does not take the arguments, it returns no module, or a transform is not known.
-        UsageError: a transform failed.
-    """
+    if the config names none, changed by the config's techniques; ``world`` is passed to transforms that ask for it."""
     return prepared(_unprepared(config), config.parallel, world)
 
 
@@ -241,11 +229,7 @@ def make_step(config: RunConfig, model: nn.Module, steps: int | None = None) -> 
 
 def freeze_parameters(module: nn.Module, options: Model) -> None:
     """Calls ``requires_grad_(False)`` on the parameters that the config names. One that is shared is named by each of its
-    names.
-
-    Raises:
-        ConfigError: a pattern names no parameter; no parameter would be left to train.
-    """
+    names."""
     patterns = options.freeze or options.train_only
     if not patterns:
         return
@@ -280,9 +264,6 @@ class Callback:
 
     Args:
         name: ``pkg.mod:fn``; None: there is none, and a call does nothing.
-
-    Raises:
-        ConfigError: it is no function.
     """
 
     def __init__(self, name: str | None):
@@ -296,11 +277,7 @@ class Callback:
             )
 
     def __call__(self, out: Any) -> bool:
-        """Whether the run ends after this step, as this rank sees it.
-
-        Raises:
-            ConfigError: it returned something else than None, False or True.
-        """
+        """Whether the run ends after this step, as this rank sees it."""
         answer = None if self._function is None else self._function(out)
         if answer is None or isinstance(answer, bool):
             return bool(answer)

@@ -122,10 +122,6 @@ class RunCheckpoints:
             done: steps so far.
             is_last: the run ends with this step, as planned.
             is_over: the run has ended after that step, of which it has called this before.
-
-        Raises:
-            Stopped: the run was asked to stop, and has saved.
-            CheckpointError: the run was asked to stop, and could not save.
         """
         if self._manager is None:
             return

@@ -44,9 +44,6 @@ def check_space(
         checkpoint_bytes: size of a checkpoint; None likewise. One must fit in addition to what a save leaves free: with
             less space, none would ever be written.
         steps: of a run of epochs, once they are counted.
-
-    Raises:
-        ConfigError: the files do not fit; with what is needed and what is free.
     """
     folder, kept, small = Path(config.log.dir), config.checkpoint, small_files_bytes(config, steps)
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
@@ -91,11 +88,7 @@ def written_folders(config: RunConfig, has_adapters: bool) -> dict[str, tuple[Pa
 
 def check_folders(config: RunConfig, has_adapters: bool) -> None:
     """Refuses folders that cannot be written, or where something else would be lost. They are written last, when the whole run would be
-    lost.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
+    lost."""
     root = Path(config.log.dir).resolve()
     given = f"log.dir={config.log.dir!r}"
     check_writable(root, given, "--log.dir=")

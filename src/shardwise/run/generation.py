@@ -70,9 +70,6 @@ def generate_text(
         dtype: in which it is computed; None: as the weights are stored.
         write: called with pieces of the text.
         adapter: a directory of adapters to merge into the model.
-
-    Raises:
-        ConfigError: the model cannot be opened, or the prompt cannot be used.
     """
     place = _device_of(device)
     text = _Bytes() if source.tokenizer == "bytes" else _Tokenizer(source.tokenizer)

@@ -117,11 +117,7 @@ def _built(config: RunConfig, world: World, corpus: RunData, checkpoints: RunChe
 
 
 def _num_steps(config: RunConfig, corpus: RunData) -> int:
-    """Optimizer steps of the run, from its beginning; they are counted for a run of epochs.
-
-    Raises:
-        ConfigError: epochs of a dataset that has no length, or what depends on the number of steps does not fit into them.
-    """
+    """Optimizer steps of the run, from its beginning; they are counted for a run of epochs."""
     if config.train.steps is not None:
         return config.train.steps
     epochs, (num_samples, _) = config.train.epochs, corpus.num_samples

@@ -171,11 +171,7 @@ _KNOWN: dict[str, tuple[str, Callable[..., Logger]]] = {  # word -> the package 
 
 def check_loggers(to: Sequence[str], wandb_mode: str | None, origin: str) -> None:
     """Refuses a logger whose package is not installed, a function that does not exist, and Weights & Biases online where
-    no key is known: it would ask for one.
-
-    Raises:
-        ConfigError: as above.
-    """
+    no key is known: it would ask for one."""
     for word in to:
         if word not in _KNOWN:
             check_target(word, what="log.to", origin=origin)

@@ -37,11 +37,7 @@ FIGURES = frozenset(
 
 
 def refuse_taken_names(names: Iterable[str]) -> None:
-    """Refuses entries of a loss with the name of a figure of the run.
-
-    Raises:
-        ConfigError: one has.
-    """
+    """Refuses entries of a loss with the name of a figure of the run."""
     taken = next((name for name in names if name in FIGURES), None)
     if taken is not None:
         raise ConfigError(
@@ -61,9 +57,6 @@ class MetricsWriter:
 
     Args:
         path: the file; missing parent folders are made.
-
-    Raises:
-        CheckpointError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path):
@@ -133,9 +126,6 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
     Args:
         path: the file.
         say: called with the message about lines left out; None: it becomes a Python warning.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     rows, torn = [], []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -154,11 +144,7 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
 
 def cut_metrics(path: Path, last: int) -> None:
     """Removes the lines of steps after ``last``: a run resumed from there writes them again. The file is replaced
-    atomically.
-
-    Raises:
-        OSError: the file cannot be read or written.
-    """
+    atomically."""
     if not path.exists():
         return
     rows = [row for row in read_metrics(path, say=lambda text: None) if row.get("step", 0) <= last]

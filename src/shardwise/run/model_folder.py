@@ -31,11 +31,7 @@ class ModelFolder:
 
 
 def find_model(given: str) -> ModelFolder:
-    """Finds the model in ``given``: a model directory, the folder of a run, or that of its final weights or a checkpoint.
-
-    Raises:
-        ConfigError: there is none, or it has no tokenizer.
-    """
+    """Finds the model in ``given``: a model directory, the folder of a run, or that of its final weights or a checkpoint."""
     folder = Path(given)
     if not folder.is_dir():
         raise ConfigError(

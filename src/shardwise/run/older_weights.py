@@ -44,11 +44,7 @@ def keep_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> Path 
 
 
 def check_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> list[Path]:
-    """The files that :func:`keep_older` keeps.
-
-    Raises:
-        CheckpointError: they cannot be.
-    """
+    """The files that :func:`keep_older` keeps."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     own = KINDS[kind].replaced

@@ -82,11 +82,7 @@ class RunOutput:
             raise problem
 
     def _check_export(self) -> dict[str, int]:
-        """Refuses what could not be written at the end, before the first step. Returns the bytes of each, by its key in ``checkpoint``.
-
-        Raises:
-            UnsupportedError: the format has no place for it, or adapters cannot be merged.
-        """
+        """Refuses what could not be written at the end, before the first step. Returns the bytes of each, by its key in ``checkpoint``."""
         kept, has_adapters, sizes = self.config.checkpoint, self._has_adapters, dict[str, int]()
         for key, path, check in (
             ("export", kept.export, self._export_bytes),

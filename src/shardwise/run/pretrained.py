@@ -24,9 +24,6 @@ def build_pretrained(
         changes: fields of the configuration to change, and their values.
         rows: of its embedding, and of its head; None: as in the configuration.
         eos: the token that ends a text; None: as in the configuration.
-
-    Raises:
-        ConfigError: as for :func:`check_pretrained`; and rows were to be added to something that is no plain table.
     """
     kind, config = check_pretrained(folder, changes)
     for key, value in (("vocab_size", rows), ("eos_token_id", eos)):
@@ -95,10 +92,6 @@ def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "mo
         folder: a directory with a ``config.json``.
         changes: fields of the configuration to change, and their values.
         what: the option that named the directory, for messages.
-
-    Raises:
-        ConfigError: there is no configuration, transformers does not have the class, or the configuration does not have
-            a field.
     """
     given = f"{what}={folder!r}"
     try:

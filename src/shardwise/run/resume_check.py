@@ -84,11 +84,7 @@ def texts_of(config: RunConfig) -> dict[str, str]:
 
 
 def changes_since(root: Path, config: RunConfig) -> list[str]:
-    """The settings that differ from those of the newest checkpoint below ``root`` and take effect: ``KEY OLD -> NEW``.
-
-    Raises:
-        ConfigError: settings that differ and cannot take effect, or would make it another run.
-    """
+    """The settings that differ from those of the newest checkpoint below ``root`` and take effect: ``KEY OLD -> NEW``."""
     saved = _newest(root)
     if saved is None:
         return []  # not of `shardwise train`, or not readable: reported when the run is restored

@@ -51,9 +51,6 @@ def generate(
 
     Returns:
         integers [B, T + num_tokens], including the prompt; fewer columns where ``stop`` ended it.
-
-    Raises:
-        ConfigError: an empty prompt, a negative temperature, or no context.
     """
     if prompt.dim() != 2 or prompt.shape[1] < 1 or temperature < 0 or context < 1:
         raise ConfigError(

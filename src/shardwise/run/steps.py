@@ -48,11 +48,7 @@ def epochs_text(epochs: float, num_samples: int, steps: int) -> str:
 
 
 def check_steps(config: "RunConfig", steps: int) -> None:
-    """Refuses a schedule that does not fit into ``steps``, and steps to look at that are after the last.
-
-    Raises:
-        ConfigError: as above.
-    """
+    """Refuses a schedule that does not fit into ``steps``, and steps to look at that are after the last."""
     train, schedule = config.train, config.schedule
     given = f"train.steps={steps}" if train.epochs is None else f"train.epochs={train.epochs:g}, {steps} steps"
     for key, last in (("profile", (train.profiled_steps or [0])[-1]), ("memory_snapshot", train.memory_snapshot or 0)):

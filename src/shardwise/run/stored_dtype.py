@@ -22,11 +22,7 @@ _LONGEST = 100 << 20  # bytes of a header, as the format allows
 
 def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
     """Refuses ``model.hf`` whose weights would be rounded where the run stores them, unless ``model.cast`` allows it. What
-    may change that (transforms, renamed tensors, parts with a precision of their own) is left to the ranks.
-
-    Raises:
-        ConfigError: with the key that converts.
-    """
+    may change that (transforms, renamed tensors, parts with a precision of their own) is left to the ranks."""
     model, parallel = config.model, config.parallel
     for key, folder in (("hf", model.hf), ("weights", model.weights)):
         if folder is not None and is_in_4_bits(folder):

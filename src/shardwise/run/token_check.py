@@ -24,11 +24,7 @@ _INSTALL = "pip install 'shardwise[hf]'"
 
 def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
     """Refuses a text for a model that has a tokenizer unless ``data.tokenizer`` is set; and a data file that is not
-    text.
-
-    Raises:
-        ConfigError: with the option to set.
-    """
+    text."""
     data = config.data
     check_vocabulary(config, origins)
     if data.build is not None:

@@ -41,12 +41,7 @@ class BlockCopy:
         self._checksums = Sums() if plan.manifest is not None else None
 
     def values(self, reader: VerifiedFiles, progress: Progress) -> None:
-        """Writes every piece. A block is read into one buffer while the one before it is written from the other.
-
-        Raises:
-            CheckpointError: the source cannot be read, or fails its checksums.
-            OSError: a file cannot be written.
-        """
+        """Writes every piece. A block is read into one buffer while the one before it is written from the other."""
         plan = self._plan
         for name, size in plan.files.items():
             with opened(self._folder / name, os.O_CREAT) as descriptor:
@@ -80,11 +75,7 @@ class BlockCopy:
             write_at(descriptor, memory, piece.offset + position)
 
     def rest(self) -> None:
-        """Writes headers, indices and further files, and a manifest last. All of it is on disk on return.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Writes headers, indices and further files, and a manifest last. All of it is on disk on return."""
         fixed = self._plan.finish(self._sums)
         fixed += [Fixed(name, 0, data) for name, data in self._sidecars.items()]
         if self._plan.manifest is not None and self._checksums is not None:

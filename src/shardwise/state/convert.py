@@ -58,14 +58,7 @@ def convert(
     model_of: Callable[[], nn.Module | None] = lambda: None,
 ) -> Converted:
     """Converts the weights in ``job.source`` to ``job.dest``; see :class:`Conversion`. ``model_of`` makes the model that they are of, where that
-    is known: it is asked for adapters of parameters alone.
-
-    Raises:
-        CheckpointError: the source cannot be read completely, or the destination cannot be written or exists already.
-        ConfigError: rules, patterns or a dtype do not fit the source.
-        UnsupportedError: the target format does not have a dtype.
-        VerifyError: with ``verify``, a tensor of the result differs; with the name of the first.
-    """
+    is known: it is asked for adapters of parameters alone."""
     begin = time.perf_counter()
     _check_destination(job)
     source = open_source(job.source)
@@ -222,12 +215,7 @@ def _config_of(source: Source, data: bytes) -> dict[str, Any]:
 
 
 def _check_destination(job: Conversion) -> None:
-    """Refuses a destination that is not possible, or where something else would be lost.
-
-    Raises:
-        CheckpointError: something exists there that must not be replaced.
-        ConfigError: source and destination contain each other, or a file would replace a directory.
-    """
+    """Refuses a destination that is not possible, or where something else would be lost."""
     source, dest, given = job.source.resolve(), job.dest.resolve(), f"converting to {job.dest}"
     if os.path.lexists(job.dest) and not job.overwrite and dest != source:
         raise CheckpointError(given, why="it is there already", fix="name another destination, or add --overwrite")
@@ -267,11 +255,7 @@ def _place(dest: Path) -> Path:
 
 
 def _compare(place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFiles, progress: Progress) -> None:
-    """Opens the result like any other source, and compares its tensors with the converted source.
-
-    Raises:
-        VerifyError: a tensor differs; with the name of the first.
-    """
+    """Opens the result like any other source, and compares its tensors with the converted source."""
     result = open_source(place)
     reader.verify_with(result.verified)
     written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}

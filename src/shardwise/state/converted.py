@@ -59,9 +59,6 @@ def converted_tensors(
         config: the model's ``config.json``, for numbers of heads.
         dtype: for floating-point tensors; None: as they are.
         keep: regular expressions for (new) names that keep their dtype.
-
-    Raises:
-        ConfigError: rules or patterns match nothing, two tensors get one name, or the number of heads is not known.
     """
     if not source.tensors:
         raise CheckpointError(source.place, why=f"{source.kind} without a tensor in it", fix="name another source")
@@ -146,11 +143,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def config_of(home: Path, path: Path | None) -> dict[str, Any]:
-    """The model's configuration: from ``path``, else ``config.json`` or ``params.json`` in ``home``, else empty.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """The model's configuration: from ``path``, else ``config.json`` or ``params.json`` in ``home``, else empty."""
     places = [path] if path is not None else [home / "config.json", home / "params.json"]
     for place in places:
         if path is None and not place.is_file():

@@ -88,9 +88,6 @@ def stored_dtypes(stored: Mapping[str, Stored], dtype: str | None = None) -> dic
         stored: from :func:`~shardwise.state.own_values.stored_tensors`.
         dtype: what floating parameters are written in; None: what they are stored in. Buffers keep theirs: a rounded
             position or running variance makes another model. So do numbers of one byte, which have a separate scale.
-
-    Raises:
-        UnsupportedError: safetensors does not have the dtype of a tensor; with its name.
     """
     found = {
         name: dtype if dtype is not None and entry.is_weight and is_rounded(entry.dtype) else entry.dtype

@@ -23,11 +23,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp:
-    """A file's :data:`Stamp`, which differs once the file has changed or been replaced.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """A file's :data:`Stamp`, which differs once the file has changed or been replaced."""
     with reading(path):
         stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
@@ -70,11 +66,7 @@ class OpenFiles:
         self._scratch = memoryview(bytearray(0))
 
     def read(self, path: Path, offset: int, memory: memoryview, record: Record | None = None) -> None:
-        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on, which are in ``record``.
-
-        Raises:
-            CheckpointError: the file cannot be read, or is too short; or the record ends, and fails its checksum.
-        """
+        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on, which are in ``record``."""
         done = 0
         try:
             descriptor = self._descriptor(path)
@@ -102,11 +94,7 @@ class OpenFiles:
                     )
 
     def compare(self, record: Record) -> None:
-        """Reads a record, or what is left of it, and compares its checksum.
-
-        Raises:
-            CheckpointError: it cannot be read, or fails its checksum.
-        """
+        """Reads a record, or what is left of it, and compares its checksum."""
         self.sums = {} if self.sums is None else self.sums
         begin, end = self.sums.get(record, (record.offset, 0))[0], record.offset + record.size
         for offset in range(begin, end, SUMMED):

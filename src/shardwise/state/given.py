@@ -164,11 +164,7 @@ class Given:
 
     def settled(self, accepted: Iterable[Change], step: Mapping[str, Any]) -> Settled:
         """The values that make the ``accepted`` changes take effect. ``step``: the state of the saved step. Nothing
-        changes yet.
-
-        Raises:
-            ConfigError: a scheduler would undo them.
-        """
+        changes yet."""
         found = Settled([{} for _ in self._groups])
         moved = [change for change in accepted if change.part == "scheduler" or change.name in _MOVED]
         for change in accepted:

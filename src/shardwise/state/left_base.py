@@ -40,11 +40,7 @@ class LeftBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def base_of(text: bytes, place: Path) -> LeftBase:
-    """Reads what :func:`text_of` wrote.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
+    """Reads what :func:`text_of` wrote."""
     try:
         return msgspec.json.decode(text, type=LeftBase)
     except msgspec.DecodeError as error:
@@ -52,12 +48,7 @@ def base_of(text: bytes, place: Path) -> LeftBase:
 
 
 def frozen_names(runtime: Runtime) -> list[str]:
-    """The parameters that are not trained, and all in which weights are stored packed.
-
-    Raises:
-        ConfigError: there are none.
-        UnsupportedError: modules store their tensors by methods of their own, which need all of them.
-    """
+    """The parameters that are not trained, and all in which weights are stored packed."""
     params = runtime.recipe.params
     if runtime.own_state is not None:
         raise UnsupportedError(

@@ -63,9 +63,6 @@ def refuse_left_half(runtime: Runtime, place: str, names: Collection[str]) -> No
         runtime: of the model.
         place: where the weights come from, for messages.
         names: canonical names of the tensors that will be written.
-
-    Raises:
-        CheckpointError: some of those tensors are missing.
     """
     left = sorted(runtime.memory(LoadState).half_loaded - set(names))
     if left:

@@ -102,9 +102,6 @@ def plan_of(
         files: reads values where two tensors must be compared.
         boxes: which parts of a tensor this rank compares.
         exact: canonical name -> its values, of tensors that are not stored as they are.
-
-    Raises:
-        CheckpointError: something is missing, does not fit, or cannot be read.
     """
     opened = _opened(source, rules, files)
     weights = {n: packed for n, packed in packed_of(runtime).items() if not rules.left & {*packed.parts.values()}}
@@ -204,11 +201,7 @@ def _match(
 def _without_adapters(
     runtime: Runtime, matched: Matched, source: Source, rules: Rules, files: VerifiedFiles
 ) -> tuple[str, ...]:
-    """Parameters that techniques have added and the source has none of, being of the model without them.
-
-    Raises:
-        CheckpointError: it has adapters alone, some of them, or those that mean something else.
-    """
+    """Parameters that techniques have added and the source has none of, being of the model without them."""
     own_names = fold.own_names(runtime.recipe)
     if own_names and source.folder is not None and found_in(source.folder).keys() == {"adapter"}:
         raise CheckpointError(
@@ -258,12 +251,7 @@ def _drawn(runtime: Runtime, matched: Matched, weights: Mapping[str, PackedTenso
 def _match_packed(
     runtime: Runtime, matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
 ) -> None:
-    """Of each packed weight, leaves wanted and found the form that the source has: its parts, or plain values.
-
-    Raises:
-        CheckpointError: it has both; or the source has packed weights, and the model none.
-        UnsupportedError: plain values of a packed weight, in a model whose modules load by methods of their own.
-    """
+    """Of each packed weight, leaves wanted and found the form that the source has: its parts, or plain values."""
     if not weights:
         fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
         refuse_parts(source, fix=fix)

@@ -67,10 +67,6 @@ def match_names(
             loaded.
         source: the stored weights.
         rename: regular expressions that are applied first, in order, to the names in the source.
-
-    Raises:
-        ConfigError: a ``rename`` is not valid, or matches nothing.
-        CheckpointError: two tensors of the source get one name.
     """
     found = Matched(ignored=dict(source.left_out))
     current = _renamed({name: name for name in source.tensors}, rename, found)

@@ -32,10 +32,6 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
         source: the base.
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
         model_of: makes the model that the base is of, if it is known: for adapters of parameters.
-
-    Raises:
-        CheckpointError: the directory cannot be read, or its adapters are of other layers.
-        UnsupportedError: adapters that cannot be merged into stored weights.
     """
     found = adapter_folder(folder)
     tensors, stored = dict(source.tensors), tensors_in(folder / "adapter_model.safetensors")

@@ -299,9 +299,6 @@ def match_state(
         runtime: of the model.
         optim: the optimizer that will get the state.
         state: from :func:`full_optimizer_state_dict`; of sharded tensors only shapes and dtypes are used.
-
-    Raises:
-        CheckpointError: the state is of other parameters, shapes or another optimizer.
     """
     names = names_of(runtime, optim)
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or "param_groups" not in state:

@@ -38,9 +38,6 @@ class OwnLoad:
 
     Attributes:
         found: which tensors are copied and which computed.
-
-    Raises:
-        CheckpointError: a method fails on what is stored.
     """
 
     def __init__(

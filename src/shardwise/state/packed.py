@@ -87,9 +87,6 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
         source: opened.
         settings: ``quantization_config`` of its config.json; None: there is none.
         files: reads small tensors beside them.
-
-    Raises:
-        CheckpointError: they are packed in a form that is not known, or damaged.
     """
     found: dict[str, PackedInFile] = {}
     for act in acts():
@@ -120,9 +117,6 @@ def refuse_parts(source: Source, *, fix: str) -> None:
     Args:
         source: opened.
         fix: what to do instead.
-
-    Raises:
-        CheckpointError: with the name of the first.
     """
     names = [name for act in acts() for name in act.packed_names(source.tensors)]
     if names:

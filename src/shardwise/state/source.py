@@ -35,10 +35,6 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     Args:
         source: a Hugging Face model directory, a checkpoint, a run's directory of checkpoints (the newest is used), a
             DCP directory, a safetensors file, a file of ``torch.save``, or a state dict.
-
-    Raises:
-        CheckpointError: it does not exist, is not complete, or is of no supported kind.
-        UsageError: it is neither a path nor a mapping of tensors.
     """
     if isinstance(source, Mapping):
         return _open_mapping(source)
@@ -81,9 +77,6 @@ def _open_checkpoint(path: Path, home: Path) -> Source:
     Args:
         path: a directory or a file of weights.
         home: of the checkpoint.
-
-    Raises:
-        CheckpointError: it is not complete, or fails its checksums.
     """
     path, home = path.resolve(), home.resolve()  # `latest` may soon point elsewhere
     verified = VerifiedCheckpoint(home, Manifest.read(home))

@@ -49,11 +49,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        """Reads the values of ``box`` into ``out``, which has the box's sizes, any dtype and any device.
-
-        Raises:
-            CheckpointError: a file cannot be read (with its name), or a finite value is out of the range of ``out``.
-        """
+        """Reads the values of ``box`` into ``out``, which has the box's sizes, any dtype and any device."""
 
     @property
     def origins(self) -> tuple["Chunk", ...]:
@@ -172,11 +168,7 @@ def refuse_changed(tensors: Iterable[TensorSource]) -> None:
 
 def compare_sums(tensors: Mapping[str, TensorSource], files: OpenFiles, rank: int = 0, num_ranks: int = 1) -> None:
     """Compares the records that ``tensors`` are in with their checksums, but for those that ``files`` has read. Each
-    rank takes about as many bytes of them.
-
-    Raises:
-        CheckpointError: a record fails its checksum; with the name of a tensor in it.
-    """
+    rank takes about as many bytes of them."""
     names = {chunk.record: name for name, stored in tensors.items() for chunk in stored.origins if chunk.record}
     total, before = sum(record.size for record in names), 0
     for record in sorted(names):

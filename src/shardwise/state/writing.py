@@ -25,11 +25,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Makes a file ``size`` bytes long, with disk space reserved if the file system can do that.
-
-    Raises:
-        OSError: there is not enough space.
-    """
+    """Makes a file ``size`` bytes long, with disk space reserved if the file system can do that."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:

@@ -252,11 +252,7 @@ def _state_of(name: str, value: Any, models: Sequence[Runtime]) -> Any:
 
 
 def check_texts(texts: Mapping[str, str]) -> None:
-    """Refuses further files with a path that a checkpoint cannot have.
-
-    Raises:
-        ConfigError: a path cannot be used; with the path.
-    """
+    """Refuses further files with a path that a checkpoint cannot have."""
     for path in texts:
         taken = path in (MANIFEST, STATE, REST, RECIPE, FROZEN) or path.startswith((f"{EXTRA}/", OPTIMIZER))
         if not is_inside(path) or taken or path.endswith((".safetensors", ".safetensors.index.json")):

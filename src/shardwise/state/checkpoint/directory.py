@@ -94,9 +94,6 @@ class Directory:
             step: of the checkpoint to be saved.
             going_on: whether this run has saved or loaded one of the checkpoints there.
             left_behind: steps of those that could not be read.
-
-        Raises:
-            CheckpointError: one of the two is the case.
         """
         steps = self.steps()
         if steps and not going_on:
@@ -113,21 +110,13 @@ class Directory:
             )
 
     def put_aside(self, newest: int, left_behind: Sequence[int]) -> None:
-        """Renames checkpoints newer than step ``newest`` that could not be read, so that this one counts as the newest.
-
-        Raises:
-            OSError: one cannot be renamed.
-        """
+        """Renames checkpoints newer than step ``newest`` that could not be read, so that this one counts as the newest."""
         for other in left_behind:
             folder = self.folder(other)
             if other > newest and folder.exists():
                 os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
 
     def prune(self, retention: RetentionPolicy, newest: int, figure: float | None) -> None:
-        """Removes the checkpoints that ``retention`` does not keep.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
+        """Removes the checkpoints that ``retention`` does not keep."""
         for step in retention.steps_to_remove(self.root, newest, figure):
             remove(self.folder(step))

@@ -28,11 +28,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def owner_of(name: str, value: Any) -> Runtime | None:
-    """The sharded model whose optimizer an ``extra`` object is; None: it is no optimizer, or of plain parameters.
-
-    Raises:
-        ConfigError: it is an optimizer of more than one model, or of parameters that sharding has replaced.
-    """
+    """The sharded model whose optimizer an ``extra`` object is; None: it is no optimizer, or of plain parameters."""
     if not isinstance(value, torch.optim.Optimizer):
         return None
     held = [param for group in value.param_groups for param in group["params"]]
@@ -55,11 +51,7 @@ def owner_of(name: str, value: Any) -> Runtime | None:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuses ``extra`` objects that could not be saved.
-
-    Raises:
-        ConfigError: an object has no ``state_dict``, or its name cannot be a directory's.
-    """
+    """Refuses ``extra`` objects that could not be saved."""
     if not isinstance(extra, Mapping):
         raise ConfigError(
             f"extra={extra!r:.80}", why="objects are saved under names", fix="use a mapping: extra={'average': average}"
@@ -130,9 +122,6 @@ def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runti
             but not of what they are; a plain tensor is known by its key.
         place: of the tensor; its key there stands last.
         models: taken before others that are in use.
-
-    Raises:
-        CheckpointError: it is a part that is cut as no parameter is, or parameters that are cut differently have its shape here.
     """
     marked = cut_of_part(tensor)
     if marked is not None:
@@ -181,9 +170,6 @@ def refit(stored: Any, own: Any, place: str, take: Take, models: Sequence[Runtim
         place: for messages.
         take: makes the tensors.
         models: as for :func:`cut_as`.
-
-    Raises:
-        CheckpointError: a tensor does not fit the object's own.
     """
     if isinstance(stored, dict):
         return type(stored)(
@@ -222,11 +208,7 @@ def _lacks_name(stored: Tensor | CutTensor, own: Any, models: Sequence[Runtime])
 
 def refuse_numbered(place: str, state: Any, models: Sequence[Runtime]) -> None:
     """Refuses the state of a torch optimizer of a sharded model in the state of another object: it is keyed by number.
-    ``models``: those that are saved, or loaded, with it.
-
-    Raises:
-        CheckpointError: there is one with tensors that are cut, or would be.
-    """
+    ``models``: those that are saved, or loaded, with it."""
     if not isinstance(state, Mapping):
         return
     for key, inner in state.items():

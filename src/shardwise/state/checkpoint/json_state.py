@@ -52,9 +52,6 @@ def to_plain(
         place: its name, for the tensors' names and messages ("scheduler").
         tensors: those of the whole checkpoint.
         note: takes a tensor that is written in pieces; None: it is whole.
-
-    Raises:
-        UnsupportedError: a value of another type; with its place.
     """
     if value is None or type(value) in (bool, int, str):
         return value

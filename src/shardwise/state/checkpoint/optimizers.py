@@ -83,9 +83,6 @@ class SavedOptimizer:
     Attributes:
         made: after :meth:`read`: name -> key -> this rank's value.
         settings: of each parameter group.
-
-    Raises:
-        CheckpointError: it is of another model or optimizer.
     """
 
     def __init__(

@@ -84,11 +84,7 @@ def dataset_states(given: Any) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def check_states(given: Any, saved: Sequence[Any], size: int, override: Sequence[str]) -> None:
-    """Refuses dataset states that another number of ranks cannot restore.
-
-    Raises:
-        ConfigError: with the name of the object.
-    """
+    """Refuses dataset states that another number of ranks cannot restore."""
     loader = loader_in(given)
     if loader is None or len(saved) == size or "dataset" in override:
         return

@@ -38,11 +38,7 @@ class Step(Protocol):
 
 
 def check_step(step: Any) -> None:
-    """Refuses an object that lacks an attribute of :class:`Step`.
-
-    Raises:
-        ConfigError: with the missing attributes.
-    """
+    """Refuses an object that lacks an attribute of :class:`Step`."""
     wanted = ("model", "optim", "state_dict", "load_state_dict", "check_state_dict")
     lacking = [name for name in wanted if getattr(step, name, None) is None]
     if lacking:
@@ -84,13 +80,7 @@ class ResumePoint:
 
     def take(self, loader: Any, override: Sequence[str] = ()) -> list[str]:
         """Makes ``loader`` the run's loader. The first one is set to the run's position; if no checkpoint has been
-        loaded, the newest one is.
-
-        Raises:
-            CheckpointError: as for :meth:`load_newest`.
-            ConfigError: the loader has no position to save, or settings differ from the saved ones and are not in
-                ``override``.
-        """
+        loaded, the newest one is."""
         refuse_unknown(override, self.given)
         if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
             raise ConfigError(
@@ -132,11 +122,7 @@ class ResumePoint:
 
     def load_newest(self, override: Sequence[str] = ()) -> tuple[int | None, list[str]]:
         """Restores the newest checkpoint that can be read; returns the windows trained before it (None if there is no
-        checkpoint), and notes.
-
-        Raises:
-            CheckpointError: there are some, and none can be read; or one is of another model.
-        """
+        checkpoint), and notes."""
         root, problems = self._directory.root, list[DamagedError]()
         for step in reversed(self._directory.steps()):
             try:
@@ -158,11 +144,7 @@ class ResumePoint:
         return None, []
 
     def load(self, step: int, override: Sequence[str] = ()) -> tuple[int, list[str]]:
-        """Restores the checkpoint of ``step``; returns the windows trained before it, and notes.
-
-        Raises:
-            CheckpointError: there is none, it cannot be read, or it is of another model.
-        """
+        """Restores the checkpoint of ``step``; returns the windows trained before it, and notes."""
         root, steps = self._directory.root, self._directory.steps()
         if step not in steps:
             raise CheckpointError(
@@ -229,11 +211,7 @@ class ResumePoint:
 
 
 def refuse_unknown(override: Sequence[str], given: Given) -> None:
-    """Refuses names in ``override`` that are not settings of the run.
-
-    Raises:
-        ConfigError: with the nearest name.
-    """
+    """Refuses names in ``override`` that are not settings of the run."""
     if isinstance(override, str) or not all(isinstance(name, str) for name in override):
         raise ConfigError(
             f"override={override!r}",

@@ -42,11 +42,7 @@ class RetentionPolicy:
 
     def figure(self, metrics: Mapping[str, float], *, is_asked: bool = False) -> float | None:
         """The value by which a checkpoint with ``metrics`` is ranked, the smallest being the best; None: no ranking. ``is_asked``: by a
-        signal or by the end of the run, which have none; without one it is kept as the newest.
-
-        Raises:
-            ConfigError: ``metrics`` does not have the metric.
-        """
+        signal or by the end of the run, which have none; without one it is kept as the newest."""
         if self.best is None:
             return None
         name = self.best.removeprefix("-")

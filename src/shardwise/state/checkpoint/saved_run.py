@@ -56,9 +56,6 @@ class SavedRun:
 
     Args:
         folder: of the checkpoint.
-
-    Raises:
-        CheckpointError: it is not complete.
     """
 
     def __init__(self, folder: Path):
@@ -78,11 +75,7 @@ class SavedRun:
         return STATE in self.manifest.files
 
     def left_base(self) -> LeftBase | None:
-        """What it says of frozen weights that it does not hold; None: it holds all.
-
-        Raises:
-            CheckpointError: that fails its checksums.
-        """
+        """What it says of frozen weights that it does not hold; None: it holds all."""
         if FROZEN not in self.manifest.files:
             return None
         return base_of(self.files.whole(self.folder / FROZEN), self.folder / FROZEN)
@@ -97,11 +90,7 @@ class SavedRun:
 
     def brief(self) -> dict[str, Any]:
         """The properties shown in a list of checkpoints, without reading a tensor: ``time``, ``loader``, ``figure``,
-        ``best``, ``optimizer`` (its class), ``extra`` (names), as far as they exist.
-
-        Raises:
-            CheckpointError: the state fails its checksums.
-        """
+        ``best``, ``optimizer`` (its class), ``extra`` (names), as far as they exist."""
         if not self.has_run:
             return {}
         with self.as_written():
@@ -126,11 +115,7 @@ class SavedRun:
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
         """Everything except the models' weights: the state as it was saved, with its full tensors; and the tensors in
-        the optimizer's files.
-
-        Raises:
-            CheckpointError: it fails its checksums, or the checkpoint has weights only.
-        """
+        the optimizer's files."""
         if not self.has_run:
             raise CheckpointError(
                 f"the checkpoint {self.folder}",

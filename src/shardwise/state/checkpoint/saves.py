@@ -72,11 +72,7 @@ class Saves:
 
     def save(self, metrics: Mapping[str, float], *, is_asked: bool) -> Path:
         """Saves a checkpoint; returns where it is, or will be. ``metrics``, ``is_asked``: as for
-        :meth:`RetentionPolicy.figure`.
-
-        Raises:
-            as :meth:`CheckpointManager.save`.
-        """
+        :meth:`RetentionPolicy.figure`."""
         if self.is_closed:
             raise UsageError(
                 f"a checkpoint in {self._directory.root} after its manager was closed",

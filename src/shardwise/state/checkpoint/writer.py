@@ -57,11 +57,7 @@ class BlockWriter:
 
     @contextlib.contextmanager
     def file(self, path: Path, name: str, size: int) -> Iterator[None]:
-        """Within, :meth:`write` writes to this file, which has its ``size`` already; afterwards it is synced to disk.
-
-        Raises:
-            OSError: writing failed.
-        """
+        """Within, :meth:`write` writes to this file, which has its ``size`` already; afterwards it is synced to disk."""
         self._file = _File(path, name, size)
         try:
             yield

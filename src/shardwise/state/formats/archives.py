@@ -66,11 +66,7 @@ class FileSlice(io.RawIOBase):
 
 
 def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archive:
-    """Opens an archive that is a file or is inside one, and reads its list of records.
-
-    Raises:
-        CheckpointError: it is not a complete archive, or not one that torch wrote.
-    """
+    """Opens an archive that is a file or is inside one, and reads its list of records."""
     stamp = stamp_of(path)
     try:
         length = stamp[0] if length is None else length

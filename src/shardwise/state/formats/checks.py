@@ -36,11 +36,7 @@ def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def inside(folder: Path, file: str, index: Path) -> Path:
     """The path of a file that ``index`` names, which must be in the directory itself. Links of the Hugging Face cache,
-    to a folder of blobs next to the snapshots, are allowed.
-
-    Raises:
-        CheckpointError: the path or a link leads out of the directory, or the file does not exist.
-    """
+    to a folder of blobs next to the snapshots, are allowed."""
     name = PurePosixPath(file)
     if name.is_absolute() or ".." in name.parts or "\\" in file or not name.parts or "\0" in file:
         raise CheckpointError(

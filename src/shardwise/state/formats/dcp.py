@@ -39,12 +39,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def open_dcp(folder: Path) -> Source:
-    """Opens a DCP directory as a source; of ``{"model": ..., "optim": ...}`` the model.
-
-    Raises:
-        CheckpointError: the metadata would run code or contradicts the files; with the names of the file and the
-            tensor.
-    """
+    """Opens a DCP directory as a source; of ``{"model": ..., "optim": ...}`` the model."""
     metadata = folder / METADATA
     content = _fields(_read(metadata), f"{_ROOM}Metadata", metadata)
     entries, storage = content.get("state_dict_metadata"), content.get("storage_data")
@@ -150,11 +145,7 @@ def _box(chunk: Any, shape: tuple[int, ...], metadata: Path, name: str) -> Box:
 
 
 def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], metadata: Path, name: str) -> None:
-    """Refuses chunks that do not cover a tensor exactly.
-
-    Raises:
-        CheckpointError: the boxes leave out a part of the tensor, overlap, or reach beyond it.
-    """
+    """Refuses chunks that do not cover a tensor exactly."""
     boxes = list(boxes)
     all_of_it = whole(shape)
     for box in boxes:

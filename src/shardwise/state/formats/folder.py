@@ -51,11 +51,7 @@ def sidecars_of(folder: Path) -> list[Path]:
 
 
 def open_folder(folder: Path) -> Source:
-    """Opens a directory of safetensors files as a source; if it has none, of the older files of transformers.
-
-    Raises:
-        CheckpointError: weights are missing, or the index contradicts them; with the names of the file and the tensor.
-    """
+    """Opens a directory of safetensors files as a source; if it has none, of the older files of transformers."""
     naming = _naming(folder)
     index = folder / naming.index
     if (folder / naming.weights).exists():

@@ -43,11 +43,7 @@ def looks_like_safetensors(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> Source:
-    """Opens one safetensors file as a source.
-
-    Raises:
-        CheckpointError: it is not a complete, well-formed file; with its name and the tensor's.
-    """
+    """Opens one safetensors file as a source."""
     tensors, metadata = _opened(path, 0)
     return Source(
         place=str(path), kind="a safetensors file", tensors=tensors, metadata=_versions_in(path, metadata.get(MODULES))
@@ -69,11 +65,7 @@ def _versions_in(path: Path, text: str | None) -> dict[str, Any] | None:
 
 def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
     """Name -> tensor of a file (or of one that begins at byte ``at`` of another and reaches to its end), in the order
-    of their bytes; everything that the header says is checked against the file.
-
-    Raises:
-        CheckpointError: as for :func:`open_safetensors`.
-    """
+    of their bytes; everything that the header says is checked against the file."""
     return _opened(path, at)[0]
 
 

@@ -86,11 +86,7 @@ def looks_like_torch(path: Path) -> bool:
 
 
 def open_torch_file(path: Path) -> Source:
-    """Opens one file of ``torch.save`` as a source.
-
-    Raises:
-        CheckpointError: it is not a complete file of ``torch.save``, would run code, or has tensors that are not plain.
-    """
+    """Opens one file of ``torch.save`` as a source."""
     archive, value, num_bytes = _content(path)
     if not isinstance(value, Mapping):
         what = "a single tensor" if _is_tensor(value) else "no mapping"
@@ -127,9 +123,6 @@ def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[
         length: of the archive.
         name: of the tensor, for messages.
         read_before: cache of pickles and their values; chunks of one shape have the same, and there may be millions.
-
-    Raises:
-        CheckpointError: as for :func:`open_torch_file`.
     """
     archive, value, _ = _content(path, begin, length, read_before)
     if not _is_tensor(value):

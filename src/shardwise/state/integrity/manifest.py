@@ -80,11 +80,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Reads the manifest of a checkpoint, checks it, and checks that the directory contains exactly its files.
-
-        Raises:
-            CheckpointError: there is none, it was changed, or a file is missing, is not in it, or has another size.
-        """
+        """Reads the manifest of a checkpoint, checks it, and checks that the directory contains exactly its files."""
         path = folder / MANIFEST
         content = _content(path)
         try:

@@ -16,11 +16,7 @@ from shardwise.world import package_versions
 
 
 def plan_safetensors(facts: Mapping[str, Fact], file: str, modules: str | None = None) -> ConversionPlan:
-    """Plans one safetensors file with all tensors. ``modules``: the versions of modules, as JSON.
-
-    Raises:
-        UnsupportedError: the format does not have the dtype of a tensor; with its name.
-    """
+    """Plans one safetensors file with all tensors. ``modules``: the versions of modules, as JSON."""
     _check_dtypes(facts)
     head, placed, size = place_tensors(facts, modules=modules)
     return _plan((PlannedFile(file, head, tuple(placed), size),))
@@ -28,11 +24,7 @@ def plan_safetensors(facts: Mapping[str, Fact], file: str, modules: str | None =
 
 def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int, modules: str | None = None) -> ConversionPlan:
     """Plans a directory as ``transformers`` writes it: one file, or several of at most ``max_shard_bytes`` and an
-    index. ``modules``: the versions of modules, as JSON.
-
-    Raises:
-        UnsupportedError: as for :func:`plan_safetensors`.
-    """
+    index. ``modules``: the versions of modules, as JSON."""
     _check_dtypes(facts)
     return _plan(planned_files(facts, max_shard_bytes=max_shard_bytes, modules=modules))
 
@@ -41,11 +33,7 @@ def plan_checkpoint(
     facts: Mapping[str, Fact], max_shard_bytes: int, step: int, modules: str | None = None
 ) -> ConversionPlan:
     """Plans a checkpoint of weights only: a directory as of :func:`plan_folder`, and its manifest. ``step``: number of
-    windows that they were trained for.
-
-    Raises:
-        UnsupportedError: as for :func:`plan_safetensors`.
-    """
+    windows that they were trained for."""
 
     def manifest(sizes: Mapping[str, int], sums: Sums) -> Fixed:
         found = put_together(sizes, [sums.partial_sums()])
