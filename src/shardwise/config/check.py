@@ -18,7 +18,6 @@ def checked(value: Any, hint: Any, *, where: str, key: str) -> Any:
     """``value`` converted to the type ``hint`` (lists become tuples, whole floats ints), or a :class:`ConfigError`.
 
     Args:
-        value: the value.
         hint: the field's type, with its ``Annotated`` limits.
         where: the value and where it was given, for the message (``train.steps = 'many' (run.yaml:7)``).
         key: the key alone, for the example in the fix (``steps``).

@@ -68,8 +68,6 @@ def load_config(
             None for the defaults.
         overrides: ``--train.steps=20`` or ``train.steps=20``; the value is YAML 1.2 (``3e-4``, ``null``, ``[1, 2]``)
             and replaces the value of the file.
-        cls: the record to build.
-        foreign: answers keys of other systems.
     """
     layer = _read(path, cls)
     is_strange = foreign is not None and bool(layer.values.keys() - {*hints_of(cls)})

@@ -64,7 +64,6 @@ def load_target(text: str, *, what: str = "target") -> Any:
 
     Args:
         text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
-        what: the option that names it, for the message.
 
     Raises:
         ConfigError: the file, the module or the name is missing. An error inside the imported code is passed on.
@@ -91,11 +90,6 @@ def load_target(text: str, *, what: str = "target") -> Any:
 
 def called(function: Callable[..., Any], args: Mapping[str, Any], given: str) -> Any:
     """What ``function(**args)`` returns.
-
-    Args:
-        function: of the user.
-        args: its keyword arguments.
-        given: what was given, for the message.
 
     Raises:
         ConfigError: it does not take these arguments. An error inside it is passed on.

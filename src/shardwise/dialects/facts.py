@@ -75,7 +75,6 @@ class Facts:
     """What was read of one configuration. ``settle`` takes facts out of it, and puts our keys in.
 
     Args:
-        table: of the system.
         allow: keys that are left out where they would be refused.
         prefix: of all keys, in a configuration within another.
     """

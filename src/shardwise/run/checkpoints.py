@@ -24,7 +24,6 @@ class RunCheckpoints:
     """Saves and resumes the checkpoints in ``log.dir``. All ranks must make it and call it in the same way.
 
     Attributes:
-        folder: the directory of the checkpoints.
         are_there: whether there is a run to resume.
         changes: settings that differ from that run's, and take effect.
         lack_base: they are without the frozen weights, which are loaded before.
@@ -80,7 +79,6 @@ class RunCheckpoints:
         """Within, checkpoints are saved, if the run asks for them; afterwards they are complete on disk.
 
         Args:
-            step: the step that is saved.
             last: latest figures of the run; a resumed run has them from its beginning.
             emit: called for saves that failed: ``emit("trouble", text=...)``.
         """
@@ -119,7 +117,6 @@ class RunCheckpoints:
         changed nothing: the run continues, and the next save tries again.
 
         Args:
-            done: steps so far.
             is_last: the run ends with this step, as planned.
             is_over: the run has ended after that step, of which it has called this before.
         """

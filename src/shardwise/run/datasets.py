@@ -77,7 +77,6 @@ def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say 
     """Opens the data a config names and splits it into training and validation.
 
     Args:
-        data: the section of the config.
         vocab: size of the model's vocabulary; None if it is not known.
         tokenizer: of transformers, where it is not as in its file: :func:`~shardwise.run.vocabulary.vocabulary_of`.
         say: called as ``say(kind, text)``: "trouble", tokens cannot be kept, or were damaged; "phase", whom this process

@@ -37,8 +37,6 @@ class DeviceUse:
     """Of one run, for its log. On rank 0; other ranks have no figures.
 
     Args:
-        config: of the run.
-        world: its ranks.
         lengths: tokens of each sample, without padding; None: each has ``data.seq_len``.
     """
 
@@ -125,7 +123,6 @@ def flops_of_sample(model: nn.Module, seq_len: int) -> int | None:
 
     Args:
         model: the plain, whole model; it stays on meta.
-        seq_len: tokens of the sample.
 
     Returns:
         the number; None if the model cannot run on meta (it reads values of tensors).

@@ -47,9 +47,6 @@ class Diagnostics:
     """The profiler and the memory snapshot of one rank.
 
     Args:
-        train: the section of the configuration.
-        world: the open world.
-        folder: of the run.
         tell: called with the path of each file, on the rank that wrote it.
         trouble: called with a sentence where one cannot be written, as on a full disk; the run goes on.
     """

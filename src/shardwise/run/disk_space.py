@@ -39,7 +39,6 @@ def check_space(
     meanwhile.
 
     Args:
-        config: the configuration of the run.
         at_the_end: key in ``AT_THE_END`` -> size of what the run leaves there; None if the model is not built yet.
         checkpoint_bytes: size of a checkpoint; None likewise. One must fit in addition to what a save leaves free: with
             less space, none would ever be written.

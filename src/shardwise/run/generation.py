@@ -62,13 +62,10 @@ def generate_text(
     """Generates a text, and passes it to ``write`` as it comes.
 
     Args:
-        source: the model.
         prompt: what it continues; with ``is_chat`` a user's message, which the chat template makes a prompt of.
         max_tokens: tokens to make at most; fewer where the model's end token comes, or its context is full.
         temperature, seed: 0 takes the most likely token; otherwise tokens are drawn, after the seed.
-        device: "auto", "cpu" or "cuda".
         dtype: in which it is computed; None: as the weights are stored.
-        write: called with pieces of the text.
         adapter: a directory of adapters to merge into the model.
     """
     place = _device_of(device)

@@ -51,7 +51,6 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     """Runs the training that ``config`` describes; every rank must call it, with the same config.
 
     Args:
-        config: the configuration of the run.
         world: the open world; it stays open.
         emit: called as ``emit(kind, **fields)`` on rank 0 with the events above.
 

@@ -124,7 +124,6 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
     """Reads the file of a :class:`MetricsWriter`; a line that a crash cut off is left out, and reported.
 
     Args:
-        path: the file.
         say: called with the message about lines left out; None: it becomes a Python warning.
     """
     rows, torn = [], []
@@ -158,8 +157,6 @@ class Pace:
     forgotten.
 
     Args:
-        num_steps: steps of the whole run.
-        done: steps done before.
         span: number of last steps to measure over.
         clock: returns seconds, and never goes back.
     """
@@ -219,7 +216,6 @@ def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, un
         curves: name -> points (step, loss). Points that are not finite leave a gap. Curves of up to 20 points get
             markers.
         path: the picture; its folder must exist.
-        title: text above the picture.
         unit: of the loss, on the vertical axis.
 
     Returns:

@@ -47,13 +47,9 @@ class RunOutput:
     """Writes the files of a run and emits its events; all ranks make one, and rank 0 writes.
 
     Args:
-        config: of the run.
-        world: its ranks.
         model: whose weights are written at the end.
-        emit: called as ``emit(kind, **fields)``.
 
     Attributes:
-        folder: of the run.
         dtype: of the final weights; None: as they are stored.
     """
 

@@ -18,9 +18,6 @@ def steps_left(epochs: float, num_samples: int, global_batch: int, *, epoch: int
     of an epoch may be smaller. A part of an epoch is rounded up to a whole window.
 
     Args:
-        epochs: of the whole run.
-        num_samples: samples of an epoch.
-        global_batch: samples of a window.
         epoch, position: the sample that comes next, as a Loader counts.
 
     >>> steps_left(1.5, num_samples=10, global_batch=4)

@@ -26,11 +26,9 @@ class Vocabulary:
 
     Attributes:
         tokenizer: what reads the data, of transformers; None: the one in the file ``data.tokenizer``, as it is.
-        added: tokens that were added to it.
         there: tokens that were to be added, and were there.
         num_tokens: numbers that it gives to tokens, from 0 on; None: not counted.
         stored: rows of the embedding in the model's directory; None: not known.
-        rows: rows of the embedding in the model.
         eos: number of the token that ends a text, if that was set.
     """
 

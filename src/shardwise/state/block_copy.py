@@ -26,10 +26,8 @@ class BlockCopy:
     """Writes the files of a conversion.
 
     Args:
-        plan: of the files.
         items: the tensors that the plan's pieces are parts of.
         sidecars: further files: name -> content.
-        folder: where they are written.
     """
 
     def __init__(

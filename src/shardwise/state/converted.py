@@ -22,14 +22,7 @@ from shardwise.state.targets.plan import Fact
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A tensor of the source as the conversion writes it.
-
-    Attributes:
-        name: its name in the result.
-        source: its name in the source.
-        stored: its values.
-        dtype: its dtype in the result.
-    """
+    """A tensor of the source as the conversion writes it."""
 
     name: str
     source: str
@@ -54,7 +47,6 @@ def converted_tensors(
     """The tensors to write, in the source's order, and notes for the user.
 
     Args:
-        source: the weights to convert.
         rules: of a key map; a name that no rule matches is kept.
         config: the model's ``config.json``, for numbers of heads.
         dtype: for floating-point tensors; None: as they are.

@@ -118,9 +118,7 @@ def file_layout_of(
     """Plans a model's files: tensors in the model's order, a new file where the next one would not fit.
 
     Args:
-        runtime: of the model.
         max_shard_bytes: largest size of a file's tensors, in bytes; a larger tensor has a file to itself.
-        dtype: as for :func:`stored_dtypes`.
         align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
         of_main: with the buffers of rank 0: all ranks must call it. Else those of this rank.
         without: canonical names of tensors that are left out.

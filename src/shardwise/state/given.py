@@ -46,8 +46,6 @@ class Change:
     Attributes:
         name: its name, by which it may be overridden.
         place: what it is a setting of: "group 0 (embed.weight and 3 more)".
-        now: the program's value.
-        was: the value in the saved run.
         group: number of the parameter group, if it is of one.
         part: "optimizer", "scheduler" or "scaler"; "" for a scheduler in ``extra``, whose settings cannot be
             overridden.
@@ -92,7 +90,6 @@ class Given:
     """The settings of optimizer, scheduler and gradient scaler as they were before the first step.
 
     Args:
-        runtime: of the model.
         optim: built from its parameters.
         scheduler: the scheduler of the :class:`~shardwise.TrainStep`; None: none, or one that the step does not know.
         scaler: the same for the gradient scaler.

@@ -102,10 +102,7 @@ def refuse_other_base(runtime: Runtime, saved: LeftBase, found: Mapping[str, str
     """Raises CheckpointError, with the first tensor that differs, if a model has not the frozen weights that a checkpoint was saved beside.
 
     Args:
-        runtime: of the model.
-        saved: of the checkpoint.
         found: the model's digests, of those of these tensors that it has.
-        place: of the checkpoint.
     """
     local, params = runtime.local_tensors(), runtime.recipe.params
     for name, (dtype, shape, digest) in saved.tensors.items():

@@ -60,8 +60,6 @@ def refuse_left_half(runtime: Runtime, place: str, names: Collection[str]) -> No
     """Refuses a load that does not contain all tensors that an earlier load, which failed, had begun to write.
 
     Args:
-        runtime: of the model.
-        place: where the weights come from, for messages.
         names: canonical names of the tensors that will be written.
     """
     left = sorted(runtime.memory(LoadState).half_loaded - set(names))

@@ -96,7 +96,6 @@ def plan_of(
     """Opens the source, and finds the stored tensor for each tensor of the model.
 
     Args:
-        runtime: of the model.
         source: as for ``load_weights``, or already opened.
         rules: which names and dtypes may differ.
         files: reads values where two tensors must be compared.

@@ -65,7 +65,6 @@ def match_names(
         wanted: canonical name -> shape, dtype and aliases.
         computed: names of buffers that the model computes itself; some older exports store them, and they are not
             loaded.
-        source: the stored weights.
         rename: regular expressions that are applied first, in order, to the names in the source.
     """
     found = Matched(ignored=dict(source.left_out))

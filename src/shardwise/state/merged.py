@@ -29,7 +29,6 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
     """Weights with the adapters of a directory merged into them, and with what was trained in full beside these.
 
     Args:
-        source: the base.
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
         model_of: makes the model that the base is of, if it is known: for adapters of parameters.
     """

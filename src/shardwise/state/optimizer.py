@@ -296,8 +296,6 @@ def match_state(
     settings of each group.
 
     Args:
-        runtime: of the model.
-        optim: the optimizer that will get the state.
         state: from :func:`full_optimizer_state_dict`; of sharded tensors only shapes and dtypes are used.
     """
     names = names_of(runtime, optim)

@@ -76,7 +76,6 @@ def _open_checkpoint(path: Path, home: Path) -> Source:
 
     Args:
         path: a directory or a file of weights.
-        home: of the checkpoint.
     """
     path, home = path.resolve(), home.resolve()  # `latest` may soon point elsewhere
     verified = VerifiedCheckpoint(home, Manifest.read(home))

@@ -28,12 +28,7 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 class Staged:
-    """A new directory next to ``dest``, with a lock file next to it that is held while the directory is being written.
-
-    Attributes:
-        path: the directory to write to.
-        dest: its final path.
-    """
+    """A new directory next to ``dest``, with a lock file next to it that is held while the directory is being written."""
 
     def __init__(self, dest: Path):
         self.dest = dest
@@ -92,9 +87,7 @@ class StagedSave:
     """A save into a new directory next to its place, which all ranks write to. Rank 0 makes :attr:`staged`.
 
     Attributes:
-        what: it is, for messages.
         then: what to do where it cannot be written.
-        peers: the ranks.
         dest: the final path of the directory: rank 0's, once the ranks have met.
         staged: the directory, on rank 0.
         folder: where files are written: rank 0's path.

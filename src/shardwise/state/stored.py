@@ -40,7 +40,6 @@ class TensorSource(ABC):
     """A stored tensor that can be read in parts.
 
     Attributes:
-        shape: of the full tensor.
         dtype: torch's name for it, without ``torch.``.
     """
 
@@ -125,7 +124,6 @@ class Source:
     """Opened weights that can be read, of any kind of file or a state dict.
 
     Attributes:
-        place: where they are, for messages.
         kind: the kind of source, for messages ("a Hugging Face directory").
         tensors: name in the source -> tensor.
         left_out: name -> why it is left out, for entries that are not weights.

@@ -51,9 +51,6 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
     Args:
         peers: the group to communicate in: the world, or a side group for background saves.
         root: the directory of the run's checkpoints; all ranks must see it.
-        contents: what is written.
-        layout: of the run, as text.
-        fingerprint: of the model.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot write; nothing has changed then.

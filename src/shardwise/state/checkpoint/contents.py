@@ -63,13 +63,11 @@ class Contents:
     """Everything that one checkpoint contains.
 
     Attributes:
-        step: windows trained.
         groups: the sharded tensors; equal on every rank except for the values.
         rest: full tensors; rank 0's are written.
         texts: path -> whole file; rank 0's are written.
         plain: the content of :data:`STATE`, as :func:`~shardwise.state.checkpoint.json_state.to_plain` returned it; rank 0's
             is written.
-        notes: what the user should know.
     """
 
     step: int
@@ -121,11 +119,9 @@ def contents_of(
     """Collects what has to be saved; sharded tensors are those of the run, not copies. All ranks must call it.
 
     Args:
-        model: from ``parallelize``.
         optim: its optimizer; None: there is none.
         own: returns name -> JSON-like value with tensors: the step's state, the loader's position.
         extra: objects that :func:`check_extra` accepts.
-        texts: further files, by path.
         of_rank: returns what differs between ranks: the state of the dataset.
         leaves_frozen: the frozen weights of ``model`` are left out.
 

@@ -31,10 +31,6 @@ class Directory:
         root: its path on rank 0, with links resolved.
         note: what the user should know about it, on rank 0.
 
-    Args:
-        world: of the run.
-        root: its path.
-
     Raises:
         CheckpointError: on every rank; it cannot be used, it is itself a checkpoint, or another run uses it.
     """
@@ -91,7 +87,6 @@ class Directory:
         into a directory with checkpoints of an unrelated run, which would be pruned. All ranks must call it.
 
         Args:
-            step: of the checkpoint to be saved.
             going_on: whether this run has saved or loaded one of the checkpoints there.
             left_behind: steps of those that could not be read.
         """

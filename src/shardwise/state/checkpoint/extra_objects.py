@@ -165,11 +165,7 @@ def refit(stored: Any, own: Any, place: str, take: Take, models: Sequence[Runtim
     """The saved state of an ``extra`` object, with its tensors cut as the object's own are.
 
     Args:
-        stored: the state as it was saved.
         own: the state that the object has now.
-        place: for messages.
-        take: makes the tensors.
-        models: as for :func:`cut_as`.
     """
     if isinstance(stored, dict):
         return type(stored)(

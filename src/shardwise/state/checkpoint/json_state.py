@@ -25,12 +25,7 @@ _MAPPINGS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", defaul
 
 @dataclass(frozen=True)
 class CutTensor:
-    """Stands for a tensor of an ``extra`` object that is written in pieces, since it is cut over the ranks.
-
-    Attributes:
-        stored: its name in the files.
-        dtype, shape: of the full tensor.
-    """
+    """Stands for a tensor of an ``extra`` object that is written in pieces, since it is cut over the ranks."""
 
     stored: str
     dtype: str

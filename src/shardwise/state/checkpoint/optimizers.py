@@ -73,16 +73,11 @@ class SavedOptimizer:
     """The state of one optimizer in a checkpoint, and the optimizer of this run that will get it.
 
     Args:
-        folder: of the checkpoint.
         runtime: of the model whose parameters it has.
         optim: may be new.
-        saved: what is saved of it.
-        moments: the tensors in its files.
-        prefix: of their names.
 
     Attributes:
         made: after :meth:`read`: name -> key -> this rank's value.
-        settings: of each parameter group.
     """
 
     def __init__(

@@ -49,11 +49,7 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        folder: the checkpoint.
-        step: windows trained before it.
         own: the saved state of the step and the loader.
-        num_bytes: bytes read by this rank.
-        notes: what the user should know.
     """
 
     folder: Path
@@ -73,7 +69,6 @@ def restore(
     """Restores a model, its optimizer and ``extra`` objects from a checkpoint. All ranks must call it.
 
     Args:
-        folder: of the checkpoint.
         model: from ``parallelize``, under any layout.
         optim: built from its parameters; may be new. None: the optimizer's state is not restored.
         extra: the objects to restore, under the names they were saved with.

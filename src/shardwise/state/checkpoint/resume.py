@@ -55,8 +55,6 @@ class ResumePoint:
     the user.
 
     Attributes:
-        step: the step that is restored, with its model and optimizer.
-        extra: further objects that are restored, by name.
         loader: the loader whose position is saved and restored; None: there is none yet.
         restored: the checkpoint that the run was resumed from; None: it started from the beginning.
         notes: what the user should know about the last save.

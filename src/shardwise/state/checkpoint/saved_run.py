@@ -52,11 +52,7 @@ class _State(msgspec.Struct):
 
 
 class SavedRun:
-    """A checkpoint that is open for reading, with its manifest read.
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """A checkpoint that is open for reading, with its manifest read."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -32,16 +32,12 @@ class Saves:
 
     Args:
         manager: what it saves for; kept alive while a thread writes, so that leaving the world finds it.
-        directory: where checkpoints are.
         resume_point: what of the run is saved beside the model.
-        retention: which checkpoints are kept.
-        texts: further files, by path.
         in_background: whether a thread writes them.
         leaves_frozen: frozen weights are left out.
 
     Attributes:
         last_step: of the last save; None: there was none; -1: it failed.
-        is_closed: no further save can begin.
     """
 
     def __init__(

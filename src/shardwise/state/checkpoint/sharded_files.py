@@ -38,9 +38,6 @@ class ShardedFiles:
     """Files of tensors that are sharded like a model's parameters: its weights, or its optimizer state.
 
     Attributes:
-        prefix: of the files' paths.
-        runtime: of the model.
-        file_layout: the files.
         tensors: this rank's local tensors, by the model's name, or with ``by_stored`` by the name in the file.
     """
 

@@ -34,11 +34,7 @@ pwrite = os.pwrite  # replaced by tests that inject faults
 
 
 class BlockWriter:
-    """Writes files one after the other; a context manager that ends its thread and frees its memory.
-
-    Args:
-        sums: receives every block.
-    """
+    """Writes files one after the other; a context manager that ends its thread and frees its memory."""
 
     def __init__(self, sums: Sums):
         self._sums = sums

@@ -172,9 +172,7 @@ def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> di
     fit.
 
     Args:
-        sizes: name -> bytes.
         max_bytes: largest size of a file's tensors; a larger tensor has a file to itself.
-        stem: beginning of the files' names.
     """
     groups: list[list[str]] = [[]]
     filled = 0

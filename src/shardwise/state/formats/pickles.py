@@ -31,7 +31,6 @@ class Named:
     """Stands for the result of calling what a pickle names; the class itself stands for the name.
 
     Attributes:
-        name: the module and the name.
         args: what it was called with.
         state: what ``__setstate__`` was given.
     """
@@ -85,7 +84,6 @@ def read_pickle(data: bytes, place: str, stand_in: Callable[[str], Any]) -> Any:
     Values may be shared, and may contain themselves: code that walks through them must limit the number of steps.
 
     Args:
-        data: the pickle.
         place: its name in messages ("model.pt: data.pkl").
         stand_in: what is called in place of a name with its module; None: it must not occur.
 

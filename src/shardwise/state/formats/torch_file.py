@@ -118,10 +118,7 @@ def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[
     """The single tensor in an archive that is part of a file, as for a chunk of a DCP directory.
 
     Args:
-        path: the file.
         begin: where the archive begins in it.
-        length: of the archive.
-        name: of the tensor, for messages.
         read_before: cache of pickles and their values; chunks of one shape have the same, and there may be millions.
     """
     archive, value, _ = _content(path, begin, length, read_before)

@@ -29,7 +29,6 @@ def flatten(
 
     Args:
         value: the mapping; parts of it may be shared, or contain themselves.
-        place: its name in messages.
         max_entries: more entries than this mean that shared parts are counted again and again.
         is_leaf: whether the value of a key is taken as it is, even if it is a mapping.
     """

@@ -41,11 +41,8 @@ class Manifest:
     """The content of a manifest.
 
     Attributes:
-        step: windows trained before it.
         layout: of the run that wrote it, as text.
-        num_ranks: of that run.
         fingerprint: of the model, from its recipe.
-        versions: package -> version.
         files: path inside the directory -> size and checksums.
     """
 

@@ -66,7 +66,6 @@ def put_together(sizes: Mapping[str, int], told: Iterable[PartialSums]) -> dict[
     """Combines the ranks' partial checksums: file -> checksum (uint32) of each of its blocks.
 
     Args:
-        sizes: of all files, in bytes.
         told: :meth:`Sums.partial_sums` of every rank that wrote.
     """
     zeros = {file: [_sum_of_zeros(size) for size in block_sizes(size)] for file, size in sizes.items()}
