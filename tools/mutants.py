@@ -2654,7 +2654,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "half-loaded-forgotten",
-        "memory.half_loaded |= self.names",
+        "memory.half_loaded |= set(names)",
         "pass",
         "tests/state/test_load.py -k 'failed_load_left or half_way'",
         "a model that is half old and half new is trained",
@@ -2795,8 +2795,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "half-conversions-stay",
-        "    finally:\n        staged.close()\n\n\n@dataclass(frozen=True)\nclass _ConversionJob",
-        "    finally:\n        pass\n\n\n@dataclass(frozen=True)\nclass _ConversionJob",
+        "contextlib.closing(Staged(_place(job.dest))) as staged",
+        "contextlib.nullcontext(Staged(_place(job.dest))) as staged",
         "tests/state/test_convert.py -k stopped",
         "a stopped conversion leaves as many bytes as the model has",
     ),
@@ -2816,7 +2816,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "damaged-ones-count",
-        "num_last += _is_whole(root / folder_name(step))",
+        "Manifest.read(root / folder_name(step))\n                    num_last += 1",
         "num_last += 1",
         "tests/state/test_checkpoint_kept.py -k not_whole",
         "checkpoints that cannot be read are kept in the place of good ones",
@@ -4718,8 +4718,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-merged-tie",
-        "        if name in tied:\n            continue\n",
-        "",
+        "        if name not in tied:\n",
+        "        if True:\n",
         "tests/state/test_merged.py -k bits_of_save",
         "convert --adapter of a tied table that was trained is refused",
     ),
@@ -5012,8 +5012,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "run-keeps-weights-only",
-        "                for file, kind in written_folders(self.config, self._has_adapters).values():",
-        "                for file, kind in written_folders(self.config, False).values():",
+        "                for folder, kind in written_folders(self.config, self._has_adapters).values():",
+        "                for folder, kind in written_folders(self.config, False).values():",
         "tests/cli/test_train_examples.py -k adapters_are_trained",
         "a second run replaces the adapters of the first",
     ),
