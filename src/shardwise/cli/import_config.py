@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> None:
     from shardwise.config.loader import with_overrides
-    from shardwise.run.config import FOREIGN, RunConfig
+    from shardwise.dialects import words
+    from shardwise.run.config import RunConfig
     from shardwise.run.imported import checked, from_config
 
     made = from_config(
@@ -102,7 +103,7 @@ def _import(args: argparse.Namespace) -> None:
     )
     if args.overrides:
         _refuse_overrides(args.overrides, made.followed)
-        values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
+        values = with_overrides(made.run, args.overrides, RunConfig, foreign=words)
         made = replace(made, run=values, config=checked(values, origin="the run file"))
         made = _with_answers(made, args.overrides)
     was_there = False

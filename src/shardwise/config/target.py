@@ -126,6 +126,17 @@ def split_target(text: str, given: str, more: str = "") -> tuple[str, str]:
     return place, name
 
 
+def check_build(section: str, build: str | None, args: Mapping[str, Any], more: str = "") -> bool:
+    """Whether a function is named that makes what a section is about; refuses arguments without one. ``more``: another fix."""
+    if build is None and args:
+        raise ConfigError(
+            f"{section}.args={args} without {section}.build",
+            why="they are the arguments of that function, so they would have no effect",
+            fix=f"add {section}.build, or remove {section}.args",
+        )
+    return build is not None and bool(split_target(build, f"{section}.build={build!r}", more))
+
+
 def _existing(place: str, name: str, given: str) -> Path:
     file = Path(place).expanduser()
     if file.is_file():

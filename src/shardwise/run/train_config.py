@@ -42,10 +42,7 @@ class Train(Options, frozen=True, kw_only=True):
         ),
     ] = None
     count: Annotated[
-        str | None,
-        doc(
-            "pkg.mod:fn, batch -> what the loss is divided by; null: the loss's own count, else labels that are not -100"
-        ),
+        str | None, doc("pkg.mod:fn, batch -> what the loss is divided by; null: the loss's own, else labels not -100")
     ] = None
     forward: Annotated[
         str | None, doc("pkg.mod:fn, (model, batch) -> output; null: the batch's keys that the model's forward names")
@@ -76,10 +73,7 @@ class Train(Options, frozen=True, kw_only=True):
         Positive | None, doc("on cuda, the step whose allocations are written, for pytorch.org/memory_viz; null: none")
     ] = None
     prove: Annotated[
-        bool,
-        doc(
-            "after the last step three steps are compared with one plain process, in float64 on the CPU; false: that is left out"
-        ),
+        bool, doc("after the last step, three steps are compared with one plain process, float64 on the CPU")
     ] = True
     timeout_s: Annotated[
         AboveZero, doc("seconds a rank waits for the others before it gives up; after 10 it says whom for")
