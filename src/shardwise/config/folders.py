@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shardwise.config.tokenizer import TOKENIZER_FILES
 from shardwise.errors import CheckpointError
 
+SPARE = 64 << 20  # bytes
 MANIFEST = "manifest.json"
 FORMAT = "shardwise checkpoint"
 _STATE = Path("training", "state.json")  # of a run's checkpoint
@@ -133,6 +134,11 @@ def refuse_within_checkpoint(folder: Path, kind: str, given: str, option: str = 
             why=f"{home} is a checkpoint, which could not be read any more with a file that its manifest does not name",
             fix=f"name another folder: {option}{_beside(home, kind)}",
         )
+
+
+def spare_bytes(disk_bytes: int) -> int:
+    """The bytes that a checkpoint leaves free for other programs; few on a small disk, which still holds small ones."""
+    return min(SPARE, disk_bytes // 50)
 
 
 def free_place(dest: Path, kind: str) -> Path:

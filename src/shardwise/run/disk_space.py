@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.config.folders import check_place, check_writable, refuse_within_checkpoint
+from shardwise.config.folders import check_place, check_writable, refuse_within_checkpoint, spare_bytes
 from shardwise.errors import ConfigError
 from shardwise.recipe import human_bytes
 from shardwise.run.config import RunConfig
@@ -59,7 +59,7 @@ def check_space(
         has_checkpoints = folder / "checkpoints" in (need[0] for need in here)
         path, total = here[0][0], sum(need[1] for need in here)
         size, _, free = shutil.disk_usage(_standing(path))
-        spare = _spare_bytes(size) if has_checkpoints else 0
+        spare = spare_bytes(size) if has_checkpoints else 0
         # A file system of size 0 (/proc) is not checked: writing there gives the right error.
         if size and free < total + spare:
             raise ConfigError(
@@ -69,13 +69,6 @@ def check_space(
                 fix=f"free {human_bytes(total + spare - free)} there, or name a folder on another disk: --{here[0][3]}=PATH"
                 + ("; or keep no checkpoints: --checkpoint.every=null" if has_checkpoints else ""),
             )
-
-
-def _spare_bytes(disk_bytes: int) -> int:
-    # Imported here: this needs torch, which is imported anyway where a checkpoint will be written.
-    from shardwise.state.checkpoint.commit import spare_bytes
-
-    return spare_bytes(disk_bytes)
 
 
 def written_folders(config: RunConfig, has_adapters: bool) -> dict[str, tuple[Path, str]]:

@@ -93,7 +93,10 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
             run.complete("before")
             if not run.done and (corpus.records is not None or not steps):
                 run.validate(0)  # what a pretrained model knows already
-            run.all_steps(checkpoints)
+            try:
+                run.planned_steps(checkpoints)
+            except EndOfRun:  # train.callback has ended it
+                run.end_early(checkpoints)
             checkpoints.settle(is_over=True)
         run.complete("after")
         run.output.export(checkpoints.unsaved, run.last["steps"])
@@ -229,16 +232,8 @@ class _Run:
         """What is said of a phase until a step was taken: forwards and the first step compile the blocks, which takes long."""
         return ", after compiling the blocks" if self.config.parallel.compile and "loss" not in self.last else ""
 
-    def all_steps(self, checkpoints: RunCheckpoints) -> None:
-        """Runs the optimizer steps that are left, with validation and checkpoints in between; fewer if ``train.callback``
-        ends the run."""
-        try:
-            self.planned_steps(checkpoints)
-        except EndOfRun:
-            self.end_early(checkpoints)
-
     def planned_steps(self, checkpoints: RunCheckpoints) -> None:
-        """Runs the optimizer steps that are left, over one or more epochs."""
+        """Runs the optimizer steps that are left, over one or more epochs, with validation and checkpoints in between."""
         train, steps = self.config.train, self.steps
         pace, first = Pace(steps, done=self.done), self.done + 1
         self.emit("phase", text=f"training{self._and_compiling()}")

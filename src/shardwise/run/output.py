@@ -24,7 +24,7 @@ from torch import nn
 
 from shardwise.config.folders import free_place
 from shardwise.config.render import dump_config
-from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
+from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import RunData
@@ -41,6 +41,7 @@ from shardwise.state.left_base import frozen_names
 from shardwise.techniques import fold
 from shardwise.techniques.lora.rule import lines as adapter_lines
 from shardwise.world import World
+from shardwise.world.collectively import collectively
 
 
 class RunOutput:
@@ -64,18 +65,14 @@ class RunOutput:
     def check_space(self, steps: int, *, resumes: bool) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
         sizes = self._check_export()
-        problem: ConfigError | CheckpointError | None = None
-        if self.world.is_main:
-            try:
-                check_space(self.config, sizes, self._checkpoint_bytes(), steps)
-                check_folders(self.config, self._has_adapters)
-                for folder, kind in () if resumes else written_folders(self.config, self._has_adapters).values():
-                    check_older(folder, kind, self._used)
-            except (ConfigError, CheckpointError) as error:
-                problem = error
-        problem = self.world.broadcast(problem)
-        if problem is not None:
-            raise problem
+
+        def check() -> None:
+            check_space(self.config, sizes, self._checkpoint_bytes(), steps)
+            check_folders(self.config, self._has_adapters)
+            for folder, kind in () if resumes else written_folders(self.config, self._has_adapters).values():
+                check_older(folder, kind, self._used)
+
+        collectively(self.world, "looking at the folders of the run", check, on_main=True)
 
     def _check_export(self) -> dict[str, int]:
         """Refuses what could not be written at the end, before the first step. Returns the bytes of each, by its key in ``checkpoint``."""
@@ -139,7 +136,9 @@ class RunOutput:
                 with contextlib.suppress(FileNotFoundError):
                     file.replace(self.folder / "metrics.previous.jsonl")
                 for folder, kind in written_folders(self.config, self._has_adapters).values():
-                    self._keep_older(folder, kind)
+                    if (place := keep_older(folder, kind, self._used)) is not None:
+                        what = "adapters" if kind == "adapter" else "weights"
+                        self.emit("older", text=f"the {what} of the run before stay in {place}")
         self._metrics = MetricsWriter(file)
         self._loggers = Loggers(self.config, self.folder, done, lambda text: self.emit("trouble", text=text))
 
@@ -149,14 +148,6 @@ class RunOutput:
         model, data = self.config.model, self.config.data
         found = {f"model.{key}": getattr(model, key) for key in ("hf", "weights", "adapter")}
         return {**found, "data.tokenizer": data.tokenizer}
-
-    def _keep_older(self, folder: Path, kind: str) -> None:
-        """Keeps what an older run has written there, of which this run does not continue the training, and says where."""
-        place = keep_older(folder, kind, self._used)
-        if place is not None:
-            self.emit(
-                "older", text=f"the {'adapters' if kind == 'adapter' else 'weights'} of the run before stay in {place}"
-            )
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Writes a line of metrics and emits the event. A full disk ends the metrics but not the training, whose

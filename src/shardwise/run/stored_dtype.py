@@ -26,7 +26,12 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
     model, parallel = config.model, config.parallel
     for key, folder in (("hf", model.hf), ("weights", model.weights)):
         if folder is not None and is_in_4_bits(folder):
-            _refuse_no_choice(f"model.{key}={folder!r} ({origins[f'model.{key}']})", parallel.quantize)
+            if parallel.quantize is None:
+                raise ConfigError(
+                    f"model.{key}={folder!r} ({origins[f'model.{key}']}): its weights are in 4 bits",
+                    why="they can stay so, frozen, with adapters beside them; or be unpacked, and trained",
+                    fix="train adapters: --parallel.lora.rank=16; or unpack them: --parallel.quantize=none",
+                )
         elif folder is not None:
             _refuse_quantised(Path(folder), f"model.{key}={folder!r} ({origins[f'model.{key}']})")
     precision = precision_of(parallel.precision)
@@ -51,16 +56,6 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
         if is_rounded
         else "remove model.cast: what loses nothing is then converted",
     )
-
-
-def _refuse_no_choice(given: str, quantize: object) -> None:
-    """Refuses a directory in 4 bits of which is not said whether it stays so."""
-    if quantize is None:
-        raise ConfigError(
-            f"{given}: its weights are in 4 bits",
-            why="they can stay so, frozen, with adapters beside them; or be unpacked, and trained",
-            fix="train adapters: --parallel.lora.rank=16; or unpack them: --parallel.quantize=none",
-        )
 
 
 def _refuse_quantised(folder: Path, given: str) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.folders import MANIFEST, check_place
+from shardwise.config.folders import MANIFEST, check_place, spare_bytes
 from shardwise.errors import CheckpointError
 from shardwise.model.tensors import bytes_of
 from shardwise.recipe import human_bytes
@@ -36,13 +36,6 @@ from shardwise.world import package_versions
 from shardwise.world.collectively import Peers, collectively
 
 LATEST = "latest"
-SPARE = 64 << 20  # bytes left free on the disk for other programs; fewer on a small disk
-
-
-def spare_bytes(disk_bytes: int) -> int:
-    """The bytes that a save leaves free on a disk of that size; few on a small one, which still holds small
-    checkpoints."""
-    return min(SPARE, disk_bytes // 50)
 
 
 def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str) -> Path:
