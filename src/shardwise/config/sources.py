@@ -172,7 +172,11 @@ class _YamlReader:
             key = self.key(key_node)
             here = (*path, key)
             if key in result:
-                raise _duplicate(here, f"{self.at(key_node)}", self.origins[here])
+                raise ConfigError(
+                    f"{self.at(key_node)}: '{'.'.join(here)}' is given twice",
+                    why=f"it was given before, at {self.origins[here]}, and only one of them could count",
+                    fix="remove one of the two",
+                )
             self.origins[here] = self.at(key_node)
             result[key] = self.value(value_node, here)
         return result
@@ -216,14 +220,6 @@ class _YamlReader:
 
     def at(self, node: Any) -> str:
         return f"{self.file}:{node.start_mark.line + 1}" if self.line else self.file
-
-
-def _duplicate(path: Keys, where: str, first: str) -> ConfigError:
-    return ConfigError(
-        f"{where}: '{'.'.join(path)}' is given twice",
-        why=f"it was given before, at {first}, and only one of them could count",
-        fix="remove one of the two",
-    )
 
 
 def _read_toml(text: str, file: str) -> Layer:

@@ -242,7 +242,8 @@ class Facts:
 
     def refuse(self, key: str, text: str, note: Note | None = None, *, value: Any = ABSENT) -> None:
         """Refuses a key, unless it is to be left out by name."""
-        left_out = next((name for name in self.allow if _covers(name, key)), None)
+        sections = ((name, name.removesuffix("*").removesuffix(".") + ".") for name in self.allow)
+        left_out = next((name for name, section in sections if key == name or key.startswith(section)), None)
         value = value if note is None else note.value
         if left_out is None:
             self.refused.append(RefusedError(key, text, value, is_default=note is not None and not note.is_given))
@@ -275,8 +276,3 @@ class Facts:
         for note in self.notes:
             if note.is_given and note.is_fact and not note.is_used and note.verdict in ("kept", "changed"):
                 note.verdict, note.say = "dropped", "it has no effect in this configuration"
-
-
-def _covers(name: str, key: str) -> bool:
-    """Whether a name of ``--allow`` means a key: the key itself, or a section it is in."""
-    return key == name or key.startswith(name.removesuffix("*").removesuffix(".") + ".")

@@ -23,7 +23,10 @@ _OF_SCALER = {  # option -> fact, and the value that is ours too
 def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
     """``parallel.precision``: a word, or the record."""
     if not is_sharded and facts.table.head.get("policy") == "sharded":
-        _drop_policy(facts)
+        for name in ("param", "reduce", "out", "cast"):
+            if facts.is_given(name):
+                facts.say(name, "dropped", "only the sharded engine there reads it")
+            facts.known.pop(name, None)
     stored, word = _stored(facts, _mixed(facts))
     param, reduce, out = (
         _SHORT.get(str(facts.take(name)).removeprefix("torch.")) for name in ("param", "reduce", "out")
@@ -100,13 +103,6 @@ def _say_of_zero(facts: Facts, word: str, reduce: str | None) -> None:
                 note.say += f"; gradients are accumulated and summed in fp32, there in {word}; to keep that: parallel.precision.reduce={word}"
             else:
                 note.say += f"; gradients as {facts.key('reduce')} says"
-
-
-def _drop_policy(facts: Facts) -> None:
-    for name in ("param", "reduce", "out", "cast"):
-        if facts.is_given(name):
-            facts.say(name, "dropped", "only the sharded engine there reads it")
-        facts.known.pop(name, None)
 
 
 def _mixed(facts: Facts) -> str | None:

@@ -88,8 +88,12 @@ class Train(Options, frozen=True, kw_only=True):
         return range(int(first), int(last or int(first) + 1))
 
     def check(self) -> None:
-        if self.epochs is not None:
-            self._check_epochs(self.epochs)
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError(
+                f"train.epochs={self.epochs:g} with train.steps={self.steps}",
+                why="each of them says how long the run is",
+                fix="remove one; on the command line, over a file that has it: --train.steps=null or --train.epochs=null",
+            )
         for key in ("loss", "count", "forward", "callback"):
             target = getattr(self, key)
             if target is not None and (key, target) != ("loss", MODEL_LOSS):
@@ -113,12 +117,4 @@ class Train(Options, frozen=True, kw_only=True):
                 f"train.profile={self.profile!r}",
                 why="it is neither a step, from 1, nor FIRST:LAST, a first one and a later one, which is not included",
                 fix="write 10:13 for steps 10, 11 and 12",
-            )
-
-    def _check_epochs(self, epochs: float) -> None:
-        if self.steps is not None:
-            raise ConfigError(
-                f"train.epochs={epochs:g} with train.steps={self.steps}",
-                why="each of them says how long the run is",
-                fix="remove one; on the command line, over a file that has it: --train.steps=null or --train.epochs=null",
             )

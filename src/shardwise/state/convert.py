@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,11 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
             copying.rest()
             refuse_changed(item.stored for item in todo.items)
             if job.verify:
-                _forget_pages(staged.path / name for name in todo.plan.files)
+                for (
+                    name
+                ) in todo.plan.files:  # dropped from the page cache, so that what is compared is read from the disk
+                    with (staged.path / name).open("rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 _compare(result, todo.items, reader, progress)
                 refuse_changed(item.stored for item in todo.items)
         _check_destination(job)  # as long as it took
@@ -278,10 +282,3 @@ def _compare(place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFile
                 )
             done += len(values)
             progress("comparing", done, total)
-
-
-def _forget_pages(paths: Iterable[Path]) -> None:
-    """Drops files from the page cache, so that what is compared is read from the disk."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

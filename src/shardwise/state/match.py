@@ -10,7 +10,6 @@ from shardwise.config.folders import found_in
 from shardwise.config.tokenizer import read_json
 from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime
-from shardwise.recipe import Recipe
 from shardwise.recipe.boxes import Box, whole
 from shardwise.state.changed_rows import GrownTable, with_added_rows
 from shardwise.state.extra_state import extra_names
@@ -129,7 +128,9 @@ def plan_of(
     for name, stored in plain.items():
         if is_rounded(stored.dtype):  # what is packed already is read as it is
             wanted[name] = replace(wanted[name], dtype=stored.dtype)
-    rounded = _stored_as_computed(runtime.recipe)
+    # Weights beside which adapters are trained: they are not trained, and so are stored in the dtype that they are computed in.
+    frozen = {n: p for n, p in runtime.recipe.params.items() if not p.trainable and fold.own_names(runtime.recipe)}
+    rounded = {name for name, p in frozen.items() if p.storage in ("bfloat16", "float16")}
     refuse_unfit(matched, wanted, opened, cast=rules.cast, rounded=rounded)
     refuse_misfit_names(matched, wanted, opened, strict=rules.strict, drawn=_drawn(runtime, matched, weights))
     refuse_none(matched, opened)
@@ -227,13 +228,6 @@ def _without_adapters(
             misfit="names",
         )
     return ()
-
-
-def _stored_as_computed(recipe: Recipe) -> set[str]:
-    """The weights beside which adapters are trained: they are not trained, and so are stored in the dtype that they are computed in."""
-    if not fold.own_names(recipe):
-        return set()
-    return {name for name, p in recipe.params.items() if not p.trainable and p.storage in ("bfloat16", "float16")}
 
 
 def _drawn(runtime: Runtime, matched: Matched, weights: Mapping[str, PackedTensor]) -> list[str]:

@@ -6,7 +6,7 @@ Every change of names is counted and reported. A name that is already one of the
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,8 +75,14 @@ def match_names(
     homes |= {naming.in_files(name): name for name in wanted}
     known = {**homes, **{naming.in_files(n): n for n in computed}, **{n: view.name for n, view in views.items()}}
     current = _unwrapped(current, known, found)
-    current = _updated(current, known, older_name(naming.module), found)
-    prefixes = [*_prefixes(naming.module), *_shared(current.values()), *_shared(known)]
+    newer = older_name(naming.module)
+    older = {name: newer(now) for name, now in current.items() if now not in known and newer(now) != now}
+    if older:
+        found.renamed.append(f"{len(older)} names of an older version of the model's library")
+        current |= older
+    own = getattr(naming.module, "base_model_prefix", "")  # of Hugging Face classes: where the headless model is
+    prefixes = [own] if isinstance(own, str) and own else []
+    prefixes += [*_PREFIXES, *_shared(current.values()), *_shared(known)]
     current = _prefixed(current, known, prefixes, found)
     found.current = current
     found.unexpected = tuple(name for name, now in current.items() if now not in known)
@@ -170,27 +176,12 @@ def _prefixed(
     return {**current, **best[0]}
 
 
-def _prefixes(model: nn.Module) -> list[str]:
-    own = getattr(model, "base_model_prefix", "")  # of Hugging Face classes: where the headless model is
-    return list(dict.fromkeys([*([own] if isinstance(own, str) and own else []), *_PREFIXES]))
-
-
 def _shared(names: Iterable[str]) -> list[str]:
     """The common prefixes of all names, one of which the other side may lack: ``app`` and ``app.net`` for
     ``app.net.weight`` and ``app.net.bias``."""
     paths = [name.split(".")[:-1] for name in names]
     shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
     return [".".join(shared[:length]) for length in range(1, len(shared) + 1)]
-
-
-def _updated(
-    current: dict[str, str], known: Mapping[str, Any], newer: Callable[[str], str], found: Matched
-) -> dict[str, str]:
-    """Updates names of older versions, if the model's library has rules for them."""
-    changed = {name: newer(now) for name, now in current.items() if now not in known and newer(now) != now}
-    if changed:
-        found.renamed.append(f"{len(changed)} names of an older version of the model's library")
-    return {**current, **changed}
 
 
 def _sort_out(

@@ -171,18 +171,13 @@ class _Commit(StagedSave):
             at_fault_point("renamed")
             sync_folder(self.root)
             at_fault_point("durable")
-            point_to(self.root, self.dest.name)
+            link = self.root / f".{LATEST}-new"  # for people and other tools; loading does not use it
+            with contextlib.suppress(OSError):  # a file system without links, or something else of that name
+                link.unlink(missing_ok=True)
+                link.symlink_to(self.dest.name)
+                os.replace(link, self.root / LATEST)
+                sync_folder(self.root)
             at_fault_point("latest")
-
-
-def point_to(root: Path, name: str) -> None:
-    """Points the link ``latest`` to a checkpoint, for people and other tools; loading does not use it."""
-    link = root / f".{LATEST}-new"
-    with contextlib.suppress(OSError):  # a file system without links, or something else of that name
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        os.replace(link, root / LATEST)
-        sync_folder(root)
 
 
 def _in_order(head: bytes | None, parts: list[Any]) -> Iterator[tuple[int, memoryview]]:

@@ -162,7 +162,10 @@ def contents_of(
     _add_ranks(world, plain, tensors, data, mine)
     found[RECIPE] = runtime.recipe.to_json().encode()
     _refuse_unknown_dtypes(tensors)
-    _refuse_taken(texts, found)
+    for path, text in texts.items():
+        if found[path] is not text:
+            given = f"texts={{{path!r}: ...}}"
+            raise ConfigError(given, why="the model brings a file of that name", fix="use a name of your own")
     return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
 
 
@@ -282,14 +285,6 @@ def _refuse_unlike(everyone: list[dict[str, int]]) -> None:
             why=f"one of each is kept, for all ranks, and rank {', '.join(map(str, ranks))} has another than rank 0",
             fix="let state_dict() give what all ranks share (gathered, or reduced), and compute the rest when it is loaded",
         )
-
-
-def _refuse_taken(texts: Mapping[str, bytes], found: Mapping[str, bytes]) -> None:
-    for path, text in texts.items():
-        if found[path] is not text:
-            raise ConfigError(
-                f"texts={{{path!r}: ...}}", why="the model brings a file of that name", fix="use a name of your own"
-            )
 
 
 def _refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:

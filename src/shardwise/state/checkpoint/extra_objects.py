@@ -138,8 +138,10 @@ def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runti
     if len(by_cuts) > 1:
         why = f"it does not show of which it is, and {' and '.join(by_cuts.values())} have that shape here and are cut differently"
         raise _unclear(place, tensor, why)
-    is_cut = found and (isinstance(tensor, DTensor) or _is_part(*found[0]))
-    return found[0] if is_cut else None
+    if not found or isinstance(tensor, DTensor):
+        return found[0] if found else None
+    runtime, name = found[0]  # it is cut where this rank's tensor of the parameter is smaller than the parameter
+    return found[0] if tuple(runtime.parameters[name].shape) != runtime.recipe.params[name].shape else None
 
 
 def _fits(tensor: Tensor, param: Tensor) -> bool:
@@ -149,11 +151,6 @@ def _fits(tensor: Tensor, param: Tensor) -> bool:
     if not isinstance(tensor, DTensor) or not isinstance(param, DTensor):
         return True
     return tensor.placements == param.placements and tensor.device_mesh == param.device_mesh
-
-
-def _is_part(runtime: Runtime, name: str) -> bool:
-    """Whether this rank's tensor of a parameter is smaller than the parameter."""
-    return tuple(runtime.parameters[name].shape) != runtime.recipe.params[name].shape
 
 
 Take = Callable[[Any, Tensor, Runtime | None, str], Any]

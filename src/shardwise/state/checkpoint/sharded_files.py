@@ -62,18 +62,15 @@ class ShardedFiles:
         return replace(
             self,
             tensors={
-                name: take(place + name, self.tensors[name], functools.partial(self._offset_of, name))
+                name: take(place + name, self.tensors[name], lambda name=name: self._offsets.get(name, 0))
                 for name in dict.fromkeys(used)
                 if name in self.tensors  # what is computed is on rank 0
             },
         )
 
-    def _offset_of(self, name: str) -> int:
-        """Where this rank's tensor begins in its file, or would begin if only a part of it is written."""
-        return self._offsets.get(name, 0)
-
     @functools.cached_property
     def _offsets(self) -> dict[str, int]:
+        """Where this rank's tensors begin in their files, or would begin if only a part of them is written."""
         found: dict[str, int] = {}
         for _, _, part, values in self.parts(self.runtime.world.rank):
             name = part.tensor.name if self.by_stored else part.view.name
