@@ -96,8 +96,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what-a-file-leaves-open-is-taken",
-        "    _refuse_unwritten(layer)\n    origins: dict[str, str] = {}\n    config",
-        "    origins: dict[str, str] = {}\n    config",
+        "    _refuse_unwritten(layer)\n    origins: dict[str, str] = {}",
+        "    origins: dict[str, str] = {}",
         "tests/dialects/test_import.py -k has_to_be_written",
         "what has to be written in a run file is not named",
     ),
