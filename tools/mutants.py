@@ -4963,7 +4963,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "folder-within-a-checkpoint",
-        "    home = next((place for place in (folder, *folder.parents) if is_manifest(place / MANIFEST)), None)",
+        "    home = next((place for place in (folder, *folder.parents) if is_checkpoint(place)), None)",
         "    home = None",
         "tests/state/test_folders.py -k refusal_says",
         "a folder is added to a checkpoint, which cannot be read any more",

@@ -76,6 +76,19 @@ def read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def json_object(file: Path, given: str, fix: str) -> dict[str, Any]:
+    """The object in a JSON file that is needed. ``given``, ``fix``: of the error where there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            given, why=f"it cannot be read: {getattr(error, 'strerror', None) or error}", fix=fix
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(given, why="it is no JSON object", fix=fix)
+    return found
+
+
 def add_special(tokenizer: Any, tokens: Iterable[str]) -> None:
     """Adds special tokens to a tokenizer of the library tokenizers, as transformers does; those that are there stay as they are."""
     there = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}

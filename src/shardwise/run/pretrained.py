@@ -1,12 +1,12 @@
 """Builds a model from a Hugging Face directory: the class that its ``config.json`` names, without loading weights. Does
 not import torch before that."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.suggest import did_you_mean
+from shardwise.config.tokenizer import json_object
 from shardwise.errors import ConfigError, first_line
 from shardwise.run.attention import IMPLEMENTATIONS
 
@@ -141,15 +141,4 @@ def vocab_in(folder: str) -> int | None:
 
 def _content(folder: str, given: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else f"it is no JSON: {error}"
-        raise ConfigError(
-            f"{given}: {path}", why=why, fix="name a directory that save_pretrained has written"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{given}: {path}", why="it holds no configuration", fix="name a directory that save_pretrained has written"
-        )
-    return content
+    return json_object(path, f"{given}: {path}", "name a directory that save_pretrained has written")

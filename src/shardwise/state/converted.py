@@ -1,6 +1,5 @@
 """The tensors that a conversion writes: those of the source, renamed, cast, and with reordered rows."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.config.keymap import Rule
+from shardwise.config.tokenizer import json_object
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_of
 from shardwise.recipe import DTYPE_BYTES
@@ -138,18 +138,10 @@ def config_of(home: Path, path: Path | None) -> dict[str, Any]:
     """The model's configuration: from ``path``, else ``config.json`` or ``params.json`` in ``home``, else empty."""
     places = [path] if path is not None else [home / "config.json", home / "params.json"]
     for place in places:
-        if path is None and not place.is_file():
-            continue
-        try:
-            content = json.loads(place.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the configuration {place}", why=f"it cannot be read: {error}", fix="give config.json"
-            ) from None
-        if isinstance(content, dict):
+        if path is not None or place.is_file():
+            content = json_object(place, f"the configuration {place}", "give the model's config.json")
             inner = content.get("text_config")  # of a vision-language model: the numbers of its language model
             return {**inner, **content} if isinstance(inner, dict) else content
-        raise ConfigError(f"the configuration {place}", why="it is no JSON object", fix="give the model's config.json")
     return {}
 
 

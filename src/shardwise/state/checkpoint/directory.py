@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from shardwise.config.folders import is_checkpoint, refuse_within_checkpoint, step_of
+from shardwise.config.folders import is_checkpoint, refuse_within_checkpoint
 from shardwise.errors import CheckpointError
 from shardwise.launch.lock import release, try_lock
 from shardwise.state.checkpoint.retention import RetentionPolicy, remove, remove_removed
@@ -44,7 +44,7 @@ class Directory:
 
     def _open(self, root: Path) -> None:
         place = root.resolve()  # also resolves "runs/a/latest"
-        if step_of(place) is not None or is_checkpoint(place):
+        if is_checkpoint(place, by_name=True):
             raise CheckpointError(
                 f"the directory {root} for checkpoints",
                 why=f"it is one checkpoint: {place}",
