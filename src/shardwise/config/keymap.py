@@ -58,7 +58,6 @@ class Rule(Options, frozen=True, kw_only=True):
 
 
 def map_names() -> list[str]:
-    """The names of the maps that come with the package."""
     return sorted(path.stem for path in _HOME.glob("*.yaml"))
 
 
@@ -80,7 +79,6 @@ def load_map(name: str | Path) -> tuple[Rule, ...]:
 
 
 def rules_of(values: object, where: str) -> tuple[Rule, ...]:
-    """The rules that a list of mappings describes."""
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ConfigError(
             where, why="a map is a list of rules", fix=r"write: - {from: 'model\.(.*)', to: '\1'}, one line per rule"

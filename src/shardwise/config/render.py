@@ -20,7 +20,6 @@ _PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)[\w/.=+-]*", re.ASCII)
 
 
 def dump_config(config: msgspec.Struct) -> str:
-    """The configuration as YAML that loads back to an equal one."""
     return "".join(f"{line}\n" for line, _ in _lines(config))
 
 

@@ -30,7 +30,6 @@ class Layer:
 
 
 def read_file(path: Path) -> Layer:
-    """Read a configuration file by its extension."""
     if path.suffix.lower() not in EXTENSIONS:
         raise ConfigError(
             f"configuration file {path}",

@@ -118,7 +118,6 @@ class Facts:
         return default if self.known[name].value is None else self.known[name].value
 
     def number(self, name: str) -> int | None:
-        """The value of a fact if it is a whole number."""
         value = self.take(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -130,7 +129,6 @@ class Facts:
         return [*self.named(*names), names[0]][0]
 
     def key(self, *names: str) -> str:
-        """The key that one of these facts comes from."""
         name = self.first(*names)
         return self.known[name].note.key if name in self.known else name
 
@@ -208,7 +206,6 @@ class Facts:
         place.pop(last, None)
 
     def get(self, key: str) -> Any:
-        """The value of one of our keys."""
         place, last = self._place(key)
         return place.get(last)
 

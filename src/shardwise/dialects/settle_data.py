@@ -20,7 +20,6 @@ _OF_COMPILE = (
 
 
 def settle_remat(facts: Facts) -> None:
-    """``parallel.remat``."""
     mode, every = facts.take("remat"), facts.number("remat_every")
     if facts.take("remat_bool") is True or facts.has("remat_classes"):
         mode = "full"
@@ -54,7 +53,6 @@ def settle_remat(facts: Facts) -> None:
 
 
 def settle_compile(facts: Facts) -> None:
-    """``parallel.compile``."""
     switch, named = facts.take("compile"), str(facts.take("compile_backend") or "no").lower()
     is_by_name = named != "no" and ("compile" not in facts.known or facts.is_given("compile_backend"))
     is_on = any(switch.values()) if isinstance(switch, dict) else bool(switch)
@@ -79,7 +77,6 @@ def settle_compile(facts: Facts) -> None:
 
 
 def settle_data(facts: Facts) -> None:
-    """Model and data."""
     model, data = facts.take("model"), facts.take("data_file") or facts.take("data")
     if whose := facts.take("weights_of"):
         text = f"it is in {whose}'s format, which is not read: give the directory of the same model with config.json and safetensors"
@@ -179,7 +176,6 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
 
 
 def settle_checkpoints(facts: Facts, steps: int | None) -> None:
-    """Checkpoints: how often, how many stay."""
     kind, every = facts.take("save_strategy", "steps"), _often(facts, "save_steps")
     if facts.take("ckpt_enable") is True:
         every = facts.take("ckpt_every", every)
@@ -205,7 +201,6 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
 
 
 def settle_figures(facts: Facts, steps: int | None) -> None:
-    """Loggers, and how often there is a line."""
     loggers = facts.take("report_to")
     loggers = [*loggers] if isinstance(loggers, list) else [loggers]
     if facts.has("wandb_on", "run_name_wandb"):

@@ -79,7 +79,6 @@ def _devices(own: Any) -> int | None:
 
 
 def settle_layout(facts: Facts, ranks: Ranks) -> bool:
-    """The layout; whether parameters are sharded."""
     for axis in ("pp", "ep", "sp"):
         facts.take(axis)  # more than one rank is refused by its row
     replicate, shard, dp = map(facts.number, ("replicate", "shard", "dp"))

@@ -21,7 +21,6 @@ _OF_SCALER = {  # option -> fact, and the value that is ours too
 
 
 def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
-    """``parallel.precision``: a word, or the record."""
     if not is_sharded and facts.table.head.get("policy") == "sharded":
         for name in ("param", "reduce", "out", "cast"):
             if facts.is_given(name):
@@ -192,7 +191,6 @@ def settle_sharding(facts: Facts, is_sharded: bool) -> None:
 
 
 def _settle_offload(facts: Facts) -> bool:
-    """Whether shards are in host memory."""
     names = ("offload", "offload_target", "offload_obj")
     by_words = facts.get("parallel.sharding.offload")
     is_on, *_ = map(facts.take, names)
@@ -205,6 +203,5 @@ def _settle_offload(facts: Facts) -> bool:
 
 
 def class_names(value: Any) -> list[str]:
-    """Names of classes, without their modules."""
     given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     return [str(name).strip().rpartition(".")[2] for name in given]

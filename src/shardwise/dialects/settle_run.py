@@ -30,7 +30,6 @@ _ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two
 
 @settles
 def settle_length(facts: Facts) -> int | None:
-    """The length of the run; its steps, if they are known."""
     steps, epochs = facts.number("steps"), facts.take("epochs")
     for name in ("steps", "steps_cap", "curve_steps", "steps_per_epoch"):
         value = facts.number(name) if name != "curve_steps" or facts.is_given(name) else None
@@ -145,7 +144,6 @@ def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
 
 
 def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:
-    """Our name of an optimizer, or the class to build."""
     module, dot, last = said.rpartition(".")
     name = _CLASSES.get(last.lower())
     if said.lower() == _FUSED:

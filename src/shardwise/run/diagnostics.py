@@ -94,7 +94,6 @@ class Diagnostics:
             record_history(True)
 
     def end(self, step: int) -> None:
-        """Called after it."""
         if self._profiler is not None and self._window is not None and step == self._window.stop - 1:
             self._end_profile()
         if self._snapshot == step:

@@ -160,7 +160,6 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
 
 @torch.no_grad()
 def _merge(model: nn.Module, adapter: Path) -> None:
-    """Merges the adapters of a directory into a model's weights."""
     params = dict(model.named_parameters())
     base = {name: InMemoryTensor.of(param) for name, param in params.items()}
     merged = with_adapter(Source(place="the model", kind="a model", tensors=base), adapter, lambda: model)
@@ -257,30 +256,23 @@ class _Stream:
         self._has_prompt = True
 
     def put_token(self, token: Tensor) -> None:
-        """Takes the next token."""
         self.tokens.append(int(token.flatten()[-1]))
         self._write(self._decode(self.tokens, False))
 
     def end(self) -> None:
-        """Writes what is left."""
         self._write(self._decode(self.tokens, True))
 
 
 class _Bytes:
-    """Bytes as tokens."""
-
     end = pad = None
 
     def encode(self, prompt: str, *, is_chat: bool) -> list[int]:
-        """The tokens of a prompt."""
         return list(prompt.encode())
 
     def name(self, token: int) -> str:
-        """A token as a text."""
         return repr(bytes([min(token, 255)]))
 
     def stream(self, write: Write) -> _Stream:
-        """What takes the tokens of a text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def decode(tokens: list[int], is_over: bool) -> str:
@@ -291,8 +283,6 @@ class _Bytes:
 
 
 class _Tokenizer:
-    """A tokenizer of transformers."""
-
     def __init__(self, path: Path):
         tokenizer = load_tokenizer(path, f"the tokenizer in {path}")
         self._of: Any = tokenizer
@@ -308,7 +298,6 @@ class _Tokenizer:
         return [*self._of(text, add_special_tokens=False)["input_ids"]]
 
     def name(self, token: int) -> str:
-        """A token as a text."""
         return repr(self._of.convert_ids_to_tokens(token))
 
     def stream(self, write: Write) -> _Stream:

@@ -251,7 +251,6 @@ def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, un
 
 
 def unit_of(config: RunConfig) -> str:
-    """The unit of the loss."""
     data = config.data
     if config.train.loss is not None:
         return "per item counted"

@@ -101,7 +101,6 @@ def _tokenizer_of(given: str, weights: Path, run: RunConfig | None, *, is_hf: bo
 
 
 def has_template(tokenizer: Path | Literal["bytes"]) -> bool:
-    """Whether a tokenizer has a chat template."""
     if tokenizer == "bytes":
         return False
     return template_in(tokenizer if tokenizer.is_dir() else tokenizer.parent) is not None

@@ -104,7 +104,6 @@ class RunOutput:
         return "lora" in recipe_of(self.model).techniques
 
     def _checkpoint_bytes(self) -> int:
-        """Estimates the size of a checkpoint in bytes."""
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         optim = self.config.optim
         # Of an optimizer of the user's own it is not known: as of AdamW.
@@ -163,7 +162,6 @@ class RunOutput:
         self.emit(kind, **fields)
 
     def introduce(self, corpus: RunData, steps: int) -> None:
-        """Emits the events that describe the data and the model."""
         data, (num_train, num_val) = self.config.data, corpus.num_samples
         self.emit(
             "data",

@@ -133,7 +133,6 @@ def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "mo
 
 
 def vocab_in(folder: str) -> int | None:
-    """Size of the vocabulary in a directory's ``config.json``."""
     content = _content(folder, f"model.hf={folder!r}")
     size = content.get("vocab_size", (content.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None

@@ -81,7 +81,6 @@ class Train(Options, frozen=True, kw_only=True):
 
     @property
     def profiled_steps(self) -> range | None:
-        """The steps of ``profile``."""
         if self.profile is None:
             return None
         first, _, last = str(self.profile).partition(":")

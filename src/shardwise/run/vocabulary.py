@@ -133,7 +133,6 @@ def check_vocabulary(config: RunConfig, origins: Mapping[str, str]) -> None:
 
 
 def _file_of(config: RunConfig) -> Path | None:
-    """The tokenizer file that reads the data, if one does."""
     data = config.data
     return None if data.build is not None or is_tokens(data.path) else tokenizer_path(data.tokenizer)
 

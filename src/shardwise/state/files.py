@@ -60,7 +60,6 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Closes all files."""
         while self._open:
             os.close(self._open.popitem()[1])
         self._scratch = memoryview(bytearray(0))

@@ -205,7 +205,6 @@ def contained(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
-    """Place -> whether the value is sharded like the parameter."""
     shape = runtime.local_tensor_of(name).shape
     param = runtime.recipe.params[name]
     found: dict[str, bool] = {}

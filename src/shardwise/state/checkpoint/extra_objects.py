@@ -51,7 +51,6 @@ def owner_of(name: str, value: Any) -> Runtime | None:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuses ``extra`` objects that could not be saved."""
     if not isinstance(extra, Mapping):
         raise ConfigError(
             f"extra={extra!r:.80}", why="objects are saved under names", fix="use a mapping: extra={'average': average}"
@@ -82,7 +81,6 @@ def held_extra(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def saved_of(name: str, value: Any) -> str:
-    """What is saved of an ``extra`` object."""
     if is_sharded(value):
         return WEIGHTS_OF_A_MODEL
     return STATE_OF_ITS_OWN if owner_of(name, value) is None else STATE_OF_AN_OPTIMIZER

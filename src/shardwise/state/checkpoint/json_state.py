@@ -145,8 +145,3 @@ def _from_tag(kind: str, content: Any, whole: Mapping[str, Any], tensors: Callab
 def to_text(plain: Any) -> bytes:
     """Encodes as JSON text; floats are exact to the last bit."""
     return (json.dumps(plain, indent=1, allow_nan=False) + "\n").encode()
-
-
-def parse(text: bytes) -> Any:
-    """Decodes the JSON text of :func:`to_text`."""
-    return json.loads(text)

@@ -139,8 +139,6 @@ class SavedOptimizer:
         return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
     def read(self, files: VerifiedFiles) -> None:
-        """Reads this rank's shards into new memory."""
-
         def part(name: str, place: str, value: Any) -> Any:
             is_cut = isinstance(value, torch.dtype) and (name, place) in self._sources
             return part_of(self._sources[name, place], self.runtime, name, files) if is_cut else value

@@ -1,6 +1,7 @@
 """Reads a checkpoint of a run; bytes whose checksum differs are never used."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
 from shardwise.state.checkpoint.extra_objects import held_extra
-from shardwise.state.checkpoint.json_state import from_plain, parse
+from shardwise.state.checkpoint.json_state import from_plain
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.integrity.manifest import Manifest, damaged
@@ -90,7 +91,7 @@ class SavedRun:
         if not self.has_run:
             return {}
         with self.as_written():
-            plain = parse(self.files.whole(self.folder / STATE))
+            plain = json.loads(self.files.whole(self.folder / STATE))
             shown = [name for name in ("time", "loader", "figure", "best") if name in plain]
             optimizer = plain.get("optimizer")
             return {name: from_plain(plain[name], {}.__getitem__) for name in shown} | {
@@ -121,7 +122,7 @@ class SavedRun:
         self.files.check_heads(self.manifest.files)
         rest = tensors_in(self.folder / REST)
         with self.as_written():
-            plain = dict(parse(self.files.whole(self.folder / STATE)))
+            plain = dict(json.loads(self.files.whole(self.folder / STATE)))
             state = {n: from_plain(v, lambda name: rest[name].load(self.files)) for n, v in plain.items()}
             msgspec.convert(state, _State)
         return state, self.tensors(OPTIMIZER)

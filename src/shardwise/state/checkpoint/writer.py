@@ -171,7 +171,6 @@ class _Window:
             file.write(self.base + begin, self.values[begin:end].data)
 
     def clear(self) -> None:
-        """Makes the window empty."""
         self.covered, self._in_pieces = [], set()
 
     def _clear_gaps(self, covered: list[tuple[int, int]], file: "_File") -> None:

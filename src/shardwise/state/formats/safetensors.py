@@ -43,7 +43,6 @@ def looks_like_safetensors(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> Source:
-    """Opens one safetensors file as a source."""
     tensors, metadata = _opened(path, 0)
     return Source(
         place=str(path), kind="a safetensors file", tensors=tensors, metadata=_versions_in(path, metadata.get(MODULES))

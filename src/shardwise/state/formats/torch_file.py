@@ -86,7 +86,6 @@ def looks_like_torch(path: Path) -> bool:
 
 
 def open_torch_file(path: Path) -> Source:
-    """Opens one file of ``torch.save`` as a source."""
     archive, value, num_bytes = _content(path)
     if not isinstance(value, Mapping):
         what = "a single tensor" if _is_tensor(value) else "no mapping"

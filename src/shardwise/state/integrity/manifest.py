@@ -58,7 +58,6 @@ class Manifest:
         return sum(fact.size for fact in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """The content of the manifest file."""
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
