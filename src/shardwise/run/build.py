@@ -1,6 +1,7 @@
 """Builds the model of a training run with the weights it starts from, and its step, from the configuration."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -259,30 +260,25 @@ def freeze_parameters(module: nn.Module, options: Model) -> None:
 # ---- the function after each step ------------------------------------------------------------------------------------
 
 
-class Callback:
-    """The function that ``train.callback`` names, called as ``fn(out)`` on every rank after every optimizer step.
+def make_callback(name: str | None) -> Callable[[Any], bool]:
+    """The function that ``train.callback`` names, called with the output of every step on every rank: whether the run ends after it, as
+    this rank sees it."""
+    function = (lambda out: None) if name is None else load_target(name, what="train.callback")
+    if not callable(function):
+        raise ConfigError(
+            f"train.callback={name!r}",
+            why=f"it is a {type(function).__name__}, and is called after each step",
+            fix="name a function that takes the step's output: def fn(out): ...",
+        )
 
-    Args:
-        name: ``pkg.mod:fn``; None: there is none, and a call does nothing.
-    """
-
-    def __init__(self, name: str | None):
-        self.name = name
-        self._function = None if name is None else load_target(name, what="train.callback")
-        if name is not None and not callable(self._function):
-            raise ConfigError(
-                f"train.callback={name!r}",
-                why=f"it is a {type(self._function).__name__}, and is called after each step",
-                fix="name a function that takes the step's output: def fn(out): ...",
-            )
-
-    def __call__(self, out: Any) -> bool:
-        """Whether the run ends after this step, as this rank sees it."""
-        answer = None if self._function is None else self._function(out)
+    def callback(out: Any) -> bool:
+        answer = function(out)
         if answer is None or isinstance(answer, bool):
             return bool(answer)
         raise ConfigError(
-            f"train.callback={self.name!r}: it returned {type(answer).__name__} {answer!r:.60} after step {out.step}",
+            f"train.callback={name!r}: it returned {type(answer).__name__} {answer!r:.60} after step {out.step}",
             why="only True ends the run, and None or False continues: another value may be a slip",
             fix="return True, False or nothing: bool(...) makes one of a number or a tensor",
         )
+
+    return callback

@@ -18,12 +18,12 @@ from shardwise.errors import ConfigError
 from shardwise.model.calling import call
 from shardwise.parallel import recipe_of, runtime_of
 from shardwise.run.build import (
-    Callback,
     build_model,
     check_takes_tokens,
     functions_of,
     load_start,
     loaded_text,
+    make_callback,
     make_step,
     set_tokenizer,
 )
@@ -175,7 +175,7 @@ class _Run:
             tell=lambda path: self.emit("trace", path=path),
             trouble=lambda text: self.emit("trouble", text=text),
         )
-        self.callback = Callback(self.config.train.callback)
+        self.callback = make_callback(self.config.train.callback)
         self.unlogged: dict[str, Any] | None = None  # figures of the last step, if they are not in the metrics
         self.num_validated = 0  # the step of the last validation
 
@@ -265,7 +265,7 @@ class _Run:
         """Ends the run after the step that was the last, as after the last of the plan; all ranks must call it."""
         self.world.stop.settle()
         self.last["steps"] = self.done
-        self.emit("ended", step=self.done, callback=str(self.callback.name))
+        self.emit("ended", step=self.done, callback=str(self.config.train.callback))
         if self.unlogged is not None:
             self.output.tell("step", **self.unlogged, memory=memory_of(self.model, self.step.optim).as_dict())
         if self.num_validated != self.done:

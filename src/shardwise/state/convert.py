@@ -34,7 +34,7 @@ from shardwise.state.staging import Staged, sync_folder
 from shardwise.state.stored import Source, compare_sums, refuse_changed
 from shardwise.state.targets.dcp import plan_dcp
 from shardwise.state.targets.plan import ConversionPlan
-from shardwise.state.targets.safetensors import plan_checkpoint, plan_folder, plan_safetensors
+from shardwise.state.targets.safetensors import plan_checkpoint, plan_safetensors
 from shardwise.state.targets.torch_file import plan_torch_file
 
 _KIND = {"hf": "weights", "shardwise": "checkpoint", "dcp": "dcp"}
@@ -98,9 +98,7 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
             copying.rest()
             refuse_changed(item.stored for item in todo.items)
             if job.verify:
-                for (
-                    name
-                ) in todo.plan.files:  # dropped from the page cache, so that what is compared is read from the disk
+                for name in todo.plan.files:  # what is compared is read from the disk, not from the page cache
                     with (staged.path / name).open("rb") as file:
                         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 _compare(result, todo.items, reader, progress)
@@ -148,13 +146,14 @@ def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], tie
     max_bytes = job.max_shard_bytes or SHARD_BYTES
     modules = _versions(source)
     if job.to == "hf":
-        return plan_folder(facts, max_bytes, modules)
+        return plan_safetensors(facts, max_bytes, modules)
     if job.to == "safetensors":
-        return plan_safetensors(facts, job.dest.name, modules)
+        return plan_safetensors(facts, 1 << 62, modules, job.dest.name.removesuffix(".safetensors"))
     if job.to == "torch":
         return plan_torch_file(facts, job.dest.name, ties)
-    if job.to == "shardwise":
-        return plan_checkpoint(facts, max_bytes, _step(job, source), modules)
+    if job.to == "shardwise":  # of the step in its name, else of that of the source
+        step = source.verified.manifest.step if source.verified is not None else 0
+        return plan_checkpoint(facts, max_bytes, step if (named := step_of(job.dest)) is None else named, modules)
     return plan_dcp(facts, max_bytes)
 
 
@@ -165,12 +164,6 @@ def _versions(source: Source) -> str | None:
         return json.dumps(told) if told else None
     except (TypeError, ValueError):  # of a torch file: what is no plain value was not read
         return None
-
-
-def _step(job: Conversion, source: Source) -> int:
-    """The step in the manifest of the result: that in its name, else that of the source."""
-    named = step_of(job.dest)
-    return named if named is not None else source.verified.manifest.step if source.verified is not None else 0
 
 
 def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:

@@ -214,13 +214,8 @@ def place_tensors(
             "data_offsets": [position, end],
         }
         starts[name], position = position, end
-    head = header_of(entries, align)
-    placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]
-    return head, placed, len(head) + position
-
-
-def header_of(entries: Mapping[str, Any], align: int = 8) -> bytes:
-    """The header of a file: the bytes before the tensors, padded to a multiple of ``align``."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % align)
-    return len(text).to_bytes(8, "little") + text
+    head = len(text).to_bytes(8, "little") + text
+    placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]
+    return head, placed, len(head) + position
