@@ -79,8 +79,7 @@ def _refuse_no_table(model: Any, rows: int, given: str) -> None:
             why=f"its {what}{place} is not a plain {kind.__name__} with a row for each of {rows:,} tokens"
             if module is not None
             else f"it does not say what its {what} is",
-            fix="add the rows by transformers, if it can (model.resize_token_embeddings), and save the model; or use the tokens that it "
-            "has: without model.add_tokens and model.vocab",
+            fix="add them by transformers (model.resize_token_embeddings), and save it; or leave out model.add_tokens and model.vocab",
         )
 
 

@@ -67,8 +67,7 @@ def _refuse_quantised(folder: Path, given: str) -> None:
     maker = _DEQUANTISED.get(method)
     raise ConfigError(
         f"{given}: its weights are quantised",
-        why=f"quantization_config in its config.json names {method}: tensors are small numbers beside their scales, which no cast makes the "
-        "model's weights",
+        why=f"quantization_config in its config.json names {method}: small numbers beside their scales, which no cast makes weights",
         fix="train a directory of the model with plain weights, which its publisher may have"
         + (
             f"; or make one by transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r}, quantization_config=transformers.{maker}"

@@ -66,8 +66,7 @@ def convert(
         raise CheckpointError(
             f"converting {job.source}, a checkpoint without the frozen weights of its model",
             why=f'it was saved with frozen="leave"; they are where the run has loaded them from: {source.left_base}',
-            fix="load both into the model, and write it: sw.load_weights(model, BASE), sw.load_weights(model, CHECKPOINT, strict=False), "
-            "sw.save_weights(model, DEST); the run's own final weights have all",
+            fix="use the run's final weights; or load both into the model, the checkpoint with strict=False: sw.save_weights(model, DEST)",
         )
     refuse_parts(
         source,

@@ -98,8 +98,7 @@ def stored_dtypes(stored: Mapping[str, Stored], dtype: str | None = None) -> dic
             raise UnsupportedError(
                 f"weights with a tensor of {kind}",
                 why="they are written as safetensors, a format without this dtype",
-                fix="take state = sw.full_state_dict(model) on every rank, and torch.save(state, file) on rank 0; or store "
-                "complex64, or real and imaginary part in two parameters",
+                fix="torch.save what sw.full_state_dict(model) gives on rank 0; or store real and imaginary part in two parameters",
                 name=name,
             )
     return found

@@ -178,8 +178,7 @@ class Given:
             raise ConfigError(
                 f"override of {', '.join(dict.fromkeys(change.name for change in moved))}, with a scheduler that the step does not have",
                 why="the optimizer's groups have an initial_lr, so a scheduler sets their rates, and its state would set the old ones",
-                fix="give it to the step: sw.TrainStep(..., scheduler=scheduler); or resume without override, and set group['lr'], "
-                "group['initial_lr'] and the scheduler's base_lrs afterwards",
+                fix="give it to the step: sw.TrainStep(..., scheduler=scheduler); or resume without override, and set rates afterwards",
             )
         return found
 

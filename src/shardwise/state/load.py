@@ -112,8 +112,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         same=lambda plan: plan.digest,
         differ=CheckpointError(
             "ranks that see different weights",
-            why=f"what rank {world.rank} finds at {source if not isinstance(source, Mapping) else 'its state dict'} is not "
-            "what others find",
+            why=f"rank {world.rank} finds others at {source if not isinstance(source, Mapping) else 'its state dict'}",
             fix="put the same files on every node, or pass shared_files=False where rank 0 alone has them",
         ),
     )

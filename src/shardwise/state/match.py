@@ -222,8 +222,7 @@ def _without_adapters(
         raise CheckpointError(
             f"weights from {source.place}, with {len(own_names) - len(lacks)} of {len(own_names)} tensors of the adapters",
             why=f"{there} is there, and these are not: {shortened(lacks)}",
-            fix="load weights with all of them or none, into a model with the adapters that they were trained with; or pass strict=False, "
-            "which leaves the others as they are",
+            fix="load weights with all of them or none; or pass strict=False, which leaves the others as they are",
             name=lacks[0],
             misfit="names",
         )

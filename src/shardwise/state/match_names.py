@@ -234,8 +234,7 @@ def _assemble(
         name = misfit or next(iter(stored))
         raise CheckpointError(
             f"{name}: {stored[name].dtype} of shape {list(stored[name].shape)}",
-            why=f"it is a part of the model's {home}, and has to be of shape {list(views[name].shape)}, and of one dtype with "
-            "the others",
+            why=f"it is a part of the model's {home}, of shape {list(views[name].shape)}, and of one dtype with the others",
             fix="build the model with the configuration of these weights",
             name=home,
             misfit=None if misfit is None else "shape",

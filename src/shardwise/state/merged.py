@@ -120,8 +120,7 @@ def _base(source: Source, name: str, folder: Path) -> TensorSource:
     if name not in source.tensors:
         raise CheckpointError(
             f"{folder}: an adapter beside {name}",
-            why=f"{source.place} has no such tensor, nor one that is tied to it with these values; names there look like "
-            f"{next(iter(source.tensors), 'nothing')}",
+            why=f"{source.place} has no such tensor, nor one tied to it; names there look like {next(iter(source.tensors), 'nothing')}",
             fix=_FIX,
             name=name,
         )

@@ -37,8 +37,7 @@ def refuse_unfit(
         raise CheckpointError(
             f"{source.place}: shape {list(matched.tensors[name].shape)}{_called(matched, name)}",
             why=f"the model has {list(wanted[name].shape)} there{_and_more(len(shapes), 'do not fit')}",
-            fix="build the model with the configuration of these weights; or leave tensors out: "
-            'strict=False, rename=[("pattern", None)]',
+            fix='build the model as these weights are; or leave tensors out: strict=False, rename=[("pattern", None)]',
             name=name,
             misfit="shape",
         )

@@ -307,8 +307,7 @@ def match_state(
     if any(isinstance(name, int) for name in state["state"]):
         raise CheckpointError(
             "an optimizer state that is keyed by number",
-            why="numbers follow the order in which parameters were given, which another layout or another order of "
-            "groups changes without a word",
+            why="numbers follow the order of parameters, which another layout or another order of groups changes",
             fix="save sw.full_optimizer_state_dict(model, optim), which is keyed by name",
         )
     stored = _by_canonical_name(runtime, state["state"])
@@ -345,8 +344,7 @@ def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[s
         raise CheckpointError(
             f"optimizer state {place!r} of shape {list(value.shape)}",
             why=f"the parameter has {list(shape)} and is cut over the ranks, so which part belongs where is not known",
-            fix="use the state that was saved with this model; state of a shape of its own (Adafactor) needs whole "
-            "copies: dp_replicate",
+            fix="use the state that was saved with this model; one of another shape (Adafactor) needs dp_replicate",
             name=name,
         )
 
@@ -395,8 +393,7 @@ def _group_settings(
         raise CheckpointError(
             f"an optimizer state with other settings than {type(optim).__name__} has: {shortened(sorted(differ))}",
             why="it was saved by another optimizer, whose state means something else",
-            fix="build the optimizer that it was saved from; where it adds them to its groups while it steps, give them before: "
-            "optim.param_groups[0][name] = 0.0",
+            fix="build the optimizer that it was saved from; what it adds while it steps, before: optim.param_groups[0][name] = 0.0",
         )
     return wanted
 

@@ -137,8 +137,7 @@ def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
         raise UsageError(
             "save_weights(packed=True) of a model with adapters, merged",
             why="packing the merged weights again gives others than those that were trained",
-            fix="write plain values, save_weights(model, dest); or the packed base, save_weights(model, dest, merge=False, packed=True), and the "
-            "adapters beside it, save_adapter(model, folder)",
+            fix="write plain values, save_weights(model, dest); or the base alone, merge=False, and save_adapter(model, folder)",
         )
     refuse_own_methods(runtime, "save_weights(packed=True) of")
 
@@ -184,8 +183,7 @@ def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
     if name is not None and not is_rounded(name):
         raise ConfigError(
             f"dtype={dtype!r}",
-            why="weights are written in a floating dtype of two bytes or more: one of a byte wants a scale beside each tensor, "
-            "which nobody has computed",
+            why="weights are written in a floating dtype of two bytes or more: one of a byte wants a scale beside each tensor",
             fix=f"use one of {', '.join(kind for kind in CODES if is_rounded(kind))}",
         )
     return name

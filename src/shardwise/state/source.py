@@ -42,8 +42,7 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         raise UsageError(
             f"weights from a {type(source).__name__}",
             why="that is neither a path nor a state dict",
-            fix="pass the path of a file or a directory, or a mapping of names to tensors; where rank 0 alone has one, with "
-            "shared_files=False",
+            fix="pass a path, or a mapping of names to tensors; where rank 0 alone has one, shared_files=False",
         )
     path = Path(source)
     home = _checkpoint_of(path) if path.exists() else None

@@ -221,8 +221,7 @@ def _unclear(place: str, tensor: Tensor, why: str) -> CheckpointError:
     return CheckpointError(
         f"a tensor of shape {list(tensor.shape)} on this rank, and how it is cut is not known",
         why=why,
-        fix="keep what is computed from the parameters outside of forward element by element (p.detach().clone(), zeros_like(p)), in a dict "
-        "by their names; or keep a second sharded model in extra",
+        fix="keep what is made of parameters (p.detach().clone(), zeros_like(p)) in a dict by their names; or a second sharded model in extra",
         name=place,
     )
 
@@ -232,8 +231,7 @@ def _unfit(place: str, stored: Tensor | CutTensor, own: Any) -> CheckpointError:
     return CheckpointError(
         f"{place}: a tensor of shape {list(stored.shape)}, for an object that has {now} there",
         why="it is cut over the ranks as the object's own tensor is, and that does not say how",
-        fix="build the object from the model's parameters before the checkpoint is loaded, by their names in a dict; or keep a second sharded "
-        "model in extra",
+        fix="build it from the model's parameters before it is loaded, by their names in a dict; or keep a second sharded model in extra",
         name=place,
     )
 

@@ -93,8 +93,7 @@ def check_states(given: Any, saved: Sequence[Any], size: int, override: Sequence
             raise ConfigError(
                 f"the state of {place} of {len(saved)} ranks, on {size}",
                 why="its state_dict() was another on each rank, and which samples a rank reads depends on their number",
-                fix=f"resume on {len(saved)} ranks, or let state_dict() give what all ranks share; to begin with a new one: "
-                "resume(loader, override=('dataset',))",
+                fix=f"resume on {len(saved)} ranks; or let state_dict() give what all share; or resume(loader, override=('dataset',))",
             )
 
 

@@ -140,8 +140,7 @@ class _Reader(pickle._Unpickler):
                 raise CheckpointError(
                     f"{self._place}: {full[:120]}",
                     why="torch.save was given sharded tensors, of which this file has one rank's shards",
-                    fix="sw.save_weights(model, folder) or torch.distributed.checkpoint on every rank, or torch.save what "
-                    "sw.full_state_dict(model) gives",
+                    fix="sw.save_weights(model, folder) on every rank, or torch.save what sw.full_state_dict(model) gives",
                 )
             raise CheckpointError(
                 f"{self._place}: it calls {full[:120]}",

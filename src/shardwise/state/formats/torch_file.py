@@ -156,8 +156,7 @@ def _refuse_other_formats(path: Path) -> None:
         raise CheckpointError(
             f"the file {path}",
             why="it is a bare pickle, or of torch's format before 1.6: tensors lie at no place that could be told",
-            fix="open it with what wrote it, and torch.save a mapping of names to tensors; if torch wrote it: "
-            f"torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
+            fix=f"if torch wrote it: torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
         )
 
 
