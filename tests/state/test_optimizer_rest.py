@@ -154,6 +154,19 @@ class ByNumber(Own):
         return 1
 
 
+class Beside(Own):
+    """Its count is the state of a parameter too."""
+
+    def advance(self):
+        count = self.state[self.param_groups[0]["params"][0]].setdefault("t", torch.tensor(0.0))
+        count += 1
+        return float(count)
+
+    def state_dict(self):
+        state = super().state_dict()
+        return {**state, "t": state["state"][0]["t"]}
+
+
 KINDS = (ByText, ByAttribute, ByHook, InGroups, NumberOfLayer, Wrapper)
 
 
@@ -292,6 +305,7 @@ def refused(kind, layout, root):
         (Apart, ("base/state/0/exp_avg", "self.state = self.base.state")),
         (Unsaid, ("0.weight", "'slow'", "optim.state[param]")),
         (UnsaidOfGroup, ("'t' of group 0", "self.param_groups[0][name]")),
+        (Beside, ("state_dict()/t", "take it from optim.state[param]")),
         (ByNumber, ("under the key 1", "self.state['all']")),
     ],
 )

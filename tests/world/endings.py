@@ -289,6 +289,12 @@ def never_closed_and_looked_at():
     _world().barrier()
 
 
+def fails_and_looked_at():
+    """The same where the program ends by an error that every rank has, and the world is closed for that reason."""
+    never_closed_and_looked_at()
+    raise ValueError("no such file")
+
+
 def fewer_windows():
     with _world() as world:
         step = _train_step(_model(world), lambda output, batch: output.sum())

@@ -183,6 +183,12 @@ def test_the_threads_of_a_world_that_is_never_closed_end_before_the_interpreter(
     assert codes == [0, 0] and list(map(_own_lines, texts)) == [["[]"], ["[]"]]
 
 
+def test_the_threads_of_a_world_end_before_the_interpreter_after_an_error(ended):
+    codes, texts = ended("fails_and_looked_at")
+    assert codes == [1, 1], texts
+    assert [_own_lines(text)[-1] for text in texts] == ["[]", "[]"]
+
+
 def test_a_program_that_never_closes_its_world_ends_in_order(ended):
     codes, texts = ended("never_closed")
     assert codes == [0, 0]

@@ -2,8 +2,8 @@
 
 The form is that of torch's ``get_optimizer_state_dict``: ``{"state": {name: {key: value}}, "param_groups": [{"params":
 [name, ...], "lr": ...}]}``. State with the parameter's shape is sharded like it, also in lists, tuples and dicts (histories); everything
-else (step counts) is equal on every rank. Two more entries where there is something: ``rest``, what the optimizer's own ``state_dict`` gives besides, and ``class``,
-where its groups have keys that it was not built with.
+else (step counts) is equal on every rank. More entries where there is something: ``rest``, what the optimizer's own ``state_dict`` gives besides, ``class``,
+where its groups have keys that it was not built with, and ``shared``, the places of tensors that the state of several parameters has in common.
 """
 
 import copy
@@ -24,6 +24,7 @@ from shardwise.parallel.init.values import scatter_values
 from shardwise.parallel.stale import refuse_no_optimizer
 from shardwise.state.optimizer_rest import refuse_partial, refuse_whole, rest_of, set_rest
 from shardwise.state.report import shortened
+from shardwise.state.shared_state import OneForAll, Shared, refuse_other_cuts, shared_places
 from shardwise.state.to_rank0 import gather_tensors
 from shardwise.world import described
 from shardwise.world.collectively import collectively
@@ -52,7 +53,7 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
     runtime = runtime_of(model)
     refuse_no_optimizer(optim, "full_optimizer_state_dict")
     names = names_of(runtime, optim)
-    kinds, rest = agreed_state(runtime, optim, "full_optimizer_state_dict, before it is gathered")
+    kinds, rest, shared = agreed_state(runtime, optim, "full_optimizer_state_dict, before it is gathered")
     kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
     cut = [(name, place) for name, places in kinds.items() for place, is_cut in places.items() if is_cut]
     inside = {name: contained(values) for name, values in kept.items()}
@@ -60,8 +61,11 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
     whole = dict(zip(cut, gathered, strict=True))
     if not runtime.world.is_main:
         return {}
+    one = OneForAll(shared)
     found = {
-        name: mapped_state(lambda at, x, n=name: whole[n, at] if kinds[n][at] else _on_cpu(x), values)
+        name: mapped_state(
+            lambda at, x, n=name: one(n, at, lambda: whole[n, at] if kinds[n][at] else _on_cpu(x)), values
+        )
         for name, values in kept.items()
         if values
     }
@@ -72,6 +76,7 @@ def full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimizer) ->
         "param_groups": groups,
         **({} if rest is None else {"rest": rest}),
         **({"class": type(optim).__name__} if has_added else {}),
+        **({"shared": shared} if shared else {}),
     }
 
 
@@ -99,7 +104,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
     names_of(runtime, optim)  # on every rank: raises for a parameter that is not the model's
     matched = collectively(world, place, lambda: _matched(runtime, optim, state), on_main=True)
-    told, settings, rest = world.broadcast(matched)
+    told, settings, rest, shared = world.broadcast(matched)
     inside = {name: contained(values) for name, values in told.items()}
     cut = {place for places in inside.values() for place, value in places.items() if isinstance(value, torch.dtype)}
     stored = _by_canonical_name(runtime, state["state"]) if world.is_main else {}
@@ -115,10 +120,10 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
         for name, tensor in local.items():
             inside[name][place] = tensor
     made = {name: mapped_state(lambda at, _, n=name: inside[n][at], values) for name, values in told.items()}
-    install_state(runtime, optim, made, settings)
+    install_state(runtime, optim, made, settings, shared)
     if rest is not None:
         collectively(world, f"{type(optim).__name__}.load_state_dict", lambda: set_rest(runtime, optim, rest))
-        install_state(runtime, optim, made, settings, has_rest=True)
+        install_state(runtime, optim, made, settings, shared, has_rest=True)
 
 
 def install_state(
@@ -126,11 +131,14 @@ def install_state(
     optim: torch.optim.Optimizer,
     made: Mapping[str, Mapping[str, Any]],
     settings: Iterable[Mapping[str, Any]],
+    shared: Shared = (),
     *,
     has_rest: bool = False,
 ) -> None:
     """Sets the state of ``optim``: name -> key -> this rank's value, and the settings of each group. Values with the
-    shape of this rank's shard belong to the optimizer from here on; others are copied. What lies under other keys is removed; with ``has_rest`` it stays."""
+    shape of this rank's shard belong to the optimizer from here on; others are copied, once for places that are ``shared``. What lies under other
+    keys is removed; with ``has_rest`` it stays."""
+    one = OneForAll(shared)
     for group, wanted in zip(optim.param_groups, settings, strict=True):
         group.update({key: _as_before(value, group.get(key)) for key, value in wanted.items()})
     for key in [key for key in optim.state if isinstance(key, Tensor) or not has_rest]:
@@ -138,7 +146,9 @@ def install_state(
     for name, values in made.items():
         param = runtime.parameters[name]
         group = next(group for group in optim.param_groups if any(other is param for other in group["params"]))
-        optim.state[param] = mapped_state(lambda at, x, p=param, g=group: _placed(at, x, p, g), values)
+        optim.state[param] = mapped_state(
+            lambda at, x, n=name, p=param, g=group: one(n, at, lambda: _placed(at, x, p, g)), values
+        )
     if runtime.shown is not None:
         with runtime.torchs_classes():
             runtime.shown.mark_state(optim)
@@ -161,9 +171,9 @@ def names_of(runtime: Runtime, optim: torch.optim.Optimizer) -> list[str]:
 
 def agreed_state(
     runtime: Runtime, optim: torch.optim.Optimizer, place: str
-) -> tuple[dict[str, dict[str, bool]], dict[str, Any] | None]:
-    """Canonical name -> place of a value in the parameter's state -> whether it is sharded like the parameter, in the model's order; and
-    :func:`~shardwise.state.optimizer_rest.rest_of` the optimizer. All ranks must call it.
+) -> tuple[dict[str, dict[str, bool]], dict[str, Any] | None, list[list[list[str]]]]:
+    """Canonical name -> place of a value in the parameter's state -> whether it is sharded like the parameter, in the model's order;
+    :func:`~shardwise.state.optimizer_rest.rest_of` the optimizer; and the places of tensors that parameters share. All ranks must call it.
 
     Raises:
         UsageError: a parameter is not the model's, or ranks have different state.
@@ -172,18 +182,19 @@ def agreed_state(
     """
     names = names_of(runtime, optim)
 
-    def act() -> tuple[dict[str, dict[str, bool]], dict[str, Any] | None]:
+    def act() -> tuple[dict[str, dict[str, bool]], dict[str, Any] | None, list[list[list[str]]]]:
         for number, group in enumerate(optim.param_groups):
             for key, value in group.items():
                 refuse_partial(value, f"{key!r} of group {number} of {type(optim).__name__}")
-        kinds = {name: _kinds(runtime, name, optim.state.get(runtime.parameters[name], {})) for name in names}
-        return kinds, rest_of(runtime, optim)
+        states = {name: optim.state.get(runtime.parameters[name], {}) for name in names}
+        kinds = {name: _kinds(runtime, name, values) for name, values in states.items()}
+        return kinds, rest_of(runtime, optim), shared_places({n: contained(values) for n, values in states.items()})
 
     return collectively(
         runtime.world,
         place,
         act,
-        same=lambda found: f"{found[0]} {described(found[1])}",
+        same=lambda found: f"{found[0]} {described(found[1])} {found[2]}",
         differ=UsageError(
             "optimizers that keep different state on different ranks",
             why="some parameter was stepped on one rank and not on another",
@@ -208,19 +219,10 @@ def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, 
     shape = runtime.local_tensor_of(name).shape
     param = runtime.recipe.params[name]
     found: dict[str, bool] = {}
-    at: dict[int, str] = {}  # memory -> the place of the tensor there
 
     def judge(place: str, value: Any) -> None:
         refuse_partial(value, f"optimizer state {place!r}", name)
         is_tensor = isinstance(value, Tensor)
-        memory = local_tensor(value).data_ptr() if is_tensor else 0  # 0: none, of an empty one
-        if memory and (other := at.setdefault(memory, place)) != place:
-            raise UnsupportedError(
-                f"optimizer state {place!r}, which shares its memory with {other!r}",
-                why="each would be a tensor of its own after it is loaded, and a write into one would not reach the other",
-                fix="keep it under one place, or put a copy of it under the other: x.clone()",
-                name=name,
-            )
         if place in found or (not is_tensor and any(isinstance(leaf, Tensor) for leaf in leaves_of(value))):
             raise UnsupportedError(
                 f"optimizer state {place!r}: {'a ' + type(value).__name__ + ' of tensors' if place not in found else 'two values of that place'}",
@@ -279,13 +281,26 @@ def _as_before(value: Any, own: Any) -> Any:
 
 def _matched(
     runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], Any]:
-    """What :func:`match_state` returns, and the rest."""
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], Any, Shared]:
+    """What :func:`match_state` returns, the rest, and what is shared."""
     told, settings = match_state(runtime, optim, state)
     rest = state.get("rest")
     if rest is not None:
         refuse_whole(runtime, rest)
-    return told, settings, rest
+    return told, settings, rest, match_shared(runtime, told, state.get("shared", ()))
+
+
+def match_shared(runtime: Runtime, told: Mapping[str, Mapping[str, Any]], shared: Shared) -> list[list[list[str]]]:
+    """The places of ``shared`` by the names of this model, of state that :func:`match_state` has matched.
+
+    Raises:
+        CheckpointError: a tensor is shared by parameters that are cut in other ways here.
+    """
+    homes = _homes(runtime)
+    named = [[[homes.get(name, name), place] for name, place in group] for group in shared]
+    cut = ((n, at) for n, values in told.items() for at, x in contained(values).items() if isinstance(x, torch.dtype))
+    refuse_other_cuts(runtime, named, cut)
+    return named
 
 
 def match_state(
@@ -327,8 +342,13 @@ def match_state(
 
 
 def _by_canonical_name(runtime: Runtime, stored: Mapping[str, Any]) -> dict[str, Any]:
-    homes = {alias: name for name, param in runtime.recipe.params.items() for alias in param.aliases}
+    homes = _homes(runtime)
     return {homes.get(name, name): values for name, values in stored.items()}
+
+
+def _homes(runtime: Runtime) -> dict[str, str]:
+    """Another name of a parameter -> its canonical one."""
+    return {alias: name for name, param in runtime.recipe.params.items() for alias in param.aliases}
 
 
 def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +383,7 @@ def _group_settings(
     group = optim.param_groups[number]
     members = {id(param) for param in group["params"]}
     names = [name for name, param in runtime.parameters.items() if id(param) in members]
-    homes = {alias: name for name, param in runtime.recipe.params.items() for alias in (name, *param.aliases)}
+    homes = _homes(runtime)
     found: list[dict[str, Any]] = []
     placed: set[str] = set()
     for other in saved:

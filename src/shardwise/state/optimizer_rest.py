@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.parallel import Runtime
 from shardwise.parallel.part_values import cut_of_part
@@ -29,6 +30,7 @@ _KEEP = (
 def rest_of(runtime: Runtime, optim: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The rest of an optimizer's state, on the CPU; None: there is none."""
     known = _numbered(optim)
+    known["memory"] = {local_tensor(value).data_ptr() for _, value in _tensors(known["state"], "")} - {0}
     params = [param for group in optim.param_groups for param in group["params"]]
     others = {key: value for key, value in optim.state.items() if not isinstance(key, Tensor)}
     # With state of a parameter that was taken out of the groups torch's own would fail.
@@ -161,6 +163,13 @@ def _without(value: Any, known: Mapping[str, Any], place: str) -> Any:
                 f"a tensor of shape {list(value.shape)} in what an optimizer's state_dict() gives besides the state of its parameters",
                 why="it is cut over the ranks, and of which parameter it is does not show",
                 fix=_KEEP,
+                name=place,
+            )
+        if value.data_ptr() in known["memory"]:
+            raise UnsupportedError(
+                f"state_dict()/{place} of an optimizer, which is a tensor of the state of a parameter",
+                why="each would be a tensor of its own after it is loaded, and a write into one would not reach the other",
+                fix="leave it out there, and take it from optim.state[param] in load_state_dict; or give a copy of it: x.clone()",
                 name=place,
             )
         return value.detach().cpu().clone()

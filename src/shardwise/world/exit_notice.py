@@ -63,4 +63,4 @@ def _leave() -> None:
             if world.owns_group:
                 dist.destroy_process_group()
             world.watch.leave_unannounced()
-            world.watch.stop()  # after a failure the watchdog stays: what runs at interpreter exit may wait for a peer
+        world.watch.stop()

@@ -20,7 +20,7 @@ from shardwise.state.checkpoint.json_state import CutTensor, to_plain
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import damaged
 from shardwise.state.integrity.reading import VerifiedFiles
-from shardwise.state.optimizer import agreed_state, install_state, mapped_state, match_state, settings_of
+from shardwise.state.optimizer import agreed_state, install_state, mapped_state, match_shared, match_state, settings_of
 from shardwise.state.optimizer_rest import refuse_whole, rest_of, set_rest
 from shardwise.state.stored import FileTensor, InMemoryTensor, TensorSource
 
@@ -42,7 +42,7 @@ def _state_by_name(
 ) -> dict[str, Any]:
     """The state of an optimizer by the names of parameters; what is sharded is added to ``parts``, by ``prefix`` and its name:
     the parameter that it is sharded as, and this rank's part."""
-    kinds, rest = agreed_state(runtime, optim, "a checkpoint, taking down the optimizer's state")
+    kinds, rest, shared = agreed_state(runtime, optim, "a checkpoint, taking down the optimizer's state")
     kept = {name: dict(optim.state.get(runtime.parameters[name], {})) for name in kinds}
     keys: dict[str, dict[str, str | None]] = {}
     plain: dict[str, dict[str, Any]] = {}
@@ -66,6 +66,7 @@ def _state_by_name(
         "state": plain,
         "param_groups": [settings_of(runtime, group, kinds) for group in optim.param_groups],
         **({} if rest is None else {"rest": rest}),
+        **({"shared": shared} if shared else {}),
     }
 
 
@@ -102,6 +103,7 @@ class SavedOptimizer:
         self._values, self.settings = match_state(
             runtime, optim, {"state": state, "param_groups": saved["param_groups"], "class": saved["class"]}
         )
+        self._shared = match_shared(runtime, self._values, saved.get("shared", ()))
         self._rest = saved.get("rest")
         if self._rest is not None:
             refuse_whole(runtime, self._rest)
@@ -154,13 +156,13 @@ class SavedOptimizer:
 
     def place(self) -> None:
         """Gives the optimizer the state of its parameters and the settings of its groups."""
-        install_state(self.runtime, self.optim, self.made, self.settings)
+        install_state(self.runtime, self.optim, self.made, self.settings, self._shared)
 
     def place_rest(self) -> None:
         """Gives it what it keeps besides, by its own ``load_state_dict``."""
         if self._rest is not None:
             set_rest(self.runtime, self.optim, self._rest)
-            install_state(self.runtime, self.optim, self.made, self.settings, has_rest=True)
+            install_state(self.runtime, self.optim, self.made, self.settings, self._shared, has_rest=True)
 
 
 def part_of(stored: TensorSource, runtime: Runtime, name: str, files: VerifiedFiles) -> Tensor:
