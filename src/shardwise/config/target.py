@@ -179,7 +179,8 @@ def _by_other_finders(name: str) -> ModuleSpec | None:
 
 
 def _missing_module(given: str, parts: Sequence[str], search: Sequence[str] | None) -> ConfigError:
-    beside = sorted({path.stem for folder in (search or ()) for path in _modules_in(Path(folder))})
+    there = (path for folder in map(Path, search or ()) if folder.is_dir() for path in folder.iterdir())
+    beside = sorted({path.stem for path in there if path.suffix == ".py" or (path / "__init__.py").is_file()})
     near = closest(parts[-1], beside)
     hint = f"did you mean '{'.'.join([*parts[:-1], near])}'? " if near else ""
     return ConfigError(
@@ -187,12 +188,6 @@ def _missing_module(given: str, parts: Sequence[str], search: Sequence[str] | No
         why=f"there is no module {'.'.join(parts)} (looked in the working directory and sys.path)",
         fix=f"{hint}install it, start from the folder that holds it, or name the file: path/to/file.py:fn",
     )
-
-
-def _modules_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
 
 
 def _missing_name(given: str, name: str, place: str, names: Sequence[str], defined: Sequence[str]) -> ConfigError:

@@ -53,11 +53,6 @@ def _index() -> tuple[dict[str, list[tuple[Table, Row]]], dict[str, list[tuple[T
     return whole, last
 
 
-def rows_by_key() -> dict[str, list[tuple[Table, Row]]]:
-    """Key of the tables -> the rows that it has there, in the order in which meanings count."""
-    return _index()[0]
-
-
 def _rows_of(name: str, *, inside: bool = False) -> list[tuple[Table, Row]]:
     """The rows of an option, ``-`` and ``_`` being the same; in a section of ours, or as a bare word, by its last part too."""
     plain = name.lstrip("-").replace("-", "_").lower()

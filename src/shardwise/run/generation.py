@@ -68,7 +68,9 @@ def generate_text(
         dtype: in which it is computed; None: as the weights are stored.
         adapter: a directory of adapters to merge into the model.
     """
-    place = _device_of(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda", why="PyTorch sees no CUDA device", fix="use --device cpu, or leave it out")
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     text = _Bytes() if source.tokenizer == "bytes" else _Tokenizer(source.tokenizer)
     ids = text.encode(prompt, is_chat=is_chat)
     if not ids:
@@ -96,7 +98,8 @@ def _generate_hf(
     model: Any, prompt: Tensor, text: "_Bytes | _Tokenizer", stream: "_Stream", max_tokens: int, temperature: float
 ) -> str:
     """Generates by ``generate`` of transformers, and returns why it ended."""
-    most, ends = _room(model, prompt.shape[1], max_tokens), _ends_of(model, text)
+    most, named = _room(model, prompt.shape[1], max_tokens), model.generation_config.eos_token_id
+    ends = {end for end in (*(named if isinstance(named, list) else [named]), text.end) if end is not None}
     options = _options_of(model, text, ends, most, temperature)
     model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options, streamer=stream)
     if {*stream.tokens[-1:]} & ends:
@@ -120,12 +123,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bars:
             logging.enable_progress_bar()
-
-
-def _device_of(word: str) -> torch.device:
-    if word == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda", why="PyTorch sees no CUDA device", fix="use --device cpu, or leave it out")
-    return torch.device("cuda" if word != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -215,14 +212,7 @@ def _room(model: Any, num: int, max_tokens: int) -> int:
     return min(max_tokens, most - num)
 
 
-def _ends_of(model: Any, text: "_Bytes | _Tokenizer") -> frozenset[int]:
-    """Tokens that end a text: those of the generation configuration, and the tokenizer's."""
-    named = model.generation_config.eos_token_id
-    ends = named if isinstance(named, list) else [named]
-    return frozenset(end for end in (*ends, text.end) if end is not None)
-
-
-def _options_of(model: Any, text: "_Bytes | _Tokenizer", ends: frozenset[int], most: int, temperature: float) -> Any:
+def _options_of(model: Any, text: "_Bytes | _Tokenizer", ends: set[int], most: int, temperature: float) -> Any:
     """The generation configuration of the directory with what was asked for: one sequence, greedy or drawn."""
     options = copy.deepcopy(model.generation_config)
     options.max_length, options.max_new_tokens = None, most

@@ -94,12 +94,6 @@ class MetricsWriter:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"metrics file {str(self.path)!r}",

@@ -291,11 +291,7 @@ def _matched(
 
 
 def match_shared(runtime: Runtime, told: Mapping[str, Mapping[str, Any]], shared: Shared) -> list[list[list[str]]]:
-    """The places of ``shared`` by the names of this model, of state that :func:`match_state` has matched.
-
-    Raises:
-        CheckpointError: a tensor is shared by parameters that are cut in other ways here.
-    """
+    """The places of ``shared`` by the names of this model, of state that :func:`match_state` has matched."""
     homes = _homes(runtime)
     named = [[[homes.get(name, name), place] for name, place in group] for group in shared]
     cut = ((n, at) for n, values in told.items() for at, x in contained(values).items() if isinstance(x, torch.dtype))

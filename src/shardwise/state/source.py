@@ -45,7 +45,9 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
             fix="pass a path, or a mapping of names to tensors; where rank 0 alone has one, shared_files=False",
         )
     path = Path(source)
-    home = _checkpoint_of(path) if path.exists() else None
+    folder = path if path.is_dir() else path.parent  # a checkpoint, even a damaged one, or one of its weights
+    homes = (folder, *([folder.parents[1]] if folder.parent.name == _FURTHER else []))
+    home = next(filter(is_checkpoint, homes), None) if path.exists() else None
     if home is not None:
         return _open_checkpoint(path, home)
     if path.is_dir():
@@ -59,15 +61,6 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
             fix="give the path of a file or a directory",
         )
     return _open_file(path)
-
-
-def _checkpoint_of(path: Path) -> Path | None:
-    """The checkpoint that ``path`` is, or whose weights it is; None: there is none, not even a damaged one."""
-    folder = path if path.is_dir() else path.parent
-    for home in (folder, folder.parents[1] if folder.parent.name == _FURTHER else folder):
-        if is_checkpoint(home):
-            return home
-    return None
 
 
 def _open_checkpoint(path: Path, home: Path) -> Source:

@@ -63,8 +63,12 @@ class Staged:
             OSError: it cannot be moved; what was there is unchanged.
         """
         older = self.dest.exists() and any(self.dest.iterdir())
-        if self.dest.exists():
-            _take_rights(self.dest, self.path)
+        if self.dest.exists():  # with the owner and the permissions of the old one
+            facts = self.dest.stat()
+            with contextlib.suppress(OSError):
+                os.chown(self.path, facts.st_uid, facts.st_gid)
+            with contextlib.suppress(OSError):
+                os.chmod(self.path, stat.S_IMODE(facts.st_mode))  # after chown, which clears set-id bits
         if older and replaced is not None:
             _take_along(self.dest, self.path, replaced)
         sync_folder(self.path)
@@ -197,15 +201,6 @@ def _tidy(path: Path, dest: Path) -> None:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}-old")
-
-
-def _take_rights(old: Path, new: Path) -> None:
-    """Gives the new directory the owner and the permissions of the old one."""
-    facts = old.stat()
-    with contextlib.suppress(OSError):
-        os.chown(new, facts.st_uid, facts.st_gid)
-    with contextlib.suppress(OSError):
-        os.chmod(new, stat.S_IMODE(facts.st_mode))  # after chown, which clears set-id bits
 
 
 def _take_along(old: Path, new: Path, replaced: re.Pattern[str]) -> None:

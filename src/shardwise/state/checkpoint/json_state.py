@@ -32,12 +32,11 @@ class CutTensor:
     shape: tuple[int, ...]
 
 
-def _whole(_place: str, _tensor: Tensor) -> CutTensor | None:
-    return None
-
-
 def to_plain(
-    value: Any, place: str, tensors: dict[str, Tensor], note: Callable[[str, Tensor], "CutTensor | None"] = _whole
+    value: Any,
+    place: str,
+    tensors: dict[str, Tensor],
+    note: Callable[[str, Tensor], "CutTensor | None"] = lambda place, tensor: None,
 ) -> Any:
     """Converts ``value`` to JSON types; its tensors are added to ``tensors``, detached and on the CPU, by their places.
 

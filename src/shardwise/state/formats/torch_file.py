@@ -131,7 +131,14 @@ def _content(
 ) -> tuple[Archive, Any, int]:
     """Opens an archive; returns it, the value of its pickle, and the pickle's length in bytes."""
     if length is None:
-        _refuse_other_formats(path)
+        with reading(path), path.open("rb") as file:
+            head = file.read(len(_PICKLE))
+        if head == _PICKLE:
+            raise CheckpointError(
+                f"the file {path}",
+                why="it is a bare pickle, or of torch's format before 1.6: tensors lie at no place that could be told",
+                fix=f"if torch wrote it: torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
+            )
     archive = open_archive(path, begin, length)
     if "data.pkl" not in archive.small:
         raise damaged(path, "an archive without data.pkl", "torch.save writes it")
@@ -147,17 +154,6 @@ def _content(
     if data not in known:
         known[data] = read_pickle(data, f"{path}: data.pkl", _stand_in)
     return archive, known[data], len(data)
-
-
-def _refuse_other_formats(path: Path) -> None:
-    with reading(path), path.open("rb") as file:
-        head = file.read(16)
-    if head.startswith(_PICKLE):
-        raise CheckpointError(
-            f"the file {path}",
-            why="it is a bare pickle, or of torch's format before 1.6: tensors lie at no place that could be told",
-            fix=f"if torch wrote it: torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
-        )
 
 
 def _stand_in(name: str) -> Any:
