@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.config.keymap import Rule
+from shardwise.config.suggest import first_few
 from shardwise.config.tokenizer import json_object
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_of
@@ -100,9 +101,9 @@ def _renamed(
             fix=f"names there look like {left[0]}; is it the map of the other direction?",
         )
     if rules and left:
-        notes.append(f"{_some(left)}: no rule of the map matches, so the name stays")
+        notes.append(f"{first_few(left)}: no rule of the map matches, so the name stays")
     if dropped:
-        notes.append(f"{_some(dropped)}: left out, as the map says")
+        notes.append(f"{first_few(dropped)}: left out, as the map says")
     return found
 
 
@@ -128,10 +129,6 @@ def _reordered(name: str, stored: TensorSource, rule: Rule, config: Mapping[str,
             name=name,
         )
     return Reordered(stored.shape, stored.dtype, stored, number, rule.permute == "halves-to-pairs")
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def config_of(home: Path, path: Path | None) -> dict[str, Any]:

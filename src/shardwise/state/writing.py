@@ -3,6 +3,7 @@ block."""
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,14 +37,8 @@ def reserve(descriptor: int, size: int) -> None:
 
 def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Part]]]:
     """Groups the parts by file, in their order."""
-    gathered: list[Part] = []
-    for part in parts:
-        if gathered and part.file is not gathered[0].file:
-            yield folder / gathered[0].file.name, gathered
-            gathered = []
-        gathered.append(part)
-    if gathered:
-        yield folder / gathered[0].file.name, gathered
+    for name, group in itertools.groupby(parts, lambda part: part.file.name):
+        yield folder / name, list(group)
 
 
 def write_part(descriptor: int, part: Part, values: Tensor) -> None:

@@ -162,7 +162,10 @@ class _Window:
     def empty_into(self, file: "_File", sums: Sums) -> None:
         covered, in_pieces = sorted(self.covered), sorted(self._in_pieces)
         self.clear()
-        self._clear_gaps(covered, file)
+        position = 0
+        for begin, end in [*covered, (min(WINDOW, file.size - self.base), 0)] if in_pieces else ():
+            self.values[position:begin] = 0  # what this rank does not write: checksums are of zeros there
+            position = end
         for block in in_pieces:
             first = block * BLOCK
             last = min(first + BLOCK, file.size - self.base)
@@ -172,22 +175,6 @@ class _Window:
 
     def clear(self) -> None:
         self.covered, self._in_pieces = [], set()
-
-    def _clear_gaps(self, covered: list[tuple[int, int]], file: "_File") -> None:
-        """Fills the gaps between ranges with zeros, in the blocks whose checksums will be computed."""
-        position = covered[0][0] // BLOCK * BLOCK
-        for begin, end in covered:
-            if begin > position:
-                if begin - position > BLOCK:  # empty blocks in between have no checksum
-                    self._clear(position, -(-position // BLOCK) * BLOCK)
-                    position = begin // BLOCK * BLOCK
-                self._clear(position, begin)
-            position = end
-        self._clear(position, min(-(-position // BLOCK) * BLOCK, file.size - self.base))
-
-    def _clear(self, begin: int, end: int) -> None:
-        if end > begin:
-            self.values[begin:end] = 0
 
 
 class _File:
