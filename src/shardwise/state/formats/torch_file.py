@@ -137,7 +137,8 @@ def _content(
             raise CheckpointError(
                 f"the file {path}",
                 why="it is a bare pickle, or of torch's format before 1.6: tensors lie at no place that could be told",
-                fix=f"if torch wrote it: torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
+                fix="open it with what wrote it, and torch.save a mapping of names to tensors; if torch wrote it: "
+                f"torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
             )
     archive = open_archive(path, begin, length)
     if "data.pkl" not in archive.small:
