@@ -31,9 +31,10 @@ class Layer:
 
 def read_file(path: Path) -> Layer:
     if path.suffix.lower() not in EXTENSIONS:
+        ending = f"files ending in '{path.suffix}' are not read" if path.suffix else "it has no extension"
         raise ConfigError(
             f"configuration file {path}",
-            why=_unreadable(path),
+            why="it is a directory, and the configuration is a file in it" if path.is_dir() else ending,
             fix=f"use one of {listing(EXTENSIONS)}, or a function that returns the configuration: pkg.mod:fn",
         )
     try:
@@ -62,12 +63,6 @@ def read_file(path: Path) -> Layer:
 
 def _too_deep(where: str) -> ConfigError:
     return ConfigError(where, why="its values lie within each other too deeply to be read", fix="write fewer levels")
-
-
-def _unreadable(path: Path) -> str:
-    if path.is_dir():
-        return "it is a directory, and the configuration is a file in it"
-    return f"files ending in '{path.suffix}' are not read" if path.suffix else "it has no extension"
 
 
 def parse_yaml_value(text: str, where: str) -> Any:

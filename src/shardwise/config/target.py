@@ -9,6 +9,7 @@ directory, as ``python -m`` does; a file may import modules from its own directo
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -160,22 +161,15 @@ def _module_file(place: str, given: str) -> Path | None:
         return Path(origin) if origin else None
     for index, part in enumerate(parts):
         spec = PathFinder.find_spec(".".join(parts[: index + 1]), search)
-        if spec is None and index == 0:
-            spec = _by_other_finders(part)
+        if spec is None and index == 0:  # of a frozen or editable-installed module; __main__ has none
+            with contextlib.suppress(ValueError):
+                spec = importlib.util.find_spec(part)
         if spec is None:
             raise _missing_module(given, parts[: index + 1], search)
         search = spec.submodule_search_locations
         if search is None and index + 1 < len(parts):
             raise _missing_module(given, parts[: index + 2], ())
     return Path(spec.origin) if spec and spec.has_location and spec.origin else None
-
-
-def _by_other_finders(name: str) -> ModuleSpec | None:
-    """The spec of a frozen or editable-installed top-level module, which ``PathFinder`` does not find."""
-    try:
-        return importlib.util.find_spec(name)
-    except ValueError:  # a module such as __main__ that has no spec
-        return None
 
 
 def _missing_module(given: str, parts: Sequence[str], search: Sequence[str] | None) -> ConfigError:

@@ -43,11 +43,15 @@ def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
         inputs = "none"
     record = _precision(facts, word, stored, inputs, param or word, reduce, out)
     if word and _engine(facts) == "zero" and facts.has("zero") and facts.table.head.get("zero") != "autocast":
-        _say_of_zero(facts, word, reduce)
+        more = f"gradients are accumulated and summed in fp32, there in {word}; to keep that: parallel.precision.reduce={word}"
+        if reduce is not None:
+            more = f"gradients as {facts.key('reduce')} says"
+        _say(facts, word, f"the same dtypes for parameters; {more}")  # beside a copy in fp32: nothing is autocast
     if record:
         facts.put("parallel.precision", record, *facts.named(*_OF_PRECISION))
     if word is not None and stored == word:
-        _say_of_low(facts, word)
+        text = "parameters have it already, and gradients are summed in it; there autocast computes norms, softmax and the loss in fp32"
+        _say(facts, word, text)
     is_of_adapters = "adapters_4bit" in facts.table.head and facts.take("in_4_bits") is True  # and said of them
     if stored not in (None, "fp32") and not is_of_adapters:
         text = "parameters and optimizer state are {}, without an fp32 copy"
@@ -84,24 +88,12 @@ def _engine(facts: Facts) -> str | None:
     return facts.known["engine"].value if facts.has("engine") else own
 
 
-def _say_of_low(facts: Facts, word: str) -> None:
-    """Where parameters are stored in the dtype of mixed precision, gradients have it too."""
-    for name in (f"mp_{word}", "mp_bf16_else", "mp"):
-        note = facts.note(name)
-        if note is not None and note.verdict == "changed":
-            note.say = "parameters have it already, and gradients are summed in it; there autocast computes norms, softmax and the loss in fp32"
-
-
-def _say_of_zero(facts: Facts, word: str, reduce: str | None) -> None:
-    """Under ZeRO parameters themselves have the dtype of compute, beside a copy in fp32: nothing is autocast."""
+def _say(facts: Facts, word: str, text: str) -> None:
+    """Says ``text`` of the switch of mixed precision that changes something."""
     for name in ("mp", f"mp_{word}", "mp_bf16_else"):
         note = facts.note(name)
         if note is not None and note.verdict == "changed":
-            note.say = "the same dtypes for parameters"
-            if reduce is None:
-                note.say += f"; gradients are accumulated and summed in fp32, there in {word}; to keep that: parallel.precision.reduce={word}"
-            else:
-                note.say += f"; gradients as {facts.key('reduce')} says"
+            note.say = text
 
 
 def _mixed(facts: Facts) -> str | None:

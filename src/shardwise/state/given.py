@@ -58,10 +58,6 @@ class Change:
     group: int | None = None
     part: str = "optimizer"
 
-    def is_named_in(self, override: Sequence[str]) -> bool:
-        """Whether ``override`` names it, so that the program's value takes effect."""
-        return self.part != "" and (self.name in override or self.part in override)
-
     def __str__(self) -> str:
         return f"{self.name} of {self.place} is {_shown(self.now)}, and was {_shown(self.was)}"
 
@@ -196,7 +192,13 @@ class Given:
         is_counted = isinstance(begun, int) and isinstance(reached, int)
         num_steps = reached - begun if is_counted else step["num_steps"] - step["num_skipped"]
         groups = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in self._groups]
-        twin = _twin(self._scheduler, _Groups(groups, self._optim.defaults))
+        stand_in = types.SimpleNamespace(
+            param_groups=groups,
+            defaults=self._optim.defaults,
+            _opt_called=True,
+            step=types.SimpleNamespace(_wrapped_by_lr_sched=True),
+        )
+        twin = _twin(self._scheduler, stand_in)
         try:
             for _ in range(num_steps):
                 twin.step()
@@ -212,23 +214,14 @@ class Given:
         return found
 
 
-class _Groups:
-    """A stand-in for the optimizer, with only what a scheduler needs of it."""
-
-    def __init__(self, param_groups: list[dict[str, Any]], defaults: Mapping[str, Any]):
-        self.param_groups, self.defaults = param_groups, defaults
-        self._opt_called = True
-        self.step = types.SimpleNamespace(_wrapped_by_lr_sched=True)
-
-
-def _twin(scheduler: Any, groups: _Groups) -> Any:
-    """A copy of a scheduler that sets the rates of ``groups``; it shares the functions that the scheduler was built
-    with."""
+def _twin(scheduler: Any, optim: Any) -> Any:
+    """A copy of a scheduler that sets the rates of ``optim``, a stand-in; it shares the functions that the scheduler was
+    built with."""
     twin = copy.copy(scheduler)
     twin.__dict__ = {key: list(value) if type(value) is list else value for key, value in vars(scheduler).items()}
-    twin.optimizer = groups
+    twin.optimizer = optim
     if hasattr(scheduler, "_schedulers"):
-        twin._schedulers = [_twin(inner, groups) for inner in scheduler._schedulers]
+        twin._schedulers = [_twin(inner, optim) for inner in scheduler._schedulers]
     return twin
 
 

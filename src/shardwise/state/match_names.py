@@ -262,11 +262,11 @@ def _turn(naming: Naming, wanted: Mapping[str, Wanted], found: Matched) -> None:
 
 def _accept_allowed(model: Any, found: Matched) -> None:
     """Accepts missing and unexpected names that a Hugging Face class allows."""
-    lacked = [p for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or () if isinstance(p, str)]
-    excused = [name for name in found.missing if any(re.search(pattern, name) for pattern in lacked)]
-    found.ignored.update(dict.fromkeys(excused, "it is not there, as the model's class allows"))
-    found.missing = tuple(name for name in found.missing if name not in excused)
-    extra = [p for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or () if isinstance(p, str)]
-    ignored = [name for name in found.unexpected if any(re.search(pattern, name) for pattern in extra)]
-    found.ignored.update(dict.fromkeys(ignored, "the model's class says so"))
-    found.unexpected = tuple(name for name in found.unexpected if name not in ignored)
+    for kind, why in (
+        ("missing", "it is not there, as the model's class allows"),
+        ("unexpected", "the model's class says so"),
+    ):
+        patterns = [p for p in getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or () if isinstance(p, str)]
+        excused = [name for name in getattr(found, kind) if any(re.search(pattern, name) for pattern in patterns)]
+        found.ignored.update(dict.fromkeys(excused, why))
+        setattr(found, kind, tuple(name for name in getattr(found, kind) if name not in excused))

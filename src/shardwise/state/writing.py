@@ -53,7 +53,7 @@ def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
     bytes are as in the file, otherwise converted block by block."""
     tensor = part.tensor
     straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
-    if straight and part.view.is_in_order:
+    if straight and part.view.dims == tuple(range(len(part.view.box.sizes))):  # all of the model's dims, in its order
         yield from _stretches_of_box(part, part.stored, bytes_of(values).numpy().data)
         return
     for box, block, rounded in stored_blocks(part, values):

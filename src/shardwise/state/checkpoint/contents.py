@@ -214,7 +214,15 @@ def _add_ranks(
     digests = _digests(plain, tensors)
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
-    _refuse_unlike([told for *_, told in everyone])
+    sums = [told for *_, told in everyone]
+    names = sorted({name for told in sums for name in told if any(told.get(name) != other.get(name) for other in sums)})
+    if names:
+        ranks = [rank for rank, told in enumerate(sums) if any(told.get(n) != sums[0].get(n) for n in names)]
+        raise UsageError(
+            f"state that is not equal on every rank: {', '.join(names)}",
+            why=f"one of each is kept, for all ranks, and rank {', '.join(map(str, ranks))} has another than rank 0",
+            fix="let state_dict() give what all ranks share (gathered, or reduced), and compute the rest when it is loaded",
+        )
     plain["random"] = {"seed": world.seed, "ranks": [told for told, *_ in everyone]}
     plain["data"] = {"ranks": [told for _, told, *_ in everyone]}
     for _, _, theirs, _ in everyone:
@@ -274,17 +282,6 @@ def _digests(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         values = f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor).numpy().tobytes()
         found[name] = found.get(name, 0) ^ sum_of(values)
     return found
-
-
-def _refuse_unlike(everyone: list[dict[str, int]]) -> None:
-    names = sorted({name for told in everyone for name in told if any(told.get(name) != o.get(name) for o in everyone)})
-    if names:
-        ranks = [rank for rank, told in enumerate(everyone) if any(told.get(n) != everyone[0].get(n) for n in names)]
-        raise UsageError(
-            f"state that is not equal on every rank: {', '.join(names)}",
-            why=f"one of each is kept, for all ranks, and rank {', '.join(map(str, ranks))} has another than rank 0",
-            fix="let state_dict() give what all ranks share (gathered, or reduced), and compute the rest when it is loaded",
-        )
 
 
 def _refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:

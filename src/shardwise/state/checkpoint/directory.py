@@ -104,14 +104,12 @@ class Directory:
                 fix="name another directory, or move the newer ones away",
             )
 
-    def put_aside(self, newest: int, left_behind: Sequence[int]) -> None:
-        """Renames checkpoints newer than step ``newest`` that could not be read, so that this one counts as the newest."""
+    def prune(self, retention: RetentionPolicy, newest: int, figure: float | None, left_behind: Sequence[int]) -> None:
+        """Renames checkpoints newer than step ``newest`` that could not be read (``left_behind``), so that this one counts
+        as the newest; removes those that ``retention`` does not keep."""
         for other in left_behind:
             folder = self.folder(other)
             if other > newest and folder.exists():
                 os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
-
-    def prune(self, retention: RetentionPolicy, newest: int, figure: float | None) -> None:
-        """Removes the checkpoints that ``retention`` does not keep."""
         for step in retention.steps_to_remove(self.root, newest, figure):
             remove(self.folder(step))

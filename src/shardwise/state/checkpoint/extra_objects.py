@@ -1,7 +1,7 @@
 """What ``extra`` objects keep of sharded models: optimizers, and tensors that are cut as a parameter is (averages of it). Both
 are written and read in pieces, so that they go from any layout to any other."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,11 +92,12 @@ class CutTensors:
 
     def __init__(self, models: Sequence[Runtime]) -> None:
         self.models = models
-        self._found: dict[int, tuple[Runtime, dict[str, tuple[str, Tensor]]]] = {}
+        # Each model, and by their names in the files: the parameter that a tensor is cut as, and this rank's part.
+        self.found: dict[int, tuple[Runtime, dict[str, tuple[str, Tensor]]]] = {}
 
     def add(self, runtime: Runtime, stored: str, name: str, tensor: Tensor) -> None:
         """Adds this rank's part of a tensor that is cut as parameter ``name``, to be written as ``stored``."""
-        self._found.setdefault(id(runtime), (runtime, {}))[1][stored] = name, local_tensor(tensor).detach()
+        self.found.setdefault(id(runtime), (runtime, {}))[1][stored] = name, local_tensor(tensor).detach()
 
     def note(self, place: str, tensor: Tensor) -> CutTensor | None:
         """Adds a tensor of an object's state, and returns what stands for it there; None: it is not cut."""
@@ -106,10 +107,6 @@ class CutTensors:
         runtime, name = found
         self.add(runtime, place, name, tensor)
         return CutTensor(place, dtype_name(tensor.dtype), runtime.recipe.params[name].shape)
-
-    def of_models(self) -> Iterable[tuple[Runtime, dict[str, tuple[str, Tensor]]]]:
-        """Each model, and by their names in the files: the parameter that a tensor is cut as, and this rank's part."""
-        return self._found.values()
 
 
 def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runtime, str] | None:

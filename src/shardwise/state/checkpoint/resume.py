@@ -189,7 +189,7 @@ class ResumePoint:
         changes = self.given.changes(saved)
         for name, mine in self._schedulers.items():
             changes += scheduler_changes(f"scheduler extra[{name!r}]", mine, saved["extra"].get(name, {}), part="")
-        refused = [change for change in changes if not change.is_named_in(override)]
+        refused = [change for change in changes if not (change.part and {change.name, change.part} & {*override})]
         if refused:
             raise changed(folder, refused, override)
         return self.given.settled(changes, own["step"])

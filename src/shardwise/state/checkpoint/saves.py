@@ -155,8 +155,7 @@ class Saves:
         the next call reports it."""
         at_fault_point("pruning")
         try:
-            self._directory.put_aside(newest, self._resume_point.left_behind)
-            self._directory.prune(self._retention, newest, figure)
+            self._directory.prune(self._retention, newest, figure, self._resume_point.left_behind)
         except OSError as error:
             self._late_notes.append(f"older checkpoints in {self._directory.root} were not removed: {error}")
         at_fault_point("pruned")

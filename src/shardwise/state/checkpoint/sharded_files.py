@@ -109,7 +109,7 @@ def weight_files(
 def cut_files(cut: CutTensors, stem: str) -> list[ShardedFiles]:
     """The files of tensors that are cut as parameters are: those of each model by itself."""
     made = []
-    for number, (runtime, tensors) in enumerate(cut.of_models()):
+    for number, (runtime, tensors) in enumerate(cut.found.values()):
         params = runtime.recipe.params
         facts = {n: (name, params[name].shape, dtype_name(tensor.dtype)) for n, (name, tensor) in tensors.items()}
         align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for _, shape, dtype in facts.values()))
