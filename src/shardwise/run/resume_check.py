@@ -97,14 +97,19 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
         if key not in now and key not in default and not key.startswith(_OPEN):
             continue  # a key of another version of Shardwise
         if key in files or key in saved.files:
-            same = _same_files(key, old, files, saved.files)
+            identity = saved.files.get(key)
+            if identity is None:  # the checkpoint does not have it: compare with the file as it is now
+                with contextlib.suppress(OSError, ConfigError):  # not there any more, or no saved dataset
+                    identity = _identity_of(key, old)
+            same = identity is not None and identity == files.get(key)
         else:
             same = old == new or (key == "model.build" and _file_name(old) == _file_name(new))
         if key == "data.tokenizer" and {old, new} <= {None, BYTES_MEANT}:
             continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
             continue
-        why = _refused(key)
+        takes_effect = key in (*MAY_CHANGE, "parallel.lora.dropout")
+        why = None if takes_effect else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
         if why is not None:
             refused[key] = why
         elif not key.startswith(_UNREPORTED):
@@ -147,15 +152,6 @@ def _newest(root: Path) -> _Saved | None:
             files = saved.files.whole(folder / FILES) if FILES in saved.manifest.files else b"{}"
             return _Saved(folder=folder, values=values, files=msgspec.json.decode(files, type=dict[str, str]))
     return None
-
-
-def _refused(key: str) -> str | None:
-    """Why another value of a key is refused; None: it takes effect."""
-    return (
-        None
-        if key in (*MAY_CHANGE, "parallel.lora.dropout")
-        else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
-    )
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:
@@ -202,16 +198,6 @@ def _identity_of(key: str, path: str | None) -> str:
         text = pydoc_text().encode()
         return f"Python's help topics, {len(text):,} bytes, sha256 {hashlib.sha256(text).hexdigest()[:12]}"
     return file_sample(Path(path) / "config.json" if key == "model.hf" else Path(path))
-
-
-def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str, str]) -> bool:
-    identity = saved.get(key)
-    if identity is None:  # the checkpoint does not have it: compare with the file as it is now
-        try:
-            identity = _identity_of(key, old) if key in files else None
-        except (OSError, ConfigError):  # not there any more, or no saved dataset
-            identity = None
-    return identity is not None and identity == files.get(key)
 
 
 def _file_name(build: Any) -> Any:
