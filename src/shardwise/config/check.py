@@ -81,10 +81,8 @@ def describe_value(value: Any, *, within: str = "") -> str:
 
 def doc_of(hint: Any) -> str:
     """The description a field was declared with."""
-    metas = (
-        [arg for arg in get_args(hint)[1:] if isinstance(arg, msgspec.Meta)] if get_origin(hint) is Annotated else []
-    )
-    return next((meta.description for meta in metas if meta.description), "")
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((meta.description for meta in metas if isinstance(meta, msgspec.Meta) and meta.description), "")
 
 
 def struct_in(hint: Any) -> type[msgspec.Struct] | None:

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.config.conversion import Conversion
 from shardwise.config.folders import KINDS, SIDECARS, check_place, refuse_other_kind, refuse_within_checkpoint, step_of
+from shardwise.config.tokenizer import json_object
 from shardwise.errors import CheckpointError, ConfigError, VerifyError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import blocks, whole
@@ -181,8 +181,9 @@ def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, by
 def _sidecars_beside(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
     is_unpacked = any(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
     found = {path.name: path.read_bytes() for path in sidecars_of(source.folder)} if source.folder is not None else {}
-    if "config.json" in found and (job.dtype is not None or is_unpacked):
-        content = _config_of(source, found["config.json"])
+    if source.folder is not None and "config.json" in found and (job.dtype is not None or is_unpacked):
+        place = source.folder / "config.json"
+        content = json_object(place, f"{source.folder}: config.json", "repair it, or move it away")
         for key in ("dtype", "torch_dtype"):
             if job.dtype is not None and content.get(key) not in (None, job.dtype):
                 notes.append(f"config.json: {key} is {job.dtype} now, and was {content[key]}")
@@ -191,20 +192,6 @@ def _sidecars_beside(job: Conversion, source: Source, notes: list[str]) -> dict[
             content.pop("quantization_config", None)
         found["config.json"] = (json.dumps(content, indent=2) + "\n").encode()
     return found
-
-
-def _config_of(source: Source, data: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(data)
-    except ValueError as error:
-        content = error
-    if isinstance(content, dict):
-        return content
-    raise CheckpointError(
-        f"{source.folder}: config.json",
-        why=f"it is no JSON object ({content if isinstance(content, ValueError) else type(content).__name__})",
-        fix="repair it, or move it away",
-    )
 
 
 # ---- the destination ----------------------------------------------------------------------------------------------

@@ -51,15 +51,11 @@ def trained_position(given: Any, num_trained: int | None) -> tuple[Any, list[str
 
 def _moved_back(state: Any, used: Mapping[str, Any]) -> Any:
     """``state`` with each Loader position in it that is beyond ``used`` replaced by ``used``."""
-    if isinstance(state, Mapping):
-        if state.keys() == used.keys():
-            place = state["epoch"], state["position"]
-            return dict(used) if place > (used["epoch"], used["position"]) else state
-        return (
-            type(state)((key, _moved_back(inner, used)) for key, inner in state.items())
-            if type(state) is dict
-            else state
-        )
+    if isinstance(state, Mapping) and state.keys() == used.keys():
+        place = state["epoch"], state["position"]
+        return dict(used) if place > (used["epoch"], used["position"]) else state
+    if type(state) is dict:
+        return {key: _moved_back(inner, used) for key, inner in state.items()}
     if type(state) in (list, tuple):
         return type(state)(_moved_back(inner, used) for inner in state)
     return state
