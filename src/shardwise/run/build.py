@@ -75,7 +75,7 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
             f"model.build={config.model.build!r}" if config.model.build else f"model.hf={config.model.hf!r}",
             why=f"shardwise train feeds tokens (input_ids [B, T], integers) and takes logits [B, T, V]; {recipe_of(model).module_class} has no embedding, "
             f"and its forward of tokens {raised}",
-            fix="give a model of tokens; for any other name its data and its loss: data.build, train.loss, train.count=pkg.mod:fn",
+            fix="give a model of tokens; for any other name its data and its loss: data.build=pkg.mod:fn, train.loss=pkg.mod:fn, train.count",
         ) from error
     finally:
         if isinstance(model, FSDPModule):

@@ -108,8 +108,7 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
             continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
             continue
-        takes_effect = key in (*MAY_CHANGE, "parallel.lora.dropout")
-        why = None if takes_effect else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
+        why = _refused(key)
         if why is not None:
             refused[key] = why
         elif not key.startswith(_UNREPORTED):
@@ -152,6 +151,12 @@ def _newest(root: Path) -> _Saved | None:
             files = saved.files.whole(folder / FILES) if FILES in saved.manifest.files else b"{}"
             return _Saved(folder=folder, values=values, files=msgspec.json.decode(files, type=dict[str, str]))
     return None
+
+
+def _refused(key: str) -> str | None:
+    """Why another value of a key is refused; None: it takes effect."""
+    takes_effect = key in (*MAY_CHANGE, "parallel.lora.dropout")
+    return None if takes_effect else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:
