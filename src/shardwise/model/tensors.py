@@ -213,6 +213,13 @@ def map_contained(call: Callable[[str, Any], Any], value: Any, place: str) -> An
     return call(place, value)
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a plain tensor with elements lies in memory that was freed: to read it would end the process."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place; -1: made under ``torch.inference_mode()``, where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
