@@ -88,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> None:
     from shardwise.config.loader import with_overrides
+    from shardwise.dialects import words
     from shardwise.dialects.answers import imported
-    from shardwise.run.config import FOREIGN, RunConfig
+    from shardwise.run.config import RunConfig
     from shardwise.run.imported import checked
 
     made = imported(
@@ -103,7 +104,7 @@ def _import(args: argparse.Namespace) -> None:
     )
     if args.overrides:
         _refuse_overrides(args.overrides, made.followed)
-        values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
+        values = with_overrides(made.run, args.overrides, RunConfig, foreign=words)
         made = _with_answers(replace(made, run=values), args.overrides)
     made = checked(made)  # with the overrides: what one of them mends is not refused
     was_there = False

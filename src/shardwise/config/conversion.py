@@ -28,21 +28,15 @@ class Conversion:
     """One conversion: source, destination, and what changes on the way.
 
     Attributes:
-        source: file or directory.
         dest: file, or for ``hf``, ``dcp`` and ``shardwise`` a directory.
         to: ``hf``, ``safetensors``, ``torch``, ``dcp`` or ``shardwise`` (a checkpoint of weights); empty: the kind of
             the ending of ``dest``, else ``hf``.
         dtype: for floating-point tensors, as a word (``bf16``) or torch's name; None: unchanged.
         keep: regular expressions of names that keep their dtype.
         max_shard_bytes: largest size of a file, in bytes, where there may be several; None: 5 GiB.
-        rules: rules of a key map.
         config: the model's configuration, if it is not next to the source.
         adapter: a directory of adapters in PEFT's files, which are merged into the weights.
         verify: whether every tensor is compared with the source before the result is moved to its place.
-        overwrite: whether an existing ``dest`` is replaced.
-
-    Raises:
-        ConfigError: unknown words, options that contradict each other, or that would have no effect.
     """
 
     source: Path
@@ -60,7 +54,15 @@ class Conversion:
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", self.to or _kind_by_name(self.dest))
         self._check_kind()
-        self._check_dtype()
+        if self.dtype is not None and self.dtype not in DTYPE_WORDS:
+            fix = did_you_mean(self.dtype, list(DTYPE_WORDS), what="dtypes")
+            raise ConfigError(f"--dtype {self.dtype}", why="weights are not rounded to that", fix=fix)
+        for pattern in self.keep:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                why = f"not a valid regular expression: {error}"
+                raise ConfigError(f"--keep {pattern}", why=why, fix="write dots as \\.") from None
         object.__setattr__(self, "dtype", DTYPE_WORDS[self.dtype] if self.dtype else None)
         for idle, option, why, fix in (
             (self.keep and not self.dtype, "--keep", "it says what --dtype does not change", "add --dtype bfloat16"),
@@ -103,17 +105,6 @@ class Conversion:
                 why="readers know such a file by its ending",
                 fix=f"use {self.dest}.safetensors",
             )
-
-    def _check_dtype(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPE_WORDS:
-            fix = did_you_mean(self.dtype, list(DTYPE_WORDS), what="dtypes")
-            raise ConfigError(f"--dtype {self.dtype}", why="weights are not rounded to that", fix=fix)
-        for pattern in self.keep:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                why = f"not a valid regular expression: {error}"
-                raise ConfigError(f"--keep {pattern}", why=why, fix="write dots as \\.") from None
 
 
 def _kind_by_name(dest: Path) -> str:

@@ -27,8 +27,6 @@ def did_you_mean(word: str, known: Sequence[str], *, what: str, also_called: Map
     """The ``fix`` part of an error about an unknown name: the most similar name, if any, and all names that exist.
 
     Args:
-        word: what was written.
-        known: the names that exist.
         what: what they are, in the plural ("keys of train").
         also_called: words that mean one of the names without being spelled like it.
     """
@@ -50,10 +48,10 @@ def listing(names: Iterable[str]) -> str:
     return (", ".join(known[:16] if more else known) or "(none)") + more
 
 
-def first_few(names: Iterable[str]) -> str:
+def first_few(names: Iterable[str], num: int = 3) -> str:
     """Names as text where some are enough: ``a, b, c and 4 more``."""
     known = list(names)
-    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
+    return ", ".join(known[:num]) + (f" and {len(known) - num} more" if len(known) > num else "")
 
 
 def _plain(name: str) -> str:

@@ -28,7 +28,6 @@ def settle_positions(facts: Facts) -> None:
 
 
 def settle_regions(facts: Facts, tp: int) -> None:
-    """``parallel.tensor_parallel.sequence_parallel``."""
     if tp == 1 or not facts.is_given("sequence_parallel") or facts.take("sequence_parallel") is not True:
         return
     plan = facts.get("parallel.tensor_parallel")
@@ -39,7 +38,10 @@ def settle_regions(facts: Facts, tp: int) -> None:
 
 def settle_adapters(facts: Facts) -> None:
     """``parallel.lora``, ``parallel.quantize``, and which files of adapters a run leaves."""
-    in_4_bits = _of_4_bits(facts)
+    builder = str(facts.take("builder", "")).rpartition(".")[
+        2
+    ]  # frozen weights are stored in 4 bits by its name, or a switch
+    in_4_bits = "in_4_bits" if facts.take("in_4_bits") is True else "builder" if builder.startswith("qlora_") else None
     if facts.take("adapter") is None:
         if in_4_bits is not None:
             text = "weights in 4 bits are frozen, and no adapters are trained beside them: add adapters, or remove it"
@@ -88,14 +90,7 @@ def stored_beside_adapters(
     return None, word or stored
 
 
-def _of_4_bits(facts: Facts) -> str | None:
-    """The fact that says that frozen weights are stored in 4 bits: a switch, or a builder's name."""
-    builder = str(facts.take("builder", "")).rpartition(".")[2]
-    return "in_4_bits" if facts.take("in_4_bits") is True else "builder" if builder.startswith("qlora_") else None
-
-
 def _targets(facts: Facts) -> str | list[str] | None:
-    """The layers with an adapter: names, or all linear ones."""
     given = facts.take("adapter_targets")
     others = _layers(facts)
     names = [others.get(name, name) for name in _listed(given)]

@@ -23,7 +23,6 @@ _OF_COMPILE = (
 
 
 def settle_remat(facts: Facts) -> None:
-    """``parallel.remat``."""
     mode, every = facts.take("remat"), facts.number("remat_every")
     if facts.take("remat_bool") is True or facts.has("remat_classes"):
         mode = "full"
@@ -57,7 +56,6 @@ def settle_remat(facts: Facts) -> None:
 
 
 def settle_compile(facts: Facts) -> None:
-    """``parallel.compile``."""
     switch, named = facts.take("compile"), str(facts.take("compile_backend") or "no").lower()
     is_by_name = named != "no" and ("compile" not in facts.known or facts.is_given("compile_backend"))
     is_on = any(switch.values()) if isinstance(switch, dict) else bool(switch)
@@ -82,7 +80,6 @@ def settle_compile(facts: Facts) -> None:
 
 
 def settle_data(facts: Facts) -> None:
-    """Model and data."""
     model, data = facts.take("model"), facts.take("data_file") or facts.take("data")
     if whose := facts.take("weights_of"):
         text = f"it is in {whose}'s format, which is not read: give the directory of the same model with config.json and safetensors"
@@ -114,8 +111,11 @@ def settle_data(facts: Facts) -> None:
     if length := facts.take("pack_to", 0):
         facts.put("data.pack", True, "pack_to")
         facts.put("data.seq_len", length, "pack_to")
-    elif "packs" in facts.table.head and _may_be_packed(facts):
-        facts.put("data.pack", True)
+    elif "packs" in facts.table.head:  # records alone are packed, and where their attention is not cut over ranks
+        path = Path(str(facts.get("data.path")))
+        is_records = path.suffix in (".jsonl", ".ndjson", ".parquet") or (not path.suffix and not path.is_file())
+        if is_records and "cp=" not in str(facts.get("parallel.layout")):
+            facts.put("data.pack", True)
     workers = facts.take("workers")
     if workers == "auto":
         facts.put("data.num_workers", 4, "workers")
@@ -155,13 +155,6 @@ def _splits_of(data: Any) -> list[Any]:
     """The splits of a saved dataset; empty: it is something else, or not here."""
     found = read_json(Path(str(data)) / "dataset_dict.json").get("splits")
     return found if isinstance(found, list) else []
-
-
-def _may_be_packed(facts: Facts) -> bool:
-    """Whether the data is of records, which alone are packed, and their attention is not cut over ranks."""
-    path = Path(str(facts.get("data.path")))
-    is_records = path.suffix in (".jsonl", ".ndjson", ".parquet") or (not path.suffix and not path.is_file())
-    return is_records and "cp=" not in str(facts.get("parallel.layout"))
 
 
 def _often(facts: Facts, name: str) -> Any:
@@ -213,7 +206,6 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
 
 
 def settle_checkpoints(facts: Facts, steps: int | None) -> None:
-    """Checkpoints: how often, how many stay."""
     kind, every = facts.take("save_strategy", "steps"), _often(facts, "save_steps")
     if facts.take("ckpt_enable") is True:
         every = facts.take("ckpt_every", every)
@@ -239,7 +231,6 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
 
 
 def settle_figures(facts: Facts, steps: int | None) -> None:
-    """Loggers, and how often there is a line."""
     loggers = facts.take("report_to")
     loggers = [*loggers] if isinstance(loggers, list) else [loggers]
     if facts.has("wandb_on", "run_name_wandb"):

@@ -33,7 +33,7 @@ class Ranks:
         self.total, self.per_node = total, per_node
         self.rows: int | None = None
         self.tp = 1
-        self.shards: int | None = None  # of each parameter, beside those of tensor parallelism
+        self.shards: int | None = None  # of each parameter, those of positions included and those of tensors not
 
 
 def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks:
@@ -79,12 +79,13 @@ def _devices(own: Any) -> int | None:
 
 
 def settle_layout(facts: Facts, ranks: Ranks) -> bool:
-    """The layout; whether parameters are sharded."""
     for axis in ("pp", "ep", "sp"):
         facts.take(axis)  # more than one rank is refused by its row
     replicate, shard, dp = map(facts.number, ("replicate", "shard", "dp"))
     if mesh := facts.take("mesh2"):
-        replicate, shard = _two_numbers(facts, mesh)
+        if not (isinstance(mesh, list) and len(mesh) == 2 and all(isinstance(n, int) and n > 0 for n in mesh)):
+            raise RefusedError(facts.key("mesh2"), "it is two numbers: write [copies, shards]", mesh)
+        replicate, shard = mesh
     shard, tp = _split_by_machine(facts, ranks, shard, max(1, facts.number("tp") or 1))
     kind, cp = _kind(facts), max(1, facts.number("cp") or 1)
     ranks.tp = tp
@@ -104,18 +105,16 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
     _check_product(facts, axes, ranks)
     facts.put("parallel.layout", ",".join(f"{axis}={degree}" for axis, degree in axes), *_OF_LAYOUT)
     is_sharded = any(axis == "dp_shard" for axis, _ in axes)
-    ranks.shards = _num_shards(dict(axes), ranks)
+    degrees = dict(axes)
+    shards = degrees.get("dp_shard", 1)
+    if shards == -1 and ranks.rows:
+        shards = ranks.rows // int(degrees.get("dp_replicate", 1))
+    ranks.shards = shards * int(degrees.get("cp", 1)) if isinstance(shards, int) and shards > 0 else None
     is_freed = _is_freed(facts, kind)
     if is_sharded and is_freed is not True:
         names = ("reshard", "reshard_v2", "hpz", "strategy_v1", "zero", "strategy")
         facts.put("parallel.sharding.reshard_after_forward", is_freed, *names)
     return is_sharded
-
-
-def _two_numbers(facts: Facts, mesh: Any) -> tuple[int, int]:
-    if isinstance(mesh, list) and len(mesh) == 2 and all(isinstance(size, int) and size > 0 for size in mesh):
-        return mesh[0], mesh[1]
-    raise RefusedError(facts.key("mesh2"), "it is two numbers: write [copies, shards]", mesh)
 
 
 def _split_by_machine(facts: Facts, ranks: Ranks, shard: int | None, tp: int) -> tuple[int | None, int]:
@@ -156,14 +155,6 @@ def _data_axes(
             raise RefusedError(facts.key("shard"), text, 1)
         return [("dp_shard", 1)] if is_cut else [("dp_replicate", -1)]
     return [("dp_shard", shards or -1)]
-
-
-def _num_shards(degrees: dict[str, int | str], ranks: Ranks) -> int | None:
-    """Ranks that a parameter is cut over, those of positions included and those of tensors not; None: not known."""
-    shards = degrees.get("dp_shard", 1)
-    if shards == -1 and ranks.rows:
-        shards = ranks.rows // int(degrees.get("dp_replicate", 1))
-    return shards * int(degrees.get("cp", 1)) if isinstance(shards, int) and shards > 0 else None
 
 
 def _check_product(facts: Facts, axes: Iterable[tuple[str, int | str]], ranks: Ranks) -> None:
@@ -279,7 +270,13 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
         return
     micro = whole // (rows * (steps or 1)) if micro is None else micro
     whole = micro * (steps or 1) * rows if whole is None else whole
-    _check_batch(facts, rows, ranks.tp, micro, steps, whole)
+    name = facts.first("global", "accumulate", "accumulate_sum", "micro")
+    cut = f" (tp={ranks.tp})" if ranks.tp > 1 else ""
+    text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
+    facts.stop_if(not micro or whole % (micro * rows), name, text)
+    is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
+    text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
+    facts.stop_if(is_said and steps and micro * rows * steps != whole, name, text)
     _put_batch(facts, micro, whole)
     steps = whole // (micro * rows)
     facts.arithmetic = f"{micro} x {steps} micro-batches x {rows} data-parallel ranks = {whole} samples of a step"
@@ -288,16 +285,6 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
 def _put_batch(facts: Facts, micro: int, whole: int) -> None:
     facts.put("data.global_batch", whole, "global", "accumulate", "accumulate_sum", "global_tokens")
     facts.put("data.micro_batch", micro, "micro", "micro_tokens")
-
-
-def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None, whole: int) -> None:
-    name = facts.first("global", "accumulate", "accumulate_sum", "micro")
-    cut = f" (tp={tp})" if tp > 1 else ""
-    text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
-    facts.stop_if(not micro or whole % (micro * rows), name, text)
-    is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
-    text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
-    facts.stop_if(is_said and steps and micro * rows * steps != whole, name, text)
 
 
 def _batch_in_tokens(facts: Facts) -> tuple[int, int]:

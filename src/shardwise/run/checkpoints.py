@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ class RunCheckpoints:
     """Saves and resumes the checkpoints in ``log.dir``. All ranks must make it and call it in the same way.
 
     Attributes:
-        folder: the directory of the checkpoints.
         are_there: whether there is a run to resume.
         changes: settings that differ from that run's, and take effect.
         lack_base: they, or those that the run will save, are without the frozen weights, which are loaded before.
@@ -82,7 +82,6 @@ class RunCheckpoints:
         """Within, checkpoints are saved, if the run asks for them; afterwards they are complete on disk.
 
         Args:
-            step: the step that is saved.
             last: latest figures of the run; a resumed run has them from its beginning.
             emit: called for saves that failed: ``emit("trouble", text=...)``.
         """
@@ -94,12 +93,16 @@ class RunCheckpoints:
         if not kept.are_made and not self.are_there:
             yield
             return
+        kinds = ("loss", "val_loss", "num_skipped")
+        figures = types.SimpleNamespace(  # the last ones of the run
+            state_dict=lambda: {name: last[name] for name in kinds if name in last}, load_state_dict=last.update
+        )
         self._manager = CheckpointManager(
             self.folder,
             step,
             keep=kept.keep,
             keep_every=kept.keep_every,
-            extra={"figures": _Figures(last)},
+            extra={"figures": figures},
             async_save=kept.background,
             texts=texts_of(self.config) if self.world.is_main else {},
             stop_after_s=kept.stop_after_s,
@@ -128,13 +131,8 @@ class RunCheckpoints:
         changed nothing: the run continues, and the next save tries again.
 
         Args:
-            done: steps so far.
             is_last: the run ends with this step, as planned.
             is_over: the run has ended after that step, of which it has called this before.
-
-        Raises:
-            Stopped: the run was asked to stop, and has saved.
-            CheckpointError: the run was asked to stop, and could not save.
         """
         if self._manager is None:
             return
@@ -171,16 +169,3 @@ class RunCheckpoints:
         if not is_last:  # a failure of the last one is in the run's error
             then = "another SIGUSR1 tries again" if is_only else "the next save tries again"
             self._emit("trouble", text=f"{error.given}: {error.why}; training continues, and {then}")
-
-
-class _Figures:
-    """The run's last figures, with ``state_dict`` and ``load_state_dict`` for the checkpoint."""
-
-    def __init__(self, last: dict[str, Any]):
-        self.last = last
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: self.last[name] for name in ("loss", "val_loss", "num_skipped") if name in self.last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.last.update(state)

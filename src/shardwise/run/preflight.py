@@ -41,15 +41,37 @@ def check_early(loaded: Loaded[RunConfig]) -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
-    _check_functions(config, origins)
+    targets = [(section, "build") for section in ("data", "optim", "schedule")]
+    targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
+    for section, key in targets:
+        target = getattr(getattr(config, section), key)
+        if target is not None and (key, target) != ("loss", MODEL_LOSS):
+            check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
     fold.check_early(config.parallel, origins)
     check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
-    _check_weights(config, origins)
+    weights = config.model.weights
+    if weights is not None and not Path(weights).exists():
+        raise ConfigError(
+            f"model.weights={weights!r} ({origins['model.weights']})",
+            why=f"there is no such file or directory (relative to {Path.cwd()})",
+            fix="give the path of a model directory, or of a file of weights",
+        )
     _check_data_files(config.data, origins)
     check_tokens(config, origins)
     _check_positions(config, origins)
     check_stored_dtype(config, origins)
-    _check_size(config, origins)
+    path = config.data.path
+    # A token is a byte or more, and training and validation each need one window.
+    if (
+        path is not None
+        and not config.data.has_records
+        and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1)
+    ):
+        raise ConfigError(
+            f"data.path={path!r} ({origins['data.path']}): {size} bytes",
+            why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
+            fix="use more data, or a smaller --data.seq_len",
+        )
 
 
 def check_ranks(loaded: Loaded[RunConfig]) -> None:
@@ -78,40 +100,6 @@ def at_origin(origin: str) -> Iterator[None]:
         raise
 
 
-def _check_functions(config: RunConfig, origins: Mapping[str, str]) -> None:
-    targets = [(section, "build") for section in ("data", "optim", "schedule")]
-    targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
-    for section, key in targets:
-        target = getattr(getattr(config, section), key)
-        if target is not None and (key, target) != ("loss", MODEL_LOSS):
-            check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
-
-
-def _check_weights(config: RunConfig, origins: Mapping[str, str]) -> None:
-    weights = config.model.weights
-    if weights is not None and not Path(weights).exists():
-        raise ConfigError(
-            f"model.weights={weights!r} ({origins['model.weights']})",
-            why=f"there is no such file or directory (relative to {Path.cwd()})",
-            fix="give the path of a model directory, or of a file of weights",
-        )
-
-
-def _check_size(config: RunConfig, origins: Mapping[str, str]) -> None:
-    path = config.data.path
-    # A token is a byte or more, and training and validation each need one window.
-    if (
-        path is not None
-        and not config.data.has_records
-        and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1)
-    ):
-        raise ConfigError(
-            f"data.path={path!r} ({origins['data.path']}): {size} bytes",
-            why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
-            fix="use more data, or a smaller --data.seq_len",
-        )
-
-
 def _check_hf(folder: str, origin: str) -> None:
     """Refuses a path that is not a model directory, and a model whose library is not installed."""
     if not (Path(folder) / "config.json").is_file():
@@ -136,17 +124,18 @@ def _ranks_per_node() -> int:
 
 
 def _check_data_files(data: Data, origins: Mapping[str, str]) -> None:
-    """Refuses a ``data.path`` or ``data.val_path`` that is neither a file nor the directory of a saved dataset.
-
-    Raises:
-        ConfigError: with the key and where its value is from.
-    """
+    """Refuses a ``data.path`` or ``data.val_path`` that is neither a file nor the directory of a saved dataset."""
     for key, path in (("path", data.path), ("val_path", data.val_path)):
         if path is None or Path(path).is_file():
             continue
         origin = origins[f"data.{key}"]
         if not Path(path).exists():
-            raise _missing(key, path, origin)
+            fix = "give the path of a text, of tokens as .npy or .bin, or of records: a .jsonl or a saved dataset"
+            raise ConfigError(
+                f"data.{key}={path!r} ({origin})",
+                why=f"there is no such file or directory (relative to {Path.cwd()})",
+                fix=(fix if key == "path" else "give the path of data like that of data.path") + hub_advice(path),
+            )
         if not data.has_records:
             raise ConfigError(
                 f"data.{key}={path!r} ({origin})",
@@ -160,28 +149,11 @@ def _check_data_files(data: Data, origins: Mapping[str, str]) -> None:
             raise
 
 
-def _missing(key: str, path: str, origin: str) -> ConfigError:
-    fix = (
-        "give the path of a text, of tokens as .npy or .bin, or of records: a .jsonl or a saved dataset"
-        if key == "path"
-        else "give the path of data like that of data.path"
-    )
-    return ConfigError(
-        f"data.{key}={path!r} ({origin})",
-        why=f"there is no such file or directory (relative to {Path.cwd()})",
-        fix=f"{fix}{hub_advice(path)}",
-    )
-
-
 # ---- positions --------------------------------------------------------------------------------------------------------
 
 
 def _check_positions(config: RunConfig, origins: Mapping[str, str]) -> None:
-    """Refuses ``data.seq_len`` beyond the positions of a model directory that has a table of them. Torch-free.
-
-    Raises:
-        ConfigError: with the number of positions.
-    """
+    """Refuses ``data.seq_len`` beyond the positions of a model directory that has a table of them. Torch-free."""
     if config.model.hf is None or config.data.build is not None:
         return
     folder = Path(config.model.hf)

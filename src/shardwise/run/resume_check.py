@@ -91,11 +91,7 @@ def texts_of(config: RunConfig) -> dict[str, str]:
 
 
 def changes_since(root: Path, config: RunConfig) -> list[str]:
-    """The settings that differ from those of the newest checkpoint below ``root`` and take effect: ``KEY OLD -> NEW``.
-
-    Raises:
-        ConfigError: settings that differ and cannot take effect, or would make it another run.
-    """
+    """The settings that differ from those of the newest checkpoint below ``root`` and take effect: ``KEY OLD -> NEW``."""
     saved = _newest(root)
     if saved is None:
         return []  # not of `shardwise train`, or not readable: reported when the run is restored
@@ -112,7 +108,11 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
         if key not in now and key not in default and not key.startswith(_OPEN):
             continue  # a key of another version of Shardwise
         if key in files or key in saved.files:
-            same = _same_files(key, old, files, saved.files)
+            identity = saved.files.get(key)
+            if identity is None:  # the checkpoint does not have it: compare with the file as it is now
+                with contextlib.suppress(OSError, ConfigError):  # not there any more, or no saved dataset
+                    identity = _identity_of(key, old)
+            same = identity is not None and identity == files.get(key)
         else:
             same = old == new or (key == "model.build" and _file_name(old) == _file_name(new))
         if key == "data.tokenizer" and {old, new} <= {None, BYTES_MEANT}:
@@ -168,11 +168,8 @@ def _newest(root: Path) -> _Saved | None:
 
 def _refused(key: str) -> str | None:
     """Why another value of a key is refused; None: it takes effect."""
-    return (
-        None
-        if key in (*MAY_CHANGE, "parallel.lora.dropout")
-        else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
-    )
+    takes_effect = key in (*MAY_CHANGE, "parallel.lora.dropout")
+    return None if takes_effect else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:
@@ -227,16 +224,6 @@ def _identity_of(key: str, path: str | None) -> str:
         text = pydoc_text().encode()
         return f"Python's help topics, {len(text):,} bytes, sha256 {hashlib.sha256(text).hexdigest()[:12]}"
     return file_sample(Path(path) / "config.json" if key == "model.hf" else Path(path))
-
-
-def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str, str]) -> bool:
-    identity = saved.get(key)
-    if identity is None:  # the checkpoint does not have it: compare with the file as it is now
-        try:
-            identity = _identity_of(key, old) if key in files else None
-        except (OSError, ConfigError):  # not there any more, or no saved dataset
-            identity = None
-    return identity is not None and identity == files.get(key)
 
 
 def _file_name(build: Any) -> Any:

@@ -41,11 +41,7 @@ class LeftBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def base_of(text: bytes, place: Path) -> LeftBase:
-    """Reads what :func:`text_of` wrote.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
+    """Reads what :func:`text_of` wrote."""
     try:
         return msgspec.json.decode(text, type=LeftBase)
     except msgspec.DecodeError as error:
@@ -53,12 +49,7 @@ def base_of(text: bytes, place: Path) -> LeftBase:
 
 
 def frozen_names(runtime: Runtime) -> list[str]:
-    """The parameters that are not trained, and all in which weights are stored packed.
-
-    Raises:
-        ConfigError: there are none.
-        UnsupportedError: modules store their tensors by methods of their own, which need all of them.
-    """
+    """The parameters that are not trained, and all in which weights are stored packed."""
     if runtime.own_state is not None:
         raise UnsupportedError(
             'CheckpointManager(frozen="leave") of a model whose modules store tensors by methods of their own',
@@ -159,10 +150,7 @@ def refuse_other_base(runtime: Runtime, saved: LeftBase, found: Mapping[str, str
     """Raises CheckpointError, with the first tensor that differs, if a model has not the frozen weights that a checkpoint was saved beside.
 
     Args:
-        runtime: of the model.
-        saved: of the checkpoint.
         found: the model's digests, of those of these tensors that it has.
-        place: of the checkpoint.
     """
     local, params = runtime.local_tensors(), runtime.recipe.params
     for name, (dtype, shape, digest) in saved.tensors.items():

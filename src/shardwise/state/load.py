@@ -25,7 +25,7 @@ from shardwise.recipe import Slice
 from shardwise.state.extra_state import set_extra_states
 from shardwise.state.files import OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
-from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
+from shardwise.state.load_transaction import load_transaction, refuse_left_half
 from shardwise.state.match import LoadPlan, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.misfits import Cast
@@ -112,8 +112,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         same=lambda plan: plan.digest,
         differ=CheckpointError(
             "ranks that see different weights",
-            why=f"what rank {world.rank} finds at {source if not isinstance(source, Mapping) else 'its state dict'} is not "
-            "what others find",
+            why=f"rank {world.rank} finds others at {source if not isinstance(source, Mapping) else 'its state dict'}",
             fix="put the same files on every node, or pass shared_files=False where rank 0 alone has them",
         ),
     )
@@ -135,9 +134,14 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         return sums_of_copies(runtime, {name: local[name] for name in names})
 
     before, attributes = files.num_bytes, dict[str, Any]()
-    with LoadTransaction(runtime, local, names):
+    with load_transaction(runtime, local, names):
         pack_weights(runtime, plan.to_pack, local, plan.report.place, files)
-        _refuse_other_values(runtime, collectively(world, "load_weights, reading", read))
+        if ranks := unequal(runtime, collectively(world, "load_weights, reading", read)):
+            raise CheckpointError(  # files with one name may differ from node to node
+                f"ranks {', '.join(map(str, ranks))}, which hold the same tensors",
+                why="they have read different values under the same names",
+                fix="put the same files on every node, or pass shared_files=False where rank 0's are meant",
+            )
     _after(runtime, names, plan.extra, _places(source, plan), attributes)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
@@ -158,7 +162,7 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
     refuse_left_half(runtime, report.place, names)
     local = runtime.local_tensors()
     pieces = _SentPieces(runtime, plan, files, local)
-    with LoadTransaction(runtime, local, names):
+    with load_transaction(runtime, local, names):
         scatter_values(runtime, pieces.plain, {name: local[name] for name in as_they_are})
         for weight in to_pack:
             pieces.parts.clear()
@@ -225,21 +229,6 @@ class _SentPieces:
         compare_sums({**self.plan.tensors, **self.plan.to_pack}, self.files)
         self.plan.refuse_changed_files()
         return attributes
-
-
-def _refuse_other_values(runtime: Runtime, sums: Sums) -> None:
-    """Refuses different values on ranks that hold the same piece: files with one name may differ from node to node.
-
-    Raises:
-        CheckpointError: ranks have read different values.
-    """
-    ranks = unequal(runtime, sums)
-    if ranks:
-        raise CheckpointError(
-            f"ranks {', '.join(map(str, ranks))}, which hold the same tensors",
-            why="they have read different values under the same names",
-            fix="put the same files on every node, or pass shared_files=False where rank 0's are meant",
-        )
 
 
 def _after(

@@ -1,7 +1,7 @@
 """Writes weights into the files of a directory, each rank its own pieces: one save, stage by stage."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from shardwise.state.formats.folder import INDEX
 from shardwise.state.origin import Origin
 from shardwise.state.rounding import refuse_overflow
 from shardwise.state.sidecars import sidecar_files
-from shardwise.state.staging import TOKEN, Staged, StagedSave
+from shardwise.state.staging import TOKEN, Staged, StagedSave, resolved
 from shardwise.state.writing import (
     by_file,
     opened,
@@ -27,44 +27,16 @@ from shardwise.state.writing import (
     stored_boxes,
     write_at,
     write_box,
+    write_file,
     write_part,
 )
 from shardwise.world.collectively import collectively
 
 
-def _refuse_file(dest: Path) -> None:
-    if dest.suffix in ENDINGS and not dest.is_dir():
-        raise ConfigError(
-            f"weights to {dest}",
-            why="a model directory is written, with its configuration and an index, and this is the name of a file",
-            fix=f"save_weights(model, {str(dest.with_suffix(''))!r}); the file will be {dest.with_suffix('')}/model.safetensors",
-        )
-
-
-class _Local(Mapping[str, Tensor]):
-    """What this rank stores, by name; what is computed is kept until the next is asked for."""
-
-    def __init__(self, stored: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]]):
-        self._stored, self._computed = stored, computed
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._computed:
-            return self._stored[name]
-        if self._last is None or self._last[0] != name:
-            self._last = None  # one is in memory at a time
-            self._last = name, self._computed[name]()
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-
 class WeightFiles(StagedSave):
     """One save on one rank: :meth:`run`, with a method per stage, in the order in which they are called."""
+
+    what = "weights to"
 
     def __init__(
         self,
@@ -79,8 +51,9 @@ class WeightFiles(StagedSave):
     ):
         super().__init__(runtime.world, dest)
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
-        self.local, self.is_packed = _Local({**runtime.local_tensors(), **computed}, values), is_packed
-        self.merges = merges
+        self.stored, self.computed = {**runtime.local_tensors(), **computed}, values
+        self.last: dict[str, Tensor] = {}  # what was computed last
+        self.is_packed, self.merges = is_packed, merges
         self.absent: list[int] = []  # ranks that do not see the directory
         self.notes: list[str] = []
 
@@ -98,11 +71,14 @@ class WeightFiles(StagedSave):
     def make_files(self) -> None:
         """On rank 0: makes the files in their final size, with their headers, so that a full disk is found before any
         weights are written."""
-        _refuse_file(self.dest)
-        try:
-            dest = self.dest.resolve()
-        except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, an invalid name
-            raise CheckpointError(f"weights to {self.dest}", why=str(error), fix="name another folder") from error
+        if self.dest.suffix in ENDINGS and not self.dest.is_dir():
+            bare = self.dest.with_suffix("")
+            raise ConfigError(
+                f"weights to {self.dest}",
+                why="a model directory is written, with its configuration and an index, and this is the name of a file",
+                fix=f"save_weights(model, {str(bare)!r}); the file will be {bare}/model.safetensors",
+            )
+        dest = resolved(self.dest, "weights")
         check_place(dest, "weights")
         base = self.runtime.memory(Origin).folder
         if self.merges and base is not None and base.resolve() == dest:
@@ -119,6 +95,16 @@ class WeightFiles(StagedSave):
                     reserve(descriptor, file.size)
                     write_at(descriptor, memoryview(file.head), 0)
 
+    def values_of(self, part: Part) -> Tensor:
+        """What this rank stores of a part; what is computed is kept until the next is asked for."""
+        name = part.view.name
+        if name not in self.computed:
+            return self.stored[name][part.local]
+        if name not in self.last:
+            self.last.clear()  # one is in memory at a time
+            self.last[name] = self.computed[name]()
+        return self.last[name][part.local]
+
     def write_own(self) -> None:
         """Writes this rank's pieces directly from its shards, and syncs each file when it is done."""
         if self.world.rank in self.absent:
@@ -127,7 +113,7 @@ class WeightFiles(StagedSave):
             for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, self.world.rank)):
                 with opened(path) as descriptor:
                     for part in parts:
-                        write_part(descriptor, part, self.local[part.view.name][part.local])
+                        write_part(descriptor, part, self.values_of(part))
                     os.fsync(descriptor)
 
     def stream(self) -> None:
@@ -148,7 +134,7 @@ class WeightFiles(StagedSave):
     def _send(self) -> None:
         problem: CheckpointError | None = None
         for part in parts_of(self.runtime, self.file_layout, self.world.rank):
-            for _, block, rounded in stored_blocks(part, self.local[part.view.name][part.local]):
+            for _, block, rounded in stored_blocks(part, self.values_of(part)):
                 dist.send(bytes_of(rounded).to(self.world.message_device), dst=0)
                 try:
                     with errors_about(part.view.name):
@@ -190,14 +176,5 @@ class WeightFiles(StagedSave):
             if index is not None:
                 sidecars[INDEX] = index
             for name, content in sidecars.items():
-                with opened(self.folder / name, os.O_CREAT) as descriptor:
-                    write_at(descriptor, memoryview(content), 0)
-                    os.fsync(descriptor)
+                write_file(self.folder / name, content)
             self.staged.commit("weights")
-
-    def unwritten(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"weights to {self.dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space or choose a directory you can write to; an older one there is as it was",
-        )

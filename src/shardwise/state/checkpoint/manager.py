@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from shardwise.config.keywords import public_call
 from shardwise.errors import ConfigError, Stopped
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.contents import check_texts
 from shardwise.state.checkpoint.directory import Directory
 from shardwise.state.checkpoint.extra_objects import check_extra
@@ -111,7 +111,10 @@ class CheckpointManager:
         check_texts(texts or {})
         _check_stop(stop_after_s, sigusr1)
         self._runtime = runtime_of(step.model)
-        _check_frozen(frozen, self._runtime)
+        if frozen not in ("save", "leave"):
+            raise ConfigError(f"frozen={frozen!r}", why="there is no such choice", fix='use "save" or "leave"')
+        if frozen == "leave":
+            frozen_names(self._runtime)  # raises where there are none
         self._world = self._runtime.world
         self._retention = RetentionPolicy(last=keep, every=keep_every, best=best)
         self._directory = Directory(self._world, Path(root))
@@ -328,13 +331,6 @@ class CheckpointManager:
         loaded, notes = back.load_newest(override) if step is None else back.load(step, override)
         warn(self._world, notes)
         return loaded
-
-
-def _check_frozen(frozen: str, runtime: Runtime) -> None:
-    if frozen not in ("save", "leave"):
-        raise ConfigError(f"frozen={frozen!r}", why="there is no such choice", fix='use "save" or "leave"')
-    if frozen == "leave":
-        frozen_names(runtime)
 
 
 def _check_stop(stop_after_s: float | None, sigusr1: str) -> None:

@@ -33,16 +33,12 @@ class Saves:
 
     Args:
         manager: what it saves for; kept alive while a thread writes, so that leaving the world finds it.
-        directory: where checkpoints are.
         resume_point: what of the run is saved beside the model.
-        retention: which checkpoints are kept.
-        texts: further files, by path.
         in_background: whether a thread writes them.
         leaves_frozen: frozen weights are left out.
 
     Attributes:
         last_step: of the last save; None: there was none; -1: it failed.
-        is_closed: no further save can begin.
     """
 
     def __init__(
@@ -73,11 +69,7 @@ class Saves:
 
     def save(self, metrics: Mapping[str, float], *, is_asked: bool) -> Path:
         """Saves a checkpoint; returns where it is, or will be. ``metrics``, ``is_asked``: as for
-        :meth:`RetentionPolicy.figure`.
-
-        Raises:
-            as :meth:`CheckpointManager.save`.
-        """
+        :meth:`RetentionPolicy.figure`."""
         if self.is_closed:
             raise UsageError(
                 f"a checkpoint in {self._directory.root} after its manager was closed",
@@ -171,8 +163,7 @@ class Saves:
         the next call reports it."""
         at_fault_point("pruning")
         try:
-            self._directory.put_aside(newest, self._resume_point.left_behind)
-            self._directory.prune(self._retention, newest, figure)
+            self._directory.prune(self._retention, newest, figure, self._resume_point.left_behind)
         except OSError as error:
             self._late_notes.append(f"older checkpoints in {self._directory.root} were not removed: {error}")
         at_fault_point("pruned")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shardwise.config.folders import SIDECARS
 from shardwise.errors import CheckpointError
 from shardwise.state.files import reading
-from shardwise.state.formats.paths import inside
+from shardwise.state.formats.checks import inside, without_doubles
 from shardwise.state.formats.safetensors import open_safetensors
 from shardwise.state.formats.torch_file import open_torch_file
 from shardwise.state.stored import Source, TensorSource
@@ -51,11 +51,7 @@ def sidecars_of(folder: Path) -> list[Path]:
 
 
 def open_folder(folder: Path) -> Source:
-    """Opens a directory of safetensors files as a source; if it has none, of the older files of transformers.
-
-    Raises:
-        CheckpointError: weights are missing, or the index contradicts them; with the names of the file and the tensor.
-    """
+    """Opens a directory of safetensors files as a source; if it has none, of the older files of transformers."""
     naming = _naming(folder)
     index = folder / naming.index
     if (folder / naming.weights).exists():
@@ -84,7 +80,15 @@ def open_folder(folder: Path) -> Source:
             tensors[name], homes[name] = tensor, file
     if names is not None:
         _check_index(index, names, homes)
-        _check_strays(folder, files, naming)
+        stems = {match[1] for file in files if (match := naming.part.fullmatch(file))}
+        for path in folder.glob(f"*{naming.suffix}"):
+            match = naming.part.fullmatch(path.name)
+            if match and match[1] in stems and path.name not in files:  # only the user knows which export is meant
+                raise CheckpointError(
+                    f"the file {path}",
+                    why=f"{naming.index} does not name it, and it is called as a part of the same model",
+                    fix="remove it, or copy the index and the files of one export",
+                )
     return Source(
         place=str(folder),
         kind="a Hugging Face directory",
@@ -104,7 +108,7 @@ def _naming(folder: Path) -> _Naming:
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         with reading(index):
-            content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_pairs)
+            content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the index {index}", why=f"it is not JSON: {error}"[:300], fix="copy it again"
@@ -117,14 +121,6 @@ def _weight_map(index: Path) -> dict[str, str]:
             fix="export the model again, or name one of the files",
         )
     return names
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
 
 
 def _files_without_index(folder: Path) -> list[str]:
@@ -163,19 +159,6 @@ def _check_index(index: Path, names: Mapping[str, str], homes: Mapping[str, str]
         )
 
 
-def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
-    """Refuses weight files of another export in the directory: only the user knows which one is meant."""
-    stems = {match[1] for file in files if (match := naming.part.fullmatch(file))}
-    for path in folder.glob(f"*{naming.suffix}"):
-        match = naming.part.fullmatch(path.name)
-        if match and match[1] in stems and path.name not in files:
-            raise CheckpointError(
-                f"the file {path}",
-                why=f"{naming.index} does not name it, and it is called as a part of the same model",
-                fix="remove it, or copy the index and the files of one export",
-            )
-
-
 # ---- writing: how a directory is laid out --------------------------------------------------------------------------
 
 
@@ -184,9 +167,7 @@ def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> di
     fit.
 
     Args:
-        sizes: name -> bytes.
         max_bytes: largest size of a file's tensors; a larger tensor has a file to itself.
-        stem: beginning of the files' names.
     """
     groups: list[list[str]] = [[]]
     filled = 0
