@@ -54,15 +54,7 @@ class Conversion:
     def __post_init__(self) -> None:
         object.__setattr__(self, "to", self.to or _kind_by_name(self.dest))
         self._check_kind()
-        if self.dtype is not None and self.dtype not in DTYPE_WORDS:
-            fix = did_you_mean(self.dtype, list(DTYPE_WORDS), what="dtypes")
-            raise ConfigError(f"--dtype {self.dtype}", why="weights are not rounded to that", fix=fix)
-        for pattern in self.keep:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                why = f"not a valid regular expression: {error}"
-                raise ConfigError(f"--keep {pattern}", why=why, fix="write dots as \\.") from None
+        self._check_dtype()
         object.__setattr__(self, "dtype", DTYPE_WORDS[self.dtype] if self.dtype else None)
         for idle, option, why, fix in (
             (self.keep and not self.dtype, "--keep", "it says what --dtype does not change", "add --dtype bfloat16"),
@@ -105,6 +97,17 @@ class Conversion:
                 why="readers know such a file by its ending",
                 fix=f"use {self.dest}.safetensors",
             )
+
+    def _check_dtype(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPE_WORDS:
+            fix = did_you_mean(self.dtype, list(DTYPE_WORDS), what="dtypes")
+            raise ConfigError(f"--dtype {self.dtype}", why="weights are not rounded to that", fix=fix)
+        for pattern in self.keep:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                why = f"not a valid regular expression: {error}"
+                raise ConfigError(f"--keep {pattern}", why=why, fix="write dots as \\.") from None
 
 
 def _kind_by_name(dest: Path) -> str:

@@ -26,11 +26,7 @@ Arguments = dict[str, Any]
 
 
 def hf(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
-    said, made = facts.take("curve_args") or {}, None
-    with contextlib.suppress(TypeError, ValueError):
-        made = dict(msgspec.json.decode(said) if isinstance(said, str) else said)  # NaN is no rate, and no JSON
-    facts.stop_if(made is None, "curve_args", "it takes a mapping: write {name: number}")
-    more: Arguments = made or {}
+    more = _mapping_of(facts, "curve_args")
     facts.stop_if(kind not in _HF_KINDS, "curve", _NO_CURVE)
     if facts.has("cycles"):
         more["num_cycles"] = facts.take("cycles")
@@ -58,6 +54,14 @@ def _rise(facts: Facts, steps: int | None) -> tuple[int, float | None]:
     if ratio and steps:
         rise, ratio = math.ceil(ratio * steps), None
     return int(rise or 0), ratio or None
+
+
+def _mapping_of(facts: Facts, name: str) -> dict[str, Any]:
+    said, made = facts.take(name) or {}, None
+    with contextlib.suppress(TypeError, ValueError):
+        made = dict(msgspec.json.decode(said) if isinstance(said, str) else said)  # NaN is no rate, and no JSON
+    facts.stop_if(made is None, name, "it takes a mapping: write {name: number}")
+    return made or {}
 
 
 def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:

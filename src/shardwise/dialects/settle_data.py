@@ -111,11 +111,8 @@ def settle_data(facts: Facts) -> None:
     if length := facts.take("pack_to", 0):
         facts.put("data.pack", True, "pack_to")
         facts.put("data.seq_len", length, "pack_to")
-    elif "packs" in facts.table.head:  # records alone are packed, and where their attention is not cut over ranks
-        path = Path(str(facts.get("data.path")))
-        is_records = path.suffix in (".jsonl", ".ndjson", ".parquet") or (not path.suffix and not path.is_file())
-        if is_records and "cp=" not in str(facts.get("parallel.layout")):
-            facts.put("data.pack", True)
+    elif "packs" in facts.table.head and _may_be_packed(facts):
+        facts.put("data.pack", True)
     workers = facts.take("workers")
     if workers == "auto":
         facts.put("data.num_workers", 4, "workers")
@@ -155,6 +152,13 @@ def _splits_of(data: Any) -> list[Any]:
     """The splits of a saved dataset; empty: it is something else, or not here."""
     found = read_json(Path(str(data)) / "dataset_dict.json").get("splits")
     return found if isinstance(found, list) else []
+
+
+def _may_be_packed(facts: Facts) -> bool:
+    """Whether the data is of records, which alone are packed, and their attention is not cut over ranks."""
+    path = Path(str(facts.get("data.path")))
+    is_records = path.suffix in (".jsonl", ".ndjson", ".parquet") or (not path.suffix and not path.is_file())
+    return is_records and "cp=" not in str(facts.get("parallel.layout"))
 
 
 def _often(facts: Facts, name: str) -> Any:

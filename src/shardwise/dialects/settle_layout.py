@@ -270,13 +270,7 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
         return
     micro = whole // (rows * (steps or 1)) if micro is None else micro
     whole = micro * (steps or 1) * rows if whole is None else whole
-    name = facts.first("global", "accumulate", "accumulate_sum", "micro")
-    cut = f" (tp={ranks.tp})" if ranks.tp > 1 else ""
-    text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
-    facts.stop_if(not micro or whole % (micro * rows), name, text)
-    is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
-    text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
-    facts.stop_if(is_said and steps and micro * rows * steps != whole, name, text)
+    _check_batch(facts, rows, ranks.tp, micro, steps, whole)
     _put_batch(facts, micro, whole)
     steps = whole // (micro * rows)
     facts.arithmetic = f"{micro} x {steps} micro-batches x {rows} data-parallel ranks = {whole} samples of a step"
@@ -285,6 +279,16 @@ def settle_batch(facts: Facts, ranks: Ranks) -> None:
 def _put_batch(facts: Facts, micro: int, whole: int) -> None:
     facts.put("data.global_batch", whole, "global", "accumulate", "accumulate_sum", "global_tokens")
     facts.put("data.micro_batch", micro, "micro", "micro_tokens")
+
+
+def _check_batch(facts: Facts, rows: int, tp: int, micro: int, steps: int | None, whole: int) -> None:
+    name = facts.first("global", "accumulate", "accumulate_sum", "micro")
+    cut = f" (tp={tp})" if tp > 1 else ""
+    text = f"{whole} is not a multiple of {micro or 1} samples x {rows} data-parallel ranks{cut}: write one that is, or --ranks N"
+    facts.stop_if(not micro or whole % (micro * rows), name, text)
+    is_said = facts.is_given("accumulate") or facts.is_given("accumulate_sum")
+    text = f"{whole} samples of a step are not {micro} x {steps} micro-batches x {rows} data-parallel ranks{cut}: leave one of them out"
+    facts.stop_if(is_said and steps and micro * rows * steps != whole, name, text)
 
 
 def _batch_in_tokens(facts: Facts) -> tuple[int, int]:

@@ -189,14 +189,7 @@ class RunConfig(Options, frozen=True, kw_only=True):
         self._check_adapters()
         self._check_folders()
         if self.optim.name in ("adafactor", "muon"):
-            degrees = parse_layout(self.parallel.layout)
-            cuts = (name for name, axis in MESH_AXES.items() if axis.cuts_matrices)
-            if (cut := next((name for name in cuts if degrees.get(name, 1) != 1), None)) is not None:
-                raise ConfigError(
-                    f"optim.name={self.optim.name!r} with parallel.layout={self.parallel.layout!r}",
-                    why=f"it mixes elements of a whole matrix, and with {cut} a rank holds a part of it",
-                    fix="use --parallel.layout=dp_replicate=-1, or optim.name=adamw",
-                )
+            self._check_whole_parameters()
         if self.data.tokenizer == "hf" or (self.data.tokenizer is None and self.data.has_records and self.model.hf):
             if self.model.hf is None:
                 raise ConfigError(
@@ -299,6 +292,16 @@ class RunConfig(Options, frozen=True, kw_only=True):
                 f"data.eos_token={data.eos_token!r} with model.args.eos_token_id={model.args['eos_token_id']!r}",
                 why="each of them says which token ends a text",
                 fix="remove model.args.eos_token_id: the configuration that is saved has the number of data.eos_token",
+            )
+
+    def _check_whole_parameters(self) -> None:
+        degrees = parse_layout(self.parallel.layout)
+        cut = next((name for name, axis in MESH_AXES.items() if axis.cuts_matrices and degrees.get(name, 1) != 1), None)
+        if cut is not None:
+            raise ConfigError(
+                f"optim.name={self.optim.name!r} with parallel.layout={self.parallel.layout!r}",
+                why=f"it mixes elements of a whole matrix, and with {cut} a rank holds a part of it",
+                fix="use --parallel.layout=dp_replicate=-1, or optim.name=adamw",
             )
 
 

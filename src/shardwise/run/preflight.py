@@ -60,18 +60,7 @@ def check_early(loaded: Loaded[RunConfig]) -> None:
     check_tokens(config, origins)
     _check_positions(config, origins)
     check_stored_dtype(config, origins)
-    path = config.data.path
-    # A token is a byte or more, and training and validation each need one window.
-    if (
-        path is not None
-        and not config.data.has_records
-        and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1)
-    ):
-        raise ConfigError(
-            f"data.path={path!r} ({origins['data.path']}): {size} bytes",
-            why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
-            fix="use more data, or a smaller --data.seq_len",
-        )
+    _check_size(config, origins)
 
 
 def check_ranks(loaded: Loaded[RunConfig]) -> None:
@@ -98,6 +87,21 @@ def at_origin(origin: str) -> Iterator[None]:
     except (LayoutError, UnsupportedError) as error:
         error.given = f"{error.given} ({origin})"
         raise
+
+
+def _check_size(config: RunConfig, origins: Mapping[str, str]) -> None:
+    path = config.data.path
+    # A token is a byte or more, and training and validation each need one window.
+    if (
+        path is not None
+        and not config.data.has_records
+        and (size := Path(path).stat().st_size) < 2 * (config.data.seq_len + 1)
+    ):
+        raise ConfigError(
+            f"data.path={path!r} ({origins['data.path']}): {size} bytes",
+            why=f"training and validation each need a window of seq_len={config.data.seq_len} + 1 tokens",
+            fix="use more data, or a smaller --data.seq_len",
+        )
 
 
 def _check_hf(folder: str, origin: str) -> None:

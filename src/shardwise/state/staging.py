@@ -70,14 +70,7 @@ class Staged:
             with contextlib.suppress(OSError):
                 os.chmod(self.path, stat.S_IMODE(facts.st_mode))  # after chown, which clears set-id bits
         if older and replaced is not None:
-            for entry in self.dest.iterdir():  # the other files, by hard links, so that they are in both
-                target = self.path / entry.name
-                if replaced.fullmatch(entry.name) or os.path.lexists(target):
-                    continue
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.copytree(entry, target, symlinks=True, copy_function=link)
-                elif entry.is_symlink() or entry.is_file():
-                    link(entry, target)
+            _take_along(self.dest, self.path, replaced)
         sync_folder(self.path)
         if older:
             exchange(self.path, self.dest)  # from here on self.path is the old one
@@ -208,6 +201,18 @@ def _tidy(path: Path, dest: Path) -> None:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}-old")
+
+
+def _take_along(old: Path, new: Path, replaced: re.Pattern[str]) -> None:
+    """Adds the other files of the old directory to the new one, by hard links, so that they are in both."""
+    for entry in old.iterdir():
+        target = new / entry.name
+        if replaced.fullmatch(entry.name) or os.path.lexists(target):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=link)
+        elif entry.is_symlink() or entry.is_file():
+            link(entry, target)
 
 
 def _take_late(old: Path, new: Path, replaced: re.Pattern[str] | None) -> None:

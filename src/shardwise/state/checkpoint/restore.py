@@ -300,7 +300,18 @@ class _Reading:
                 set_extra_states(runtime.module, states)
         for saved in self._optimizers.values():
             saved.place()
-        world, random = self.runtime.world, self._state["random"]
+        self._place_random(self._state["random"])
+
+    def place_extra(self) -> None:
+        """Loads the state of the user's optimizers and ``extra`` objects, whose code may fail on one rank only."""
+        for saved in self._optimizers.values():
+            saved.place_rest()
+        for name, value in self.extra.items():
+            if name in self._extra:
+                value.load_state_dict(self._extra[name])
+
+    def _place_random(self, random: Mapping[str, Any]) -> None:
+        world = self.runtime.world
         given, world.seed = world.seed, int(random["seed"])
         if given != world.seed:
             self.notes.append(f"the seed is {world.seed}, that of the saved run; sw.init was given {given}")
@@ -311,11 +322,3 @@ class _Reading:
                 f"random streams outside of steps start from their seed: the checkpoint has those of {len(random['ranks'])} ranks, and "
                 f"there are {world.size}"
             )
-
-    def place_extra(self) -> None:
-        """Loads the state of the user's optimizers and ``extra`` objects, whose code may fail on one rank only."""
-        for saved in self._optimizers.values():
-            saved.place_rest()
-        for name, value in self.extra.items():
-            if name in self._extra:
-                value.load_state_dict(self._extra[name])

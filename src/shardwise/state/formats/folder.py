@@ -80,15 +80,7 @@ def open_folder(folder: Path) -> Source:
             tensors[name], homes[name] = tensor, file
     if names is not None:
         _check_index(index, names, homes)
-        stems = {match[1] for file in files if (match := naming.part.fullmatch(file))}
-        for path in folder.glob(f"*{naming.suffix}"):
-            match = naming.part.fullmatch(path.name)
-            if match and match[1] in stems and path.name not in files:  # only the user knows which export is meant
-                raise CheckpointError(
-                    f"the file {path}",
-                    why=f"{naming.index} does not name it, and it is called as a part of the same model",
-                    fix="remove it, or copy the index and the files of one export",
-                )
+        _check_strays(folder, files, naming)
     return Source(
         place=str(folder),
         kind="a Hugging Face directory",
@@ -157,6 +149,19 @@ def _check_index(index: Path, names: Mapping[str, str], homes: Mapping[str, str]
             fix="copy the index and the files of one export",
             name=extra,
         )
+
+
+def _check_strays(folder: Path, files: list[str], naming: _Naming) -> None:
+    """Refuses weight files of another export in the directory: only the user knows which one is meant."""
+    stems = {match[1] for file in files if (match := naming.part.fullmatch(file))}
+    for path in folder.glob(f"*{naming.suffix}"):
+        match = naming.part.fullmatch(path.name)
+        if match and match[1] in stems and path.name not in files:
+            raise CheckpointError(
+                f"the file {path}",
+                why=f"{naming.index} does not name it, and it is called as a part of the same model",
+                fix="remove it, or copy the index and the files of one export",
+            )
 
 
 # ---- writing: how a directory is laid out --------------------------------------------------------------------------

@@ -74,14 +74,7 @@ def _opened(path: Path, at: int) -> tuple[dict[str, FileTensor], dict[str, str]]
     size, header, begin = _read_header(path, at)
     found = {name: _entry(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
     metadata = header.get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise damaged(path, "its __metadata__", "the format has texts there, by name", None)
-    if "DCP_SHARDING_INFO" in metadata and path.name.startswith("shard-"):
-        raise CheckpointError(
-            f"the file {path}",
-            why="it holds one rank's parts of the tensors, and nothing says how many ranks there were",
-            fix="save again with HuggingFaceStorageWriter(..., enable_consolidation=True), or as a DCP directory",
-        )
+    _check_metadata(path, metadata)
     position = 0
     for name, (dtype, shape, start, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if start != position:
@@ -155,6 +148,17 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise damaged(path, f"data_offsets {str(entry['data_offsets'])[:80]}", "they are a begin and an end", name)
     return DTYPES[dtype], shape, offsets[0], offsets[1]
+
+
+def _check_metadata(path: Path, value: Any) -> None:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise damaged(path, "its __metadata__", "the format has texts there, by name", None)
+    if "DCP_SHARDING_INFO" in value and path.name.startswith("shard-"):
+        raise CheckpointError(
+            f"the file {path}",
+            why="it holds one rank's parts of the tensors, and nothing says how many ranks there were",
+            fix="save again with HuggingFaceStorageWriter(..., enable_consolidation=True), or as a DCP directory",
+        )
 
 
 # ---- writing: the places of tensors -------------------------------------------------------------------------------
