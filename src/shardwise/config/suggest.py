@@ -48,10 +48,10 @@ def listing(names: Iterable[str]) -> str:
     return (", ".join(known[:16] if more else known) or "(none)") + more
 
 
-def first_few(names: Iterable[str], num: int = 3) -> str:
+def first_few(names: Iterable[str]) -> str:
     """Names as text where some are enough: ``a, b, c and 4 more``."""
     known = list(names)
-    return ", ".join(known[:num]) + (f" and {len(known) - num} more" if len(known) > num else "")
+    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if len(known) > 3 else "")
 
 
 def _plain(name: str) -> str:

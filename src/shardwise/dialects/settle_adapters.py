@@ -38,10 +38,7 @@ def settle_regions(facts: Facts, tp: int) -> None:
 
 def settle_adapters(facts: Facts) -> None:
     """``parallel.lora``, ``parallel.quantize``, and which files of adapters a run leaves."""
-    builder = str(facts.take("builder", "")).rpartition(".")[
-        2
-    ]  # frozen weights are stored in 4 bits by its name, or a switch
-    in_4_bits = "in_4_bits" if facts.take("in_4_bits") is True else "builder" if builder.startswith("qlora_") else None
+    in_4_bits = _of_4_bits(facts)
     if facts.take("adapter") is None:
         if in_4_bits is not None:
             text = "weights in 4 bits are frozen, and no adapters are trained beside them: add adapters, or remove it"
@@ -88,6 +85,12 @@ def stored_beside_adapters(
         text = "frozen weights are stored in it, adapters in float32, as PEFT's are; both compute in it"
         facts.say("load_dtype", "changed", text)
     return None, word or stored
+
+
+def _of_4_bits(facts: Facts) -> str | None:
+    """The fact that says that frozen weights are stored in 4 bits: a switch, or a builder's name."""
+    builder = str(facts.take("builder", "")).rpartition(".")[2]
+    return "in_4_bits" if facts.take("in_4_bits") is True else "builder" if builder.startswith("qlora_") else None
 
 
 def _targets(facts: Facts) -> str | list[str] | None:

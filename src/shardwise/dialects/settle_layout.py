@@ -33,7 +33,7 @@ class Ranks:
         self.total, self.per_node = total, per_node
         self.rows: int | None = None
         self.tp = 1
-        self.shards: int | None = None  # of each parameter, those of positions included and those of tensors not
+        self.shards: int | None = None  # of each parameter, beside those of tensor parallelism
 
 
 def settle_ranks(facts: Facts, total: int | None, per_node: int | None) -> Ranks:
@@ -105,11 +105,7 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
     _check_product(facts, axes, ranks)
     facts.put("parallel.layout", ",".join(f"{axis}={degree}" for axis, degree in axes), *_OF_LAYOUT)
     is_sharded = any(axis == "dp_shard" for axis, _ in axes)
-    degrees = dict(axes)
-    shards = degrees.get("dp_shard", 1)
-    if shards == -1 and ranks.rows:
-        shards = ranks.rows // int(degrees.get("dp_replicate", 1))
-    ranks.shards = shards * int(degrees.get("cp", 1)) if isinstance(shards, int) and shards > 0 else None
+    ranks.shards = _num_shards(dict(axes), ranks)
     is_freed = _is_freed(facts, kind)
     if is_sharded and is_freed is not True:
         names = ("reshard", "reshard_v2", "hpz", "strategy_v1", "zero", "strategy")
@@ -155,6 +151,14 @@ def _data_axes(
             raise RefusedError(facts.key("shard"), text, 1)
         return [("dp_shard", 1)] if is_cut else [("dp_replicate", -1)]
     return [("dp_shard", shards or -1)]
+
+
+def _num_shards(degrees: dict[str, int | str], ranks: Ranks) -> int | None:
+    """Ranks that a parameter is cut over, those of positions included and those of tensors not; None: not known."""
+    shards = degrees.get("dp_shard", 1)
+    if shards == -1 and ranks.rows:
+        shards = ranks.rows // int(degrees.get("dp_replicate", 1))
+    return shards * int(degrees.get("cp", 1)) if isinstance(shards, int) and shards > 0 else None
 
 
 def _check_product(facts: Facts, axes: Iterable[tuple[str, int | str]], ranks: Ranks) -> None:

@@ -117,13 +117,7 @@ def settle_optimizer(facts: Facts) -> None:
         if args:
             names = [name for name in ("eps", "betas", "amsgrad", "momentum") if name in args]
             facts.put("optim.args", args, *names, *(("beta1", "beta2") if "betas" in args else ()), "optimizer_arg")
-            # Of arguments that have no fact of their own: the fact is that of the last.
-            note = facts.note("optimizer_arg")
-            section = note.key.rpartition(".")[0] if note else None
-            for one in facts.notes:
-                place, _, last = one.key.rpartition(".")
-                if place == section and last in args and not one.ours:
-                    one.ours["optim.args"] = short(args)
+            _say_arguments(facts, args)
     else:
         _put_own(facts, str(name), betas, momentum, fused)
     if facts.has("lr") and (facts.is_given("lr") or not is_own):
@@ -137,6 +131,16 @@ def settle_optimizer(facts: Facts) -> None:
         facts.put("optim.weight_decay", float(decay), "decay", "decay_matrices")
         if is_on_matrices and decay:
             facts.put("optim.decay_on", "matrices", "decay_matrices")
+
+
+def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
+    """Of arguments that have no fact of their own, each is said to be one of ``optim.args``: the fact is that of the last."""
+    note = facts.note("optimizer_arg")
+    section = note.key.rpartition(".")[0] if note else None
+    for one in facts.notes:
+        place, _, last = one.key.rpartition(".")
+        if place == section and last in args and not one.ours:
+            one.ours["optim.args"] = short(args)
 
 
 def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:

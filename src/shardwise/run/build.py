@@ -129,15 +129,7 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
             if error.rename is not None:
                 key, value = (json.dumps(text) for text in error.rename)
                 error.fix = f"in this run: --model.rename='{{{key}: {value}}}' --model.strict=false, for layers that were wrapped"
-            changed = {key: value for key, value in given.args.items() if key not in IMPLEMENTATIONS}
-            if given.hf is not None and given.weights in (None, given.hf) and changed and error.misfit != "dtype":
-                error.why += (
-                    f"; the model was changed by model.args={changed}, and the weights are those of its directory"
-                )
-                error.fix += "; or remove what is changed in model.args"
-            if rules.rows is not None and error.misfit == "shape":
-                error.why += f"; rows are added to tables of {rules.rows[0]:,}, as config.json says that there are"
-                error.fix += "; or, without the rows, remove model.vocab and model.add_tokens"
+            _blame_changes(config, error)
         raise
     if given.adapter is not None:
         try:
@@ -146,6 +138,19 @@ def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
             error.fix = f"in this run: remove parallel.lora, and it is as the directory says; or: {error.fix}"
             raise
     return report
+
+
+def _blame_changes(config: RunConfig, error: CheckpointError) -> None:
+    """Adds to an error about names or shapes that ``model.args`` builds another model than the weights are of."""
+    given = config.model
+    changed = {key: value for key, value in given.args.items() if key not in IMPLEMENTATIONS}
+    if given.hf is not None and given.weights in (None, given.hf) and changed and error.misfit != "dtype":
+        error.why += f"; the model was changed by model.args={changed}, and the weights are those of its directory"
+        error.fix += "; or remove what is changed in model.args"
+    growth = vocabulary_of(config).growth
+    if growth is not None and error.misfit == "shape":
+        error.why += f"; rows are added to tables of {growth[0]:,}, as config.json says that there are"
+        error.fix += "; or, without the rows, remove model.vocab and model.add_tokens"
 
 
 def loaded_text(report: LoadReport | None) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -38,31 +38,12 @@ def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     groups = _groups_of(optim, model)
     given: dict[str, Any] = {key: value for key, value in (("lr", lr), ("weight_decay", decay)) if value is not None}
     if optim.build is not None:
-        given |= optim.args
-        shown = ", ".join(f"{key}={value}" for key, value in given.items())
-        make = functools.partial(load_target(optim.build, what="optim.build"), groups)
-        made = called(make, given, f"optim.build={optim.build!r} with {shown or 'no arguments'}")
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optim.build={optim.build!r}",
-                why=f"it returned {type(made).__name__}, and training needs a torch.optim.Optimizer",
-                fix="name a class of optimizers, or a function (groups, lr) that returns one",
-            )
-        return made
+        return _own_optimizer(optim.build, groups, {**given, **optim.args})
     if optim.name == "adafactor":
         return torch.optim.Adafactor(groups, **given)
     fused = True if optim.fused is None else optim.fused
     if optim.name == "muon":
-        is_hidden = is_hidden_matrix(model)
-        hidden, others = (
-            [
-                {**group, "params": params}
-                for group in groups
-                if (params := [param for param in group["params"] if is_hidden(param) is wanted])
-            ]
-            for wanted in (True, False)
-        )
-        return Muon(hidden, others, betas=optim.betas, fused=fused, **given)
+        return _muon(groups, model, betas=optim.betas, fused=fused, **given)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, momentum=optim.momentum, fused=fused, **given)
     return torch.optim.AdamW(groups, betas=optim.betas, fused=fused, **given)
@@ -72,6 +53,33 @@ def base_rate(config: Optim, optim: torch.optim.Optimizer) -> float:
     """The learning rate, now, of the parameters that have none of their own; where all have one, that of the first group."""
     base, groups = config.settled_lr(is_pretrained=False), optim.param_groups
     return next((group["lr"] for group in groups if group.get("initial_lr") == base), groups[0]["lr"])
+
+
+def _muon(groups: list[dict[str, Any]], model: nn.Module, **given: Any) -> Muon:
+    is_hidden = is_hidden_matrix(model)
+    hidden, others = (
+        [
+            {**group, "params": params}
+            for group in groups
+            if (params := [param for param in group["params"] if is_hidden(param) is wanted])
+        ]
+        for wanted in (True, False)
+    )
+    return Muon(hidden, others, **given)
+
+
+def _own_optimizer(build: str, groups: list[dict[str, Any]], given: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer that a function of the user, or a class, makes of parameter groups."""
+    shown = ", ".join(f"{key}={value}" for key, value in given.items())
+    make = load_target(build, what="optim.build")
+    made = called(functools.partial(make, groups), given, f"optim.build={build!r} with {shown or 'no arguments'}")
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optim.build={build!r}",
+            why=f"it returned {type(made).__name__}, and training needs a torch.optim.Optimizer",
+            fix="name a class of optimizers, or a function (groups, lr) that returns one",
+        )
+    return made
 
 
 def _groups_of(optim: Optim, model: nn.Module) -> list[dict[str, Any]]:
@@ -132,15 +140,21 @@ def make_scheduler(
 
 def _factor(schedule: Schedule, num_steps: int) -> Callable[[int], float]:
     """Steps done before -> the learning rate of the next one, as a part of that at the highest."""
-    if schedule.build is None:
-        warmup = schedule.settled_warmup(num_steps)
-        return lambda done: ours(done, num_steps, schedule.name, warmup, schedule.min_lr_ratio, schedule.decay_ratio)
-    function, args = load_target(schedule.build, what="schedule.build"), dict(schedule.args)
+    if schedule.build is not None:
+        return _own_factor(schedule.build, schedule.args, num_steps)
+    warmup = schedule.settled_warmup(num_steps)
+    return lambda done: ours(done, num_steps, schedule.name, warmup, schedule.min_lr_ratio, schedule.decay_ratio)
+
+
+def _own_factor(build: str, args: Mapping[str, Any], num_steps: int) -> Callable[[int], float]:
+    """The curve that a function of the user makes, checked at each step."""
+    function = load_target(build, what="schedule.build")
+    args = dict(args)
     steps = args.pop("steps", num_steps)
     shown = "".join(f", {key}={value}" for key, value in args.items())
 
     def factor(done: int) -> float:
-        given = f"schedule.build={schedule.build!r} for ({done}, {steps}{shown})"
+        given = f"schedule.build={build!r} for ({done}, {steps}{shown})"
         part = called(functools.partial(function, done, steps), args, given)
         if isinstance(part, bool) or not isinstance(part, int | float) or not 0 <= part < math.inf:
             raise ConfigError(

@@ -41,21 +41,10 @@ def check_early(loaded: Loaded[RunConfig]) -> None:
         check_reference_args(config.model.args, seq_len=config.data.seq_len, origins=origins)
     else:
         check_target(config.model.build, what="model.build", origin=origins["model.build"])
-    targets = [(section, "build") for section in ("data", "optim", "schedule")]
-    targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
-    for section, key in targets:
-        target = getattr(getattr(config, section), key)
-        if target is not None and (key, target) != ("loss", MODEL_LOSS):
-            check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
+    _check_functions(config, origins)
     fold.check_early(config.parallel, origins)
     check_loggers(config.log.to, config.log.wandb_mode, origins["log.to"])
-    weights = config.model.weights
-    if weights is not None and not Path(weights).exists():
-        raise ConfigError(
-            f"model.weights={weights!r} ({origins['model.weights']})",
-            why=f"there is no such file or directory (relative to {Path.cwd()})",
-            fix="give the path of a model directory, or of a file of weights",
-        )
+    _check_weights(config, origins)
     _check_data_files(config.data, origins)
     check_tokens(config, origins)
     _check_positions(config, origins)
@@ -87,6 +76,25 @@ def at_origin(origin: str) -> Iterator[None]:
     except (LayoutError, UnsupportedError) as error:
         error.given = f"{error.given} ({origin})"
         raise
+
+
+def _check_functions(config: RunConfig, origins: Mapping[str, str]) -> None:
+    targets = [(section, "build") for section in ("data", "optim", "schedule")]
+    targets += [("train", key) for key in ("loss", "count", "forward", "callback")]
+    for section, key in targets:
+        target = getattr(getattr(config, section), key)
+        if target is not None and (key, target) != ("loss", MODEL_LOSS):
+            check_target(target, what=f"{section}.{key}", origin=origins[f"{section}.{key}"])
+
+
+def _check_weights(config: RunConfig, origins: Mapping[str, str]) -> None:
+    weights = config.model.weights
+    if weights is not None and not Path(weights).exists():
+        raise ConfigError(
+            f"model.weights={weights!r} ({origins['model.weights']})",
+            why=f"there is no such file or directory (relative to {Path.cwd()})",
+            fix="give the path of a model directory, or of a file of weights",
+        )
 
 
 def _check_size(config: RunConfig, origins: Mapping[str, str]) -> None:
@@ -134,12 +142,7 @@ def _check_data_files(data: Data, origins: Mapping[str, str]) -> None:
             continue
         origin = origins[f"data.{key}"]
         if not Path(path).exists():
-            fix = "give the path of a text, of tokens as .npy or .bin, or of records: a .jsonl or a saved dataset"
-            raise ConfigError(
-                f"data.{key}={path!r} ({origin})",
-                why=f"there is no such file or directory (relative to {Path.cwd()})",
-                fix=(fix if key == "path" else "give the path of data like that of data.path") + hub_advice(path),
-            )
+            raise _missing(key, path, origin)
         if not data.has_records:
             raise ConfigError(
                 f"data.{key}={path!r} ({origin})",
@@ -151,6 +154,19 @@ def _check_data_files(data: Data, origins: Mapping[str, str]) -> None:
         except ConfigError as error:  # which begins with the path
             error.given = f"data.{key}={error.given} ({origin})"
             raise
+
+
+def _missing(key: str, path: str, origin: str) -> ConfigError:
+    fix = (
+        "give the path of a text, of tokens as .npy or .bin, or of records: a .jsonl or a saved dataset"
+        if key == "path"
+        else "give the path of data like that of data.path"
+    )
+    return ConfigError(
+        f"data.{key}={path!r} ({origin})",
+        why=f"there is no such file or directory (relative to {Path.cwd()})",
+        fix=f"{fix}{hub_advice(path)}",
+    )
 
 
 # ---- positions --------------------------------------------------------------------------------------------------------

@@ -101,9 +101,9 @@ def _renamed(
             fix=f"names there look like {left[0]}; is it the map of the other direction?",
         )
     if rules and left:
-        notes.append(f"{first_few(left, 1)}: no rule of the map matches, so the name stays")
+        notes.append(f"{first_few(left)}: no rule of the map matches, so the name stays")
     if dropped:
-        notes.append(f"{first_few(dropped, 1)}: left out, as the map says")
+        notes.append(f"{first_few(dropped)}: left out, as the map says")
     return found
 
 

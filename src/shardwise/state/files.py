@@ -68,12 +68,9 @@ class OpenFiles:
         """Fills ``memory`` with the bytes of ``path`` from ``offset`` on, which are in ``record``."""
         done = 0
         try:
-            if path not in self._open:
-                if len(self._open) >= _MAX_OPEN:
-                    os.close(self._open.pop(next(iter(self._open))))
-                self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._descriptor(path)
             while done < len(memory):
-                num = os.preadv(self._open[path], [memory[done : done + (1 << 30)]], offset + done)
+                num = os.preadv(descriptor, [memory[done : done + (1 << 30)]], offset + done)
                 if num == 0:
                     raise OSError(errno.EIO, f"it ends {len(memory) - done} bytes too early")
                 done += num
@@ -107,6 +104,13 @@ class OpenFiles:
         if len(self._scratch) < num_bytes:
             self._scratch = memoryview(bytearray(max(num_bytes, min(BUFFER, 2 * num_bytes))))
         return self._scratch[:num_bytes]
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[path]
 
 
 @contextlib.contextmanager

@@ -39,13 +39,7 @@ def rest_of(runtime: Runtime, optim: torch.optim.Optimizer) -> dict[str, Any] | 
         given = optim.state_dict()
     finally:
         optim.state.update(removed)
-    clash = next((key for key in others if type(key) is int and 0 <= key < len(params)), None)
-    if clash is not None:
-        raise UnsupportedError(
-            f"{type(optim).__name__}: state under the key {clash}",
-            why="torch's state_dict() has the state of a parameter under this number, and one of the two is lost",
-            fix="use a text as key: self.state['all']",
-        )
+    _refuse_clash(optim, others, len(params))
     names = {id(param): name for name, param in runtime.parameters.items()}
     if isinstance(given, Mapping) and given.keys() >= _FORM and isinstance(given["state"], Mapping):
         _refuse_unknown_state(optim, given, known, [names[id(param)] for param in params])
@@ -110,6 +104,16 @@ def _numbered(optim: torch.optim.Optimizer) -> dict[str, Any]:
             {**group, "params": [numbers[id(param)] for param in group["params"]]} for group in optim.param_groups
         ],
     }
+
+
+def _refuse_clash(optim: torch.optim.Optimizer, others: Mapping[Any, Any], num_params: int) -> None:
+    clash = next((key for key in others if type(key) is int and 0 <= key < num_params), None)
+    if clash is not None:
+        raise UnsupportedError(
+            f"{type(optim).__name__}: state under the key {clash}",
+            why="torch's state_dict() has the state of a parameter under this number, and one of the two is lost",
+            fix="use a text as key: self.state['all']",
+        )
 
 
 def _refuse_unknown_state(

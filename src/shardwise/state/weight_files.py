@@ -1,7 +1,7 @@
 """Writes weights into the files of a directory, each rank its own pieces: one save, stage by stage."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -33,6 +33,28 @@ from shardwise.state.writing import (
 from shardwise.world.collectively import collectively
 
 
+class _Local(Mapping[str, Tensor]):
+    """What this rank stores, by name; what is computed is kept until the next is asked for."""
+
+    def __init__(self, stored: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]]):
+        self._stored, self._computed = stored, computed
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._computed:
+            return self._stored[name]
+        if self._last is None or self._last[0] != name:
+            self._last = None  # one is in memory at a time
+            self._last = name, self._computed[name]()
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
 class WeightFiles(StagedSave):
     """One save on one rank: :meth:`run`, with a method per stage, in the order in which they are called."""
 
@@ -51,9 +73,8 @@ class WeightFiles(StagedSave):
     ):
         super().__init__(runtime.world, dest)
         self.runtime, self.world, self.file_layout, self.dtype = runtime, runtime.world, file_layout, dtype
-        self.stored, self.computed = {**runtime.local_tensors(), **computed}, values
-        self.last: dict[str, Tensor] = {}  # what was computed last
-        self.is_packed, self.merges = is_packed, merges
+        self.local, self.is_packed = _Local({**runtime.local_tensors(), **computed}, values), is_packed
+        self.merges = merges
         self.absent: list[int] = []  # ranks that do not see the directory
         self.notes: list[str] = []
 
@@ -95,16 +116,6 @@ class WeightFiles(StagedSave):
                     reserve(descriptor, file.size)
                     write_at(descriptor, memoryview(file.head), 0)
 
-    def values_of(self, part: Part) -> Tensor:
-        """What this rank stores of a part; what is computed is kept until the next is asked for."""
-        name = part.view.name
-        if name not in self.computed:
-            return self.stored[name][part.local]
-        if name not in self.last:
-            self.last.clear()  # one is in memory at a time
-            self.last[name] = self.computed[name]()
-        return self.last[name][part.local]
-
     def write_own(self) -> None:
         """Writes this rank's pieces directly from its shards, and syncs each file when it is done."""
         if self.world.rank in self.absent:
@@ -113,7 +124,7 @@ class WeightFiles(StagedSave):
             for path, parts in by_file(self.folder, parts_of(self.runtime, self.file_layout, self.world.rank)):
                 with opened(path) as descriptor:
                     for part in parts:
-                        write_part(descriptor, part, self.values_of(part))
+                        write_part(descriptor, part, self.local[part.view.name][part.local])
                     os.fsync(descriptor)
 
     def stream(self) -> None:
@@ -134,7 +145,7 @@ class WeightFiles(StagedSave):
     def _send(self) -> None:
         problem: CheckpointError | None = None
         for part in parts_of(self.runtime, self.file_layout, self.world.rank):
-            for _, block, rounded in stored_blocks(part, self.values_of(part)):
+            for _, block, rounded in stored_blocks(part, self.local[part.view.name][part.local]):
                 dist.send(bytes_of(rounded).to(self.world.message_device), dst=0)
                 try:
                     with errors_about(part.view.name):

@@ -213,13 +213,7 @@ def _add_ranks(
     Raises:
         UsageError: on every rank; ranks have different state where one is kept for all.
     """
-    parts = {name: value for name, value in plain.items() if name not in ("extra", "time")}
-    parts |= {f"{EXTRA}/{name}": value for name, value in plain["extra"].items()}
-    digests = {name: sum_of(to_text(value)) for name, value in parts.items()}  # of the state under each name
-    for place, tensor in tensors.items():
-        name = "/".join(place.split("/")[:2]) if place.startswith(f"{EXTRA}/") else place.split("/")[0]
-        values = f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor).numpy().tobytes()
-        digests[name] = digests.get(name, 0) ^ sum_of(values)
+    digests = _digests(plain, tensors)
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
     sums = [told for *_, told in everyone]
@@ -278,6 +272,18 @@ def check_texts(texts: Mapping[str, str]) -> None:
                 else "it is no path inside a checkpoint's directory",
                 fix="use a name of your own, such as 'notes/run.txt'",
             )
+
+
+def _digests(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Name -> a checksum of the state under that name."""
+    parts = {name: value for name, value in plain.items() if name not in ("extra", "time")}
+    parts |= {f"{EXTRA}/{name}": value for name, value in plain["extra"].items()}
+    found = {name: sum_of(to_text(value)) for name, value in parts.items()}
+    for place, tensor in tensors.items():
+        name = "/".join(place.split("/")[:2]) if place.startswith(f"{EXTRA}/") else place.split("/")[0]
+        values = f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor).numpy().tobytes()
+        found[name] = found.get(name, 0) ^ sum_of(values)
+    return found
 
 
 def _refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:

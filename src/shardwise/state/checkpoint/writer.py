@@ -72,16 +72,11 @@ class BlockWriter:
     def write(self, offset: int, memory: memoryview) -> None:
         """Writes ``memory`` at ``offset`` of the file; in any order, each byte once. ``memory`` must not change before
         the with block of :meth:`file` ends."""
-        assert self._file is not None
         values = np.frombuffer(memory, np.uint8)
         first, last = -(-offset // BLOCK) * BLOCK, (offset + len(values)) // BLOCK * BLOCK
         if last > first and (values.ctypes.data - offset) % PAGE == 0:
             self._write_by_window(offset, values[: first - offset])
-            for start in range(first, last, WINDOW):  # whole blocks, straight from ``memory``
-                part = memory[start - offset : min(start + WINDOW, last) - offset]
-                for block in range(0, len(part), BLOCK):
-                    self._sums.add(self._file.name, (start + block) // BLOCK, part[block : block + BLOCK])
-                self._submit(self._file.write, start, part)
+            self._write_as_it_lies(first, memory[first - offset : last - offset])
             offset, values = last, values[last - offset :]
         self._write_by_window(offset, values)
 
@@ -95,6 +90,15 @@ class BlockWriter:
             num = min(len(values), base + WINDOW - offset)
             self._windows[0].put(offset - base, values[:num], self._file, self._sums)
             offset, values = offset + num, values[num:]
+
+    def _write_as_it_lies(self, offset: int, memory: memoryview) -> None:
+        """Writes whole blocks straight from ``memory``."""
+        assert self._file is not None
+        for start in range(0, len(memory), WINDOW):
+            part = memory[start : start + WINDOW]
+            for block in range(0, len(part), BLOCK):
+                self._sums.add(self._file.name, (offset + start + block) // BLOCK, part[block : block + BLOCK])
+            self._submit(self._file.write, offset + start, part)
 
     def _leave_window(self) -> None:
         if not self._windows[0].covered:
