@@ -83,6 +83,11 @@ class Facts:
     queries: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
     buffers: dict[str, bool | None] = dataclasses.field(default_factory=dict, compare=False)
 
+    @property
+    def has_cuts(self) -> bool:
+        """Whether anything is cut."""
+        return any(call[0] for calls in self.cut.values() for call in calls)
+
     def add(self, other: "Facts") -> None:
         """Adds what another rank, or mode, has done besides."""
         self.draws |= other.draws
@@ -121,6 +126,7 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         is_of_heads: heads cannot be divided.
         is_kept: it keeps a tensor of its rows.
         is_of_gradients: a backward of the user's own would get parts of gradients.
+        is_drawn: random numbers are drawn for positions, by the module's own code.
     """
 
     def __init__(
@@ -132,9 +138,10 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         is_of_heads: bool = False,
         is_kept: bool = False,
         is_of_gradients: bool = False,
+        is_drawn: bool = False,
     ):
         super().__init__(f"{name}: {why}")
-        self.is_of_gradients = is_of_gradients
+        self.is_of_gradients, self.is_drawn = is_of_gradients, is_drawn
         self.name, self.why = name, why
         self.is_mask, self.is_of_heads, self.is_kept = is_mask, is_of_heads, is_kept
 
@@ -183,6 +190,7 @@ class Whole:
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
         self.drops: dict[tuple[str, int, int], Any] = {}  # shapes of what was dropped, by the calls of a forward
+        self.drawn: dict[tuple[str, int, int], Any] = {}  # the same of random numbers that code draws itself
         self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
         self.buffers: dict[str, Tensor] = {}  # that were written
         self.on_rows: list[dict[str, Tensor]] = []  # the same of each rank, where they are other values

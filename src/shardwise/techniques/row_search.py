@@ -48,12 +48,13 @@ class Search:
         tp: over how many ranks heads are cut besides.
         fallback: modules that mix positions may run on the whole stream.
         kind: of the runs; None: those in which attention exchanges.
+        extra: positions that the model adds to its sequences before its blocks, such as a prompt; what is behind the blocks gets all of them.
 
     Attributes:
         met: what differed on the way.
         known: module whose arguments are cut -> paths of all tensors among them.
         trial, plan: of the last :meth:`run`.
-        length: at which the plan was tried last.
+        length: of what is cut, at which the plan was tried last.
         facts: of the last :meth:`run`.
     """
 
@@ -65,6 +66,7 @@ class Search:
     tp: int = 1
     fallback: bool = False
     kind: Any = None
+    extra: int = 0
     met: list[Differs] = dataclasses.field(default_factory=list)
     known: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -75,14 +77,28 @@ class Search:
             Differs: there is no plan: what differs.
         """
         self.facts = self._run()
+        if not self.extra and not self.facts.has_cuts and (extra := self._extra_of_blocks()):
+            self.extra = extra
+            self.facts = self._run()
         return self.facts
+
+    def _extra_of_blocks(self) -> int:
+        """How many positions more than the model's sequences the arguments of its blocks have, at both lengths; 0: it is not known."""
+        if len(self._sizes) < 2:
+            return 0
+        (length, sizes), (other, more) = self._sizes.items()
+        grown = {size - length for at, size in sizes.items() if more.get(at, 0) - size == other - length}
+        return max(*grown, 0) if len(grown) == 1 else 0
+
+    def _lengths(self) -> list[int]:
+        return lengths_of_proof(self.module, self.degree, self.order, self.sequences.length, self.extra)
 
     def refuse_cut_again(self, inner: "Search") -> None:
         """Raises Differs unless each rank's rows may be cut once more, as ``inner`` has found it for whole sequences."""
         if self._kinds != inner._kinds:
             raise Differs("", "blocks that are alike under one of both cuts are not under the other")
         now.makes_masks, first = False, None
-        lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
+        lengths = self._lengths()
         parts = {length: rows_of(length, self.degree, self.order) for length in lengths}
         least = {
             length: min(len(rows_of(len(rows), inner.degree, inner.order)[-1]) for rows in of_length)
@@ -133,6 +149,7 @@ class Search:
         self._whole: dict[tuple[bool, int], Whole] = {}
         self._last: tuple[Plan, Facts | Differs] | None = None
         self.known.clear()
+        self._sizes: dict[int, dict[tuple[str, str, int], int]] = {}  # length -> dims of arguments of blocks
         self._written = set[str]()  # modules of which it was tried whether they write attention out
         now.makes_masks = True  # at the first length; at the second none where the example needs none
         try:
@@ -254,9 +271,8 @@ class Search:
     def _trial(self, without: frozenset[str]) -> Trial:
         """A trial at the first length at which the model runs, and another one at which it does."""
         catch_transformers(self.module)  # before a trial, which puts back what it finds changed
-        lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
         trial, error, runs = None, None, list[int]()
-        for self.length in lengths:
+        for self.length in self._lengths():
             try:
                 trial = trial or self._new_trial(without)
                 self._whole[True, self.length] = whole_run(trial, self.length, kind=self.kind)
@@ -286,20 +302,30 @@ class Search:
         return trial
 
     def _call(self, copy: nn.Module) -> Any:
-        args, kwargs = self.sequences.of_length(self.length)
+        args, kwargs = self.sequences.of_length(self.length - self.extra)
         return copy(*args, **kwargs)
 
     def _plan(self, trial: Trial) -> Plan:
         names = dict(trial.module.named_modules())
         lists = [[b for b in found.blocks if b in names] for found in find_block_lists(self.module)]
         plan = Plan(cut=tuple(block for blocks in lists for block in blocks))
+        if self.extra:
+            plan = _joined_behind(plan, lists)
         for _ in range(_TRIES):
             wrong = self._difference(trial, plan)
             if wrong is None:
                 return plan
             self.met.append(wrong)
-            plan = self._repaired(trial, plan, wrong, lists)
+            try:
+                plan = self._repaired(trial, plan, wrong, lists)
+            except Differs as last:
+                raise self._cause(plan, last) from None
         raise self.met[-1]
+
+    def _cause(self, plan: Plan, wrong: Differs) -> Differs:
+        """What a model is refused for: the first module within the wrong one that returned something else before, of which that is made."""
+        unlike = (each for each in self.met if each.name in plan.unjudged and is_in_block(each.name, wrong.name))
+        return next(unlike, wrong)
 
     @property
     def whole(self) -> Whole:
@@ -406,7 +432,7 @@ class Search:
     def _add_of_example(self, trial: Trial, plan: Plan, facts: Facts) -> None:
         """Adds what training does besides at the length of the example, or the next shorter one that is no size of the model; raises Differs unless
         the facts are right there."""
-        given = self.sequences.length
+        given = self.sequences.length + self.extra
         own = length_of_example(self.module, self.degree, self.order, given if given <= _MOST_OWN else _OF_LONGER)
         if own is None or own in self._run_lengths:
             return
@@ -424,6 +450,13 @@ class Search:
         self.length, self._whole = before
 
     def _note_tensors(self, facts: Facts) -> None:
+        blocks = {block for found in find_block_lists(self.module) for block in found.blocks}
+        self._sizes[self.length] = {
+            (of, path, dim): size
+            for (of, call), given in self.whole.inputs.items()
+            for path, x in keyed_leaves(given)
+            for dim, size in enumerate(x.shape if of in blocks and not call and isinstance(x, Tensor) else ())
+        }
         for name in facts.cut:
             calls = [given for (of, _), given in self.whole.inputs.items() if of == name]
             paths = [path for given in calls for path, x in keyed_leaves(given) if isinstance(x, Tensor)]
@@ -445,6 +478,10 @@ class Search:
             if self._goes_further(self._first_difference(trial, other), wrong):
                 return other
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
+        if block is not None and not plan.square:
+            other = dataclasses.replace(plan, square=True)
+            if self._goes_further(self._first_difference(trial, other), wrong):
+                return other
         if wrong.is_mask and block is not None:
             for other in self._with_whole_arguments(plan, block):
                 after = self._first_difference(trial, other)
@@ -461,7 +498,7 @@ class Search:
         if block is None:
             if plan.join:
                 raise wrong
-            return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
+            return _joined_behind(plan, lists)
         if (other := self._unjudged(trial, plan, name, block)) is not None:
             return other
         return self._with_island(plan, wrong, block)
@@ -478,7 +515,7 @@ class Search:
                 return other
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
         if block is None and not plan.join:
-            return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
+            return _joined_behind(plan, lists)
         if block is None or any(name == each or is_in_block(name, each) for each in plan.islands):
             wrong.is_of_gradients = True
             raise wrong
@@ -501,7 +538,7 @@ class Search:
         products, or as outputs of modules that it calls. None: there is none by which its output is right."""
         name, modules = wrong.name, dict(trial.module.named_modules())
         alike = [other for b in plan.cut if (other := in_block(name, block, b)) in modules]
-        plans = itertools.chain(self._by_products(plan, name, alike), self._by_keys(plan, name, block))
+        plans = itertools.chain(self._by_products(plan, name, alike), self._by_keys(plan, name, block, alike))
         for some in itertools.islice(plans, _GATHERS):
             for other in self._with_masks_of_keys(some, block):
                 after = self._first_difference(trial, other)
@@ -522,8 +559,8 @@ class Search:
             for some in itertools.combinations(calls, num):
                 yield dataclasses.replace(plan, products={**plan.products, **dict.fromkeys(alike, some)})
 
-    def _by_keys(self, plan: Plan, name: str, block: str) -> Iterator[Plan]:
-        """Plans in which outputs of one or two modules that a module calls are of all positions."""
+    def _by_keys(self, plan: Plan, name: str, block: str, alike: Sequence[str]) -> Iterator[Plan]:
+        """Plans in which outputs of one or two modules that a module calls are of all positions, also where its code views them by its length."""
         children = [
             of
             for of, call in self.whole.outputs
@@ -537,7 +574,9 @@ class Search:
         for num in (1, 2):
             for some in itertools.combinations(children, num):
                 keys = tuple(in_block(child, block, b) for b in plan.cut for child in some)
-                yield dataclasses.replace(plan, keys=(*plan.keys, *keys))
+                other = dataclasses.replace(plan, keys=(*plan.keys, *keys))
+                yield other
+                yield dataclasses.replace(other, positions=(*dict.fromkeys((*plan.positions, *alike)),))
 
     def _with_masks_of_keys(self, plan: Plan, block: str) -> Iterator[Plan]:
         """Plans in which nothing, masks of several dims, or all that is of positions alone and not of queries, stays whole; each once."""
@@ -611,6 +650,11 @@ def spread_over(kinds: Sequence[Sequence[str]], names: Iterable[str]) -> tuple[s
         if name == blocks[_SEARCHED - 1] or is_in_block(name, blocks[_SEARCHED - 1])
     ]
     return (*names, *more)
+
+
+def _joined_behind(plan: Plan, lists: Sequence[Sequence[str]]) -> Plan:
+    """A plan in which the stream is joined behind the last block of each list."""
+    return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
 
 
 def is_of_a_run(error: ShardwiseError) -> bool:

@@ -60,7 +60,7 @@ class _Cuts(CutForward):
         axis, entry = world.axis("cp"), recipe.entry("cp", ContextParallelEntry)
         self._entry, self._size, self._layout = entry, axis.size, recipe.grid
         ranks = Ranks(group_name(axis.group), axis.size, axis.rank, entry.order)  # type: ignore[arg-type]
-        super().__init__(ranks, "cp", entry.source, entry.dim, entry.constants)
+        super().__init__(ranks, "cp", entry.source, entry.dim, entry.constants, entry.extra)
         self.exchange: Callable[[Attention, At, Ranks], Tensor] = (
             attend_over_heads if entry.method == "ulysses" else attend_gathered
         )
@@ -184,7 +184,7 @@ class _Cuts(CutForward):
             )
         self.source_of(module, args, kwargs)
         self._refuse_trained(given)
-        length = source.shape[self._entry.dim]
+        length = self.length_of(source)
         if self._runtime.micro_batch is not self._batch or self._batch is None:
             self._batch = self._runtime.micro_batch
             self._lengths.clear()
