@@ -198,7 +198,7 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
     if wrong.is_drawn:
         return UnsupportedError(
             f"{what} of a {type(module).__name__}",
-            why=f"{wrong.why}: on a rank they would be those of the first positions, and equal on all ranks",
+            why=f"{wrong.why}: all ranks would draw the same ones, each for positions of its own",
             fix='context_parallel=sw.ContextParallel(fallback="gather") draws them for the whole sequence on every rank, as one process; or leave that '
             "noise out, where the model's configuration has a number for it; dropout is drawn for each rank's positions",
             name=wrong.name or None,
