@@ -3025,7 +3025,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "numbers-drawn-for-positions-unseen",
         "        elif shape != self._whole.drawn.get(key, shape):\n",
         "        elif False:\n",
-        "tests/techniques/cp/test_written_out.py -k 'only_looks and drawn'",
+        "tests/techniques/cp/test_written_out.py -k 'only_looks_like_attention and drawn'",
         "noise that is drawn for a rank's positions passes where it changes little",
     ),
     Mutant(

@@ -101,6 +101,10 @@ class Rows(ComparedRows):
         """Whether it is a run on all positions."""
         return self._rows is None
 
+    def keeps(self, name: str) -> bool:
+        """Whether what a module has is compared."""
+        return self._whole.keeps(name)
+
     # ---- modules
 
     def is_elsewhere(self) -> bool:
@@ -112,7 +116,8 @@ class Rows(ComparedRows):
         """Arguments of a module, or what it returns, whose gradients are noted if those are looked at."""
         if self.gradients is None:
             return tree
-        copies = what == "out" or key[0] not in self.gradients.writes or self._exchanges(key[0])
+        is_written = key in self.gradients.rewritten if what == "out" else key[0] not in self.gradients.writes
+        copies = is_written or (what != "out" and self._exchanges(key[0]))
         return self.gradients.noted_in(what, key, tree, self.is_part, copies=copies)
 
     def _exchanges(self, name: str) -> bool:

@@ -45,6 +45,8 @@ class Runs(Protocol):
     @property
     def is_whole(self) -> bool: ...
 
+    def keeps(self, name: str) -> bool: ...
+
     def rows_of(self, full: Tensor, shape: Any) -> Tensor | None: ...
 
     def replaced(self, before: Any, x: Any) -> None: ...
@@ -57,12 +59,16 @@ class Gradients:
     Args:
         num_ranks: what every rank returns gets such a share of the gradient on each; 1: all of it.
         writes: modules that write what they are called with.
+        rewritten: modules, and the numbers of their calls, whose output is written later.
+        copies_all: code of the model has backwards of its own, which may write the gradients that they are given.
         scale: of the gradients that the output gets. 0: none may arise where a rank has a part, as one without positions would add it too.
     """
 
     num_ranks: int
     scale: float = 1.0
     writes: Collection[str] = ()
+    rewritten: Collection[tuple[str, int]] = ()
+    copies_all: bool = True
     mode: Any = None
     is_backward: bool = False
 
@@ -76,6 +82,7 @@ class Gradients:
         self._calls: dict[str, int] = {}
         self._weights: dict[tuple[str, int], Tensor] = {}  # of layers, which have none: factors of their outputs
         self._sizes: dict[Place, float] = {}
+        self._unkept: dict[Place, float] = {}  # how large those are of modules that are not compared
         self._middle = 0.0
         self._last = ""  # module whose output has got a gradient
         self._joined: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
@@ -216,7 +223,7 @@ class Gradients:
             generator = torch.Generator().manual_seed(number)
             drawn = torch.randn(x.shape, generator=generator, dtype=x.dtype)
             self._full[place] = drawn
-            return drawn * self.scale
+            return drawn * self.scale if self.copies_all or self.scale != 1 else drawn
         full = self._full[place]
         share = self.num_ranks if full.shape == x.shape else 1
         rows = self.mode.rows_of(full, x.shape)
@@ -227,8 +234,12 @@ class Gradients:
             return
         grad = grad.detach()
         self._last = place.name if place.what == "out" else self._last
+        if self.mode.is_whole and place.what in ("in", "out") and not self.mode.keeps(place.name):
+            self._unkept[place] = max(self._unkept.get(place, 0.0), _largest(_of_numbers(grad)))
+            return
         if self.mode.is_whole:
-            self._full[place] = self._full[place] + grad if place in self._full else grad.clone()
+            mine = grad.clone() if self.copies_all else grad  # torch's backwards write none that is kept
+            self._full[place] = self._full[place] + grad if place in self._full else mine
             return
         full = self._full.get(place)
         if not self.scale:
@@ -261,7 +272,7 @@ class Gradients:
     def _scale_of(self, place: Place) -> float:
         """How large the gradients are that one is made of: what is given to a parameter's module, or what gradients are like in the middle."""
         if not self._sizes:
-            self._sizes = {at: _largest(_of_numbers(x)) for at, x in self._full.items()}
+            self._sizes = self._unkept | {at: _largest(_of_numbers(x)) for at, x in self._full.items()}
             self._middle = sorted(self._sizes.values())[len(self._sizes) // 2]
         if place.what != "parameter":
             return self._middle

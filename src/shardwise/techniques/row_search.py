@@ -4,7 +4,7 @@ parallelism, and sequence parallelism within tensor parallelism."""
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -275,7 +275,10 @@ class Search:
         for self.length in self._lengths():
             try:
                 trial = trial or self._new_trial(without)
-                self._whole[True, self.length] = whole_run(trial, self.length, kind=self.kind)
+                whole = whole_run(trial, self.length, kind=self.kind)
+                if not runs:  # one is kept
+                    self._whole[True, self.length] = whole
+                del whole
             except ShardwiseError as each:
                 if not is_of_a_run(each):  # it writes a file, cannot be copied, ...
                     raise
@@ -330,33 +333,35 @@ class Search:
     @property
     def whole(self) -> Whole:
         """The run on all positions, as the trial and the length are now."""
-        return self._whole[self.trial.module.training, self.length]
+        return self._run_whole(self.trial, is_training=self.trial.module.training)
 
     def _difference(self, trial: Trial, plan: Plan) -> Differs | None:
         """What differs forward, or else in the backward."""
         found = self._first_difference(trial, plan)
         try:
             if found is None:
-                self._compare_gradients(trial, plan)
+                of_values = self._run_whole(trial, is_training=True).of_backwards()
+                self._whole.clear()  # gradients take as much again, and it is made once more where it is needed
+                self._compare_gradients(trial, plan, of_values)
         except Differs as wrong:
             return wrong
         return found
 
-    def _compare_gradients(self, trial: Trial, plan: Plan, known: Facts | None = None) -> None:
-        """Runs the backward too, of training, and raises Differs unless gradients are those of all positions."""
-        if not trial.module.training:
-            trial.set_training(True)
-        values = self._run_whole(trial, is_training=True)
-        scales, writes = _SCALES if values.has_own_backwards else _SCALES[:1], values.writes
-        if known is not None:  # nothing is looked for afterwards
-            del values
-            self._whole.clear()
+    def _compare_gradients(
+        self,
+        trial: Trial,
+        plan: Plan,
+        of_values: Mapping[str, Any],
+        known: Facts | None = None,
+        only: frozenset[str] | None = None,
+        products: frozenset[str] = frozenset(),
+    ) -> None:
+        """Runs the backward too, of training, and raises Differs unless gradients are those of all positions. ``of_values``: of a run without it."""
+        scales = _SCALES if of_values["copies_all"] else _SCALES[:1]
         for scale in scales:
-            gradients = Gradients(self.degree if self.kind is None else 1, scale, writes)
+            gradients = Gradients(self.degree if self.kind is None else 1, scale, **of_values)
             try:
-                whole = whole_run(
-                    trial, self.length, heads_over=self.heads_over, kind=self.kind, gradients=gradients, plan=plan
-                )
+                whole = whole_run(trial, self.length, only, products, self.heads_over, self.kind, gradients, plan)
             except (ShardwiseError, Differs):
                 raise
             except Exception as error:  # code that looks at a tensor as an object: it gets copies
@@ -436,18 +441,29 @@ class Search:
         own = length_of_example(self.module, self.degree, self.order, given if given <= _MOST_OWN else _OF_LONGER)
         if own is None or own in self._run_lengths:
             return
-        before = self.length, self._whole
-        self.length, self._whole = own, {}
-        whole = self._run_whole(trial, is_training=True)
-        for rows in rows_of(own, self.degree, self.order):
-            found = run_on_rows(trial, whole, plan, own, rows, facts, self.heads_over, self.kind)
+        before, self.length = self.length, own
+        self._whole.clear()
+        try:
+            self._add_of_length(trial, plan, facts, self._compared(facts))
+        except Differs:  # of blocks, which take less: of each module, which is named
+            self._add_of_length(trial, plan, facts, None)
+        self.length = before
+
+    def _add_of_length(self, trial: Trial, plan: Plan, facts: Facts, only: frozenset[str] | None) -> None:
+        """The same, where of modules ``only`` is compared what they have; None: of all."""
+        if not trial.module.training:
+            trial.set_training(True)
+        products = frozenset(facts.products)
+        whole = whole_run(trial, self.length, only, products, self.heads_over, self.kind)
+        for rows in rows_of(self.length, self.degree, self.order):
+            found = run_on_rows(trial, whole, plan, self.length, rows, facts, self.heads_over, self.kind)
             if not _follows(found, facts):
-                raise Differs("", f"it does other things on sequences of {own} positions")
+                raise Differs("", f"it does other things on sequences of {self.length} positions")
             facts.add(found)
         facts.add_buffers(whole.added({name: value for name, (*_, value) in trial.written.items()}))
+        of_values = whole.of_backwards()
         del whole
-        self._compare_gradients(trial, plan, facts)
-        self.length, self._whole = before
+        self._compare_gradients(trial, plan, of_values, facts, only, products)
 
     def _note_tensors(self, facts: Facts) -> None:
         blocks = {block for found in find_block_lists(self.module) for block in found.blocks}

@@ -21,7 +21,7 @@ def proof_of(how, degree=2, blocks=None):
     return Search(model, next(sequences_in(((), inputs))), degree, "zigzag").run()
 
 
-@pytest.mark.quick("table", "alibi", "tril", "checked", "best", "float32", "dropped", "viewed", "ends", "prompted")
+@pytest.mark.quick("table", "alibi", "tril", "checked", "best", "float32", "dropped", "viewed", "ends", "prompted", "relative")
 @pytest.mark.parametrize("how", EQUAL)
 def test_what_is_proved(how):
     facts = proof_of(how)
@@ -35,7 +35,7 @@ def test_what_is_proved(how):
         assert list(facts.products) == ["blocks.0.attention", "blocks.1.attention"]
 
 
-@pytest.mark.quick("keys of the length", "over queries", "gated by all")
+@pytest.mark.quick("keys of the length", "over queries", "gated by all", "drawn")
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_only_looks_like_attention_is_named(how):
     with pytest.raises(Differs) as raised:
@@ -103,7 +103,7 @@ QUICK = {("viewed", "cp=2"), ("ends", "cp=4"), ("prompted", "cp=2"), ("relative"
 LAYOUTS = {"cp=2": {}, "cp=4": {}, "dp_shard=2,cp=2": {"remat": "full"}, "cp=2,tp=2": {}}
 
 
-@pytest.mark.quick("alibi-cp=2", "checked-dp_shard=2,cp=2")
+@pytest.mark.quick("alibi-cp=2", "checked-dp_shard=2,cp=2", "prompted-cp=2", "ends-cp=4")
 @pytest.mark.parametrize(
     ("how", "layout"),
     [
