@@ -116,8 +116,10 @@ class Rows(ComparedRows):
         """Arguments of a module, or what it returns, whose gradients are noted if those are looked at."""
         if self.gradients is None:
             return tree
-        is_written = key in self.gradients.rewritten if what == "out" else key[0] not in self.gradients.writes
-        copies = is_written or (what != "out" and self._exchanges(key[0]))
+        if what == "out":
+            copies = self.gradients.copies_all or key in self.gradients.rewritten
+        else:
+            copies = key[0] not in self.gradients.writes or self._exchanges(key[0])
         return self.gradients.noted_in(what, key, tree, self.is_part, copies=copies)
 
     def _exchanges(self, name: str) -> bool:

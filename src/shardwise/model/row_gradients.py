@@ -60,7 +60,7 @@ class Gradients:
         num_ranks: what every rank returns gets such a share of the gradient on each; 1: all of it.
         writes: modules that write what they are called with.
         rewritten: modules, and the numbers of their calls, whose output is written later.
-        copies_all: code of the model has backwards of its own, which may write the gradients that they are given.
+        copies_all: code of the model has backwards of its own, which may write the gradients that they are given; outputs are copies too.
         scale: of the gradients that the output gets. 0: none may arise where a rank has a part, as one without positions would add it too.
     """
 

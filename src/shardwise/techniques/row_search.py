@@ -326,7 +326,17 @@ class Search:
         raise self.met[-1]
 
     def _cause(self, plan: Plan, wrong: Differs) -> Differs:
-        """What a model is refused for: the first module within the wrong one that returned something else before, of which that is made."""
+        """What a model is refused for: a stream that is not cut, as it has more positions than the sequences; or the first module within the wrong
+        one that returned something else before, of which that is made."""
+        if type(wrong) is not Differs or wrong.is_kept or wrong.is_of_heads or wrong.is_of_gradients or wrong.is_drawn:
+            return wrong
+        block = next((b for b in plan.cut if wrong.name == b or is_in_block(wrong.name, b)), "")
+        given = [(path, x) for path, x in keyed_leaves(self.whole.inputs.get((block, 0), ())) if isinstance(x, Tensor)]
+        path, stream = next(((path, x) for path, x in given if block and x.is_floating_point()), ("", torch.empty(0)))
+        times = max((size // self.length for size in stream.shape if size % self.length == 0), default=0)
+        if times > 1 and self.length not in stream.shape:
+            why = f"it gets all: in its argument {path} {tuple(stream.shape)} there are {times} times as many in one dim"
+            return Differs(block, why)
         unlike = (each for each in self.met if each.name in plan.unjudged and is_in_block(each.name, wrong.name))
         return next(unlike, wrong)
 
@@ -364,7 +374,11 @@ class Search:
                 whole = whole_run(trial, self.length, only, products, self.heads_over, self.kind, gradients, plan)
             except (ShardwiseError, Differs):
                 raise
-            except Exception as error:  # code that looks at a tensor as an object: it gets copies
+            except Exception as error:  # code that looks at a tensor as an object: it gets copies, or views, of which some functions take none
+                if not of_values["copies_all"]:
+                    of_values = {**of_values, "copies_all": True}
+                    self._compare_gradients(trial, plan, of_values, known, only, products)
+                    return
                 why = f"its gradients cannot be compared: {type(error).__name__}: {first_line(error)}"
                 raise BackwardDiffers("", why) from error
             for rows in rows_of(self.length, self.degree, self.order):
@@ -396,7 +410,7 @@ class Search:
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
             whole.forget_ranks()
-            for rows in rows_of(self.length, self.degree, self.order):
+            for rows in reversed(rows_of(self.length, self.degree, self.order)):  # the first ones are right under a causal mask, whatever is gathered
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
             found[-1].buffers = whole.added({name: value for name, (*_, value) in trial.written.items()})
         for facts in found[1:]:
