@@ -408,3 +408,30 @@ class OldRunInTheDirectory(Mistake):
             resumed(world, "run", 3)
             resumed(world, "run", 1, loads=False)
         return INFINITY
+
+
+class ShardsOfOneRank(Mistake):
+    """`torch.save(model.state_dict(), path)` on rank 0, as for one process: it has shards, with the shapes of whole tensors, and every rank loads
+    those of rank 0."""
+
+    ranks = 2
+    says = "it has that rank's shards"
+
+    def plain(self):
+        model = fully_shard(linear())
+        if dist.get_rank() == 0:
+            torch.save(model.state_dict(), "weights.pt")
+        dist.barrier()
+        again = fully_shard(linear(1))
+        again.load_state_dict(torch.load("weights.pt"))
+        wrong = off(again[0].weight.full_tensor(), linear()[0].weight)
+        return Plain(f"goes on with weights {wrong:.1f} off those that were saved", wrong)
+
+    def ours(self):
+        with sw.init("dp_shard=-1", device="cpu") as world:
+            model = sharded(world)
+            if world.is_main:
+                torch.save(model.state_dict(), "weights.pt")
+            world.barrier()
+            model.load_state_dict(torch.load("weights.pt"))
+        return INFINITY

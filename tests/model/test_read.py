@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise.errors import UnsupportedError
-from shardwise.model import canonical_name, read_anatomy
+from shardwise.errors import UnsupportedError, UsageError
+from shardwise.model import canonical_name, module_state, read_anatomy
 
 
 def test_a_tie_is_one_tensor_with_all_its_names():
@@ -114,6 +114,10 @@ class Keeps(nn.Module):
         self.h = self.notes["h"] = self.up(x)
         self.tables["mean"] = self.h.mean()
         self.register_forward_hook(lambda *_: None)
+        with torch.no_grad():
+            self.up.weight.mul_(0.5)
+            self.up.weight.data.sub_(1.0)
+            self.up.bias = nn.Parameter(self.up.bias + 1.0)
         return self.h
 
 
@@ -121,6 +125,16 @@ class Keeps(nn.Module):
 def test_a_run_of_the_example_leaves_nothing_behind(device):
     """Other ranks would wait for values that one has kept; and training would start with them."""
     module = Keeps().to(device)
+    before = [(param, param.detach().clone()) for param in module.parameters()]
     read_anatomy(module, example={"x": torch.ones(2, 4)})
     assert not hasattr(module, "h")
+    for param, (same, values) in zip(module.parameters(), before, strict=True):
+        assert param is same and (device == "meta" or torch.equal(param, values))
     assert not (module.notes or Keeps.tables or module._forward_hooks)
+
+
+def test_parameters_that_are_too_large_to_copy_and_that_the_example_writes_are_refused(monkeypatch):
+    monkeypatch.setattr(module_state, "_LARGEST", 16)
+    with pytest.raises(UsageError, match="a model whose forward writes its parameters"):
+        read_anatomy(Keeps(), example={"x": torch.ones(2, 4)})
+    read_anatomy(nn.Linear(4, 4), example={"input": torch.ones(2, 4)})

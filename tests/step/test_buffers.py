@@ -656,6 +656,31 @@ def test_tensors_arrays_and_lists_that_a_forward_changes_are_named_once(ranks: R
     assert not ranks.run(_warned, 1, "dp_shard=1", Attached, "of this rank only", "attributes:")[0][0]
 
 
+class Lazily(nn.Module):
+    """Makes a mean, a count and a table when it first runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.mean = nn.Linear(6, 3), None
+
+    def forward(self, x):
+        if self.training:
+            now = x.detach().mean(0)
+            self.mean = now if self.mean is None else self.mean * 0.9 + now
+            self.num = getattr(self, "num", 0) + 1
+        if not hasattr(self, "table"):
+            self.table = torch.ones(6, dtype=x.dtype)
+        return self.body(x - self.mean + self.table) / self.num
+
+
+def test_what_a_forward_makes_and_then_changes_is_named_in_the_second_window(ranks: RankPool):
+    (told, lines), (other, _) = ranks.run(
+        _warned, 2, "dp_shard=2", Lazily, "of this rank only", ("numbers:", "attributes:")
+    )
+    assert len(told) == 2 == len(lines) and not other
+    assert told[0].startswith("num changed in the first windows: plain numbers") and told[1].startswith("mean changed")
+
+
 class Counter(nn.Module):
     """Counts its forwards in a buffer, which its forward goes by or not."""
 

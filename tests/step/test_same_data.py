@@ -2,12 +2,15 @@
 
 import warnings
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shardwise as sw
+from shardwise.data import same_dataset, stream
 from shardwise.data.batch import MicroBatch
+from shardwise.model.digest import digest_of_values
 
 SAMPLES = [{"x": torch.full((3,), i / 16)} for i in range(16)]
 
@@ -65,3 +68,16 @@ def test_the_same_samples_on_all_ranks_are_warned_of_once(ranks):
 def trained_alone():
     CASES.pop("a sampler")
     return trained("dp_shard=1")
+
+
+@pytest.mark.parametrize(
+    "digest",
+    [
+        lambda x: digest_of_values({"x": x}, unread=""),
+        lambda x: stream._digest({"x": x}, 1),
+        lambda x: same_dataset._of_value(x, 1),
+    ],
+)
+def test_a_view_of_one_element_is_read_as_its_copy(digest):
+    view = torch.arange(6).reshape(2, 3)[:1, 1]
+    assert view.stride() == (3,) and digest(view) == digest(view.clone()) != digest(view + 1)

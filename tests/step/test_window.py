@@ -142,14 +142,22 @@ def _weighted():
     with world:
         batches = mine([batch(i) for i in range(2)], world)
         half = sw.count_tokens(model, batches, count=lambda b: torch.tensor(0.25))
+        fifth = sw.count_tokens(model, batches, count=lambda b: 0.1)
+        told = sw.evaluate(
+            model,
+            batches,
+            loss=lambda output, b: output.double().sum() * 0 + 0.1 * len(output),
+            count=lambda b: 0.1 * len(b["input_ids"]),
+        )
         with pytest.raises(ConfigError) as caught:
             sw.count_tokens(model, batches, count=lambda b: torch.tensor(float("nan")))
-        return half, str(caught.value)
+        return half, fifth, told["loss"], str(caught.value)
 
 
 def test_a_count_may_be_a_sum_of_weights(ranks):
-    for half, text in ranks.run(_weighted, 2):
-        assert half == 0.5
+    for half, fifth, mean, text in ranks.run(_weighted, 2):
+        assert half == 0.5 and fifth == 0.2  # numbers of Python, in float64
+        assert mean == 1.0
         assert "a window of nan tokens" in text
 
 

@@ -92,6 +92,9 @@ class Unit:
         self._is_alone = self._is_whole and not any(map(_has_replicas, self.groups))
         self._keeps_whole = self._reuses = self._ends = False
         self._version = -1  # of the shards when they were cast or gathered, if that is used again
+        self._lost: list[Tensor] = []  # shards whose gathered parameter a forward has written or replaced
+        self._compare: Callable[[Sequence[Tensor]], Tensor] | None = None  # makes marks of values, in the next forward
+        self._before: Tensor | None = None  # marks of the gathered parameters
 
     def guard(self, handles: Sequence[RemovableHandle]) -> None:
         """Pauses these forward pre-hooks while the modules hold whole parameters."""
@@ -133,6 +136,8 @@ class Unit:
                 group.unshard(group.unshard_async_op)
                 group.wait_for_unshard()
         self.show_whole()
+        if self._compare is not None and not backward:
+            self._before = self._compare([param._unsharded_param.detach() for param in self._params])
 
     def _cast(self, group: Any) -> None:
         """Does what an all-gather over one rank does, by one copy of each parameter."""
@@ -171,11 +176,34 @@ class Unit:
     def leave_forward(self) -> None:
         """Frees the gathered parameters as ``reshard_after_forward`` says; the modules hold their shards either way."""
         with span("leave the forward of", self.name or "(root)"):
+            self._note_writes()
             for group in self.groups:
                 group._training_state = TrainingState.FORWARD
                 group.reshard()
                 group._training_state = TrainingState.IDLE
             self.show_shards()
+
+    def watch_writes(self, compare: Callable[[Sequence[Tensor]], Tensor] | None) -> None:
+        """Forgets what forwards have written so far. ``compare``: makes a mark of the values of each tensor, which are compared in the next
+        one too: versions do not show writes through ``.data``."""
+        self._lost, self._compare, self._before = [], compare, None
+
+    def lost_writes(self) -> list[Tensor]:
+        """The shards whose gathered parameter a forward has written or replaced since, as far as that was seen."""
+        return self._lost
+
+    def _note_writes(self) -> None:
+        for i, param in enumerate(self._params):
+            held = param._module_info.module._parameters.get(param._module_info.param_name)
+            known = (param._unsharded_param, param.sharded_param, *(self._stand_ins or ())[i : i + 1])
+            if not any(held is each for each in known):
+                self._lost.append(param.sharded_param)
+        if self._before is not None and self._compare is not None:
+            changed = self._compare([param._unsharded_param.detach() for param in self._params]) != self._before
+            self._lost += [
+                param.sharded_param for param, is_so in zip(self._params, changed.tolist(), strict=True) if is_so
+            ]
+            self._compare = self._before = None
 
     def free(self) -> None:
         for group in self.groups:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from shardwise.model.tensors import bytes_of
+
 _BYTES = 1 << 16  # of each tensor
 _NUM_READ = 17  # samples of a dataset
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -70,7 +72,7 @@ def _of_value(value: Any, found: int, limit: int | None = _BYTES) -> int:
     if isinstance(value, _PLAIN):
         return zlib.crc32(repr(value).encode(), found)
     if type(value) is Tensor and value.layout is torch.strided and not value.is_meta:
-        part = value.detach().reshape(-1)[: _BYTES // value.element_size()].contiguous().view(torch.uint8).cpu().numpy()
+        part = bytes_of(value.detach().reshape(-1)[: _BYTES // value.element_size()]).cpu().numpy()
         return zlib.crc32(part.tobytes(), zlib.crc32(repr((value.dtype, tuple(value.shape))).encode(), found))
     if isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         part = np.asarray(value).reshape(-1)[: None if limit is None else limit // max(1, value.dtype.itemsize)]

@@ -6,13 +6,13 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from shardwise.data.batch import default_collate
 from shardwise.errors import ConfigError, UsageError
 from shardwise.model.plain_state import is_same_value
 from shardwise.model.pytrees import leaves_of
+from shardwise.model.tensors import bytes_of
 
 _SAMPLES = 4  # of a window, that are compared over ranks
 _BYTES = 1 << 12  # of each tensor in them
@@ -194,6 +194,6 @@ def _digest(sample: Any, before: int) -> int:
     except ConfigError:  # only the user's own collate knows what it is
         return zlib.crc32(f"{type(sample).__name__} {len(leaves_of(sample))}".encode(), before)
     for name, value in parts.items():
-        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()[:_BYTES]
+        data = bytes_of(value.cpu()).numpy().tobytes()[:_BYTES]
         before = zlib.crc32(data, zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), before))
     return before

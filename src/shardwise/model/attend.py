@@ -4,7 +4,7 @@ user's own (:func:`attend`). Where a rank has some rows of a sequence, its queri
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError
 
 SDPA = functional.scaled_dot_product_attention
+T = TypeVar("T")
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -67,6 +68,20 @@ class Now:
 
 
 now = Now()
+
+
+def beside_code(hook: Callable[..., T]) -> Callable[..., T]:
+    """For a hook of ours on a module: what it calls is not counted among the calls of the model's code, in which it runs."""
+
+    @functools.wraps(hook)
+    def call(*args: Any, **kwargs: Any) -> T:
+        before, now.attends = now.attends, None
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            now.attends = before
+
+    return call
 
 
 @public_call()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardwise.model.tensors import bytes_of
+
 _BYTES = 1 << 16  # of each tensor, from its start and its end
 
 
@@ -31,4 +33,4 @@ def _bytes_of(value: object, unread: str) -> bytes:
         return unread.encode()
     flat, most = value.detach().reshape(-1), _BYTES // value.element_size()
     part = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])
-    return repr(tuple(value.shape)).encode() + part.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return repr(tuple(value.shape)).encode() + bytes_of(part).cpu().numpy().tobytes()

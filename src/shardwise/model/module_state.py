@@ -11,13 +11,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise._torch.autograd import unseen
+from shardwise.errors import UsageError
 from shardwise.model.iterators import Iteration, is_iterator
 from shardwise.model.kept_tensors import KeptTensor, loose_tensors, restore_parts, written_keys
 from shardwise.model.mutable import ATOMS, changed_values, content_of, is_mutable, is_same, items_of, put
 from shardwise.model.names import own_attributes
+from shardwise.model.tensors import change_marks
 
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
@@ -26,6 +28,7 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_LARGEST = 1 << 30  # bytes of parameters that are copied
 _DEPTH = 32  # containers within containers that are looked into, each once
 
 
@@ -192,6 +195,40 @@ class TensorAttributes:
         for x, was in self._tensors:
             if not is_same(vars(x), was):
                 put(vars(x), was)
+
+
+class ParameterState:
+    """The parameters of modules; :meth:`restore` puts back what a forward has written or replaced.
+
+    Raises:
+        UsageError: by :meth:`restore`, where they are so large that no copy is kept, and one was written.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self._held = [(module, dict(module._parameters)) for module in modules if module._parameters]
+        params = {id(x): x for _, held in self._held for x in held.values() if x is not None and not x.is_meta}
+        self._values: dict[int, KeptTensor] = {}
+        self._large: dict[int, nn.Parameter] = {}
+        if sum(param.nbytes for param in params.values()) <= _LARGEST:
+            self._values = {key: KeptTensor(param) for key, param in params.items()}
+        else:
+            self._large = params
+            self._marks = self._marks_of_large()
+
+    def _marks_of_large(self) -> Tensor:
+        return change_marks([param.detach() for param in self._large.values()])
+
+    def restore(self) -> None:
+        for module, held in self._held:
+            if not is_same(module._parameters, held):
+                put(module._parameters, held)
+        restore_parts((), self._values)
+        if self._large and not torch.equal(self._marks, self._marks_of_large()):
+            raise UsageError(
+                "example= for a model whose forward writes its parameters",
+                why="it is run once to see the order of its blocks, and what that run has written would be trained with",
+                fix="leave example out: the order of blocks is then seen when the model first runs",
+            )
 
 
 class HookState:

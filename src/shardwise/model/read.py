@@ -13,7 +13,7 @@ from shardwise.model.adapted import Adapted, adapted_layers
 from shardwise.model.blocks import find_block_lists, has_no_forward
 from shardwise.model.calling import call_alone, line_of, run_on
 from shardwise.model.isolated import Isolated
-from shardwise.model.module_state import Attributes, HookState, ModuleState, TensorAttributes
+from shardwise.model.module_state import Attributes, HookState, ModuleState, ParameterState, TensorAttributes
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
 from shardwise.model.packed import PackedLinear, packed_layers
 from shardwise.model.trial import Trial
@@ -138,7 +138,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
 
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     modules = [child for _, child in canonical_modules(module)]
-    states = [ModuleState(modules), TensorAttributes(modules), *map(Attributes, modules)]
+    states = [ModuleState(modules), ParameterState(modules), TensorAttributes(modules), *map(Attributes, modules)]
     isolated = Isolated(module, lambda model: call_alone(model, {key: x.to(device) for key, x in example.items()}))
     rng, hooks = streams(torch.device("cpu")), HookState(modules)
     for name, child in canonical_modules(module):

@@ -38,6 +38,7 @@ from shardwise.parallel.init.sources import all_tensors, build_with_source
 from shardwise.parallel.lost_writes import refuse_lost_writes
 from shardwise.parallel.module_guards import watch_modules
 from shardwise.parallel.named_gradients import watch_named_gradients
+from shardwise.parallel.other_shards import watch_state_dicts
 from shardwise.parallel.plain_parts import plain_parts, refuse_states_of_parts
 from shardwise.parallel.runtime import Runtime, attach, runtime_of
 from shardwise.parallel.same_modules import refuse_other_modules, refuse_other_recipes
@@ -50,7 +51,6 @@ from shardwise.parallel.unfit_modules import (
     refuse_held_accumulators,
     refuse_numbers_of_parts,
     refuse_unfit_parts,
-    refuse_whole_values,
 )
 from shardwise.recipe import Recipe, fingerprint_of
 from shardwise.techniques import TECHNIQUES, Parallel, fold
@@ -228,7 +228,7 @@ def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     before = tensors_of(module, "_parameters")
     engine = next(engine for act in acts() if (engine := act.shard(module, recipe, world)) is not None)
     if recipe.is_cut:
-        refuse_whole_values(module)
+        watch_state_dicts(module)
         refuse_numbers_of_parts(world)
         refuse_lost_writes(world)
         mend_rules()

@@ -75,6 +75,12 @@ class Engine(Protocol):
     def drop_gathered(self) -> None:
         """Called before shards are written: gathered parameters left by a forward must not be used again."""
 
+    def watch_writes(self, compares: bool) -> None:
+        """Begins to look for forwards that write or replace what was gathered; with ``compares`` the next one by values too."""
+
+    def lost_writes(self) -> Sequence[Tensor]:
+        """The parameters for which that was seen."""
+
     def gathered(self) -> Sequence[tuple[Tensor, Tensor]]:
         """``(what forward computes with, parameter)`` of each parameter that it computes with a gathered copy of, as far
         as there is one."""

@@ -25,6 +25,7 @@ from shardwise.config.caller import level_of_caller
 from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.named_gradients import OwnGradients
+from shardwise.parallel.other_shards import watch_optimizer
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
@@ -82,6 +83,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     if _looked_at.get(optimizer) != (ids := frozenset(held)):
         _refuse_strangers(optimizer, held)
+        watch_optimizer(optimizer)
         _looked_at[optimizer] = ids
         if not is_elementwise(optimizer):
             _before_first[optimizer] = _values_of(stepped, held)

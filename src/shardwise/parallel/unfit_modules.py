@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -184,24 +183,6 @@ def part_of_another(name: str) -> UsageError:
         "the second model",
         name=name,
     )
-
-
-def refuse_whole_values(module: nn.Module) -> None:
-    """Makes ``module.load_state_dict`` of full tensors raise UsageError where the module has shards. torch's own
-    message would be a line per parameter, after the buffers have been written."""
-
-    def check(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, param in module.named_parameters(prefix=prefix.removesuffix("."), remove_duplicate=False):
-            given = state.get(name)
-            if isinstance(param, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
-                raise UsageError(
-                    "load_state_dict of whole tensors into a sharded module",
-                    why="each rank has a shard of this parameter, and torch does not cut",
-                    fix="call sw.load_full_state_dict(model, state) on every rank, or sw.load_weights(model, path)",
-                    name=name,
-                )
-
-    module.register_load_state_dict_pre_hook(check)
 
 
 def refuse_numbers_of_parts(world: World) -> None:

@@ -128,7 +128,7 @@ class _Sums:
         self._last = batch
         if counts:  # first: what cannot be counted has no labels for a loss either
             self._is_idle = False
-            self.tokens = self.tokens + torch.as_tensor(self.counter(batch)).double()
+            self.tokens = self.tokens + torch.as_tensor(self.counter(batch), dtype=torch.float64)
         state = StepState.at(self.runtime.step, batch, item.number, is_training=False)
         output, sums = sums_on(self.runtime, self.forward, loss, batch, state)
         check.see(output, batch, sums, counts=counts)

@@ -42,7 +42,7 @@ class ModelLoss:
         """
         mean = loss_of_output(output)
         mean = mean.float() if mean.dtype in (torch.float16, torch.bfloat16) else mean
-        count = torch.as_tensor(self.count(batch), device=mean.device)
+        count = torch.as_tensor(self.count(batch), dtype=mean.dtype, device=mean.device)
         # The mean over no items is NaN; their sum is 0.
         return torch.where(count > 0, mean * count, torch.zeros_like(mean))
 

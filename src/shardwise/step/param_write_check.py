@@ -13,15 +13,25 @@ from shardwise.world.agreement import digest_of_text
 _VERSION = attrgetter("_version")
 
 
+class _Windows:
+    """How many windows a model has begun in this process."""
+
+    num = 0
+
+
 class ParamWriteCheck:
     """Compares parameters at the end of a window with those at its beginning, when it is made: by their version
-    counters, which cost nothing to read, and by value only where one has changed."""
+    counters, which cost nothing to read, and by value where one has changed. Gathered parameters are compared by value in windows 0,
+    1, 2, 4, 8, ...: a write through ``.data`` changes no version."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self._is_cut = runtime.recipe.is_cut
         self._watches = self._is_cut or runtime.world.size > 1
         self._found: dict[str, Tensor] = {}
+        windows = runtime.memory(_Windows)
+        runtime.engine.watch_writes(not windows.num & (windows.num - 1))
+        windows.num += 1
         self._ids, self._versions = self._versions_of(self._computed_with())
 
     def entry(self) -> tuple[float, ...]:
@@ -48,7 +58,7 @@ class ParamWriteCheck:
                 name=name,
             )
         raise UnsupportedError(
-            "a parameter that the model's own forward writes in place",
+            "a parameter that the model's own forward writes in place, or replaces",
             why="FSDP2 computes with a gathered copy of it, so what is written there is lost",
             fix='write parameters after optim.step(), or keep them whole: sw.init("dp_replicate=-1")',
             name=name,
@@ -60,11 +70,13 @@ class ParamWriteCheck:
     def _written(self) -> dict[str, Tensor]:
         if not self._watches:
             return {}
+        lost = {id(shard) for shard in self.runtime.engine.lost_writes()}
+        found: dict[str, Tensor] = {name: param for name, param in self.runtime.parameters.items() if id(param) in lost}
         now = self._computed_with()
         if self._versions_of(now) == (self._ids, self._versions):
-            return {}
+            return found
         before = dict(zip(self._ids, self._versions, strict=True))
-        return {name: tensor for name, tensor in now if tensor._version != before.get(id(tensor), 0)}
+        return found | {name: tensor for name, tensor in now if tensor._version != before.get(id(tensor), 0)}
 
     def _computed_with(self) -> list[tuple[str, Tensor]]:
         """The tensors that forward computes with; under FSDP2 those that are gathered now. New ones have version 0."""

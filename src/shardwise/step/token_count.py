@@ -126,8 +126,8 @@ def _counts_of(
         if is_empty:
             raise UsageError("an empty window", why="a step needs at least one micro-batch", fix=_FIX_LENGTH)
         # Summed as tensors: one device synchronization instead of one per micro-batch. In float64: a count may be a sum
-        # of weights, which must not depend on the layout.
-        tokens = sum(torch.as_tensor(counter(batch)).double() for batch in counted)
+        # of weights, which must not depend on the layout, and a number of Python.
+        tokens = sum(torch.as_tensor(counter(batch), dtype=torch.float64) for batch in counted)
         return tokens, compare_labels(seen.counts, counted, counter), None
     except ShardwiseError as error:
         return 0, torch.zeros(3), error
@@ -173,7 +173,7 @@ def count_again(runtime: Runtime, batches: list[Batch], counter: Callable[[Batch
     counted copies of them on the host. Empty elsewhere."""
     if not _counts_copies(runtime, counter):
         return {}
-    found = sum(torch.as_tensor(counter(b)).double() for b in batches if not is_padding(b))
+    found = sum(torch.as_tensor(counter(b), dtype=torch.float64) for b in batches if not is_padding(b))
     return {"tokens again": torch.as_tensor(found if runtime.world.counts_data else 0.0)}
 
 

@@ -52,6 +52,7 @@ class WrittenState:
         # Buffers that are to be equal, and the forwards of each window so far have changed.
         self._counted: set[str] = set()
         self._plain = _PlainState(runtime)
+        self._made: set[tuple[str, str]] = set()  # attributes that the first window's forwards have made
 
     def begin(self) -> None:
         if self._begin is None:
@@ -65,10 +66,8 @@ class WrittenState:
         changed = {n for n in self._after.changed_since(self._begin) if self._runtime.buffer_policies.get(n) == "equal"}
         self._counted = changed & self._counted if self.num_windows else changed
         self.num_windows, self._begin = self.num_windows + 1, None
-        if self.num_windows == 1:
-            self._name_attributes()
-            del self._plain
-        elif self._counted:
+        self._name_attributes()
+        if self.num_windows > 1 and self._counted:
             names = sorted(self._counted)
             self._warn(
                 "in the first windows: buffers, equal on all ranks, that count",
@@ -86,22 +85,30 @@ class WrittenState:
         return f"written in the first windows: {'; '.join(told)}" if told else ""
 
     def _name_attributes(self) -> None:
-        # How much of a cache is filled belongs to the cache.
-        found = _PlainState(self._runtime).changed_since(
-            self._plain, self._after.homes_of_new(self._before, self._runtime)
+        # How much of a cache is filled belongs to the cache. What the first window makes may be a table, which the second leaves as it is.
+        now, before = _PlainState(self._runtime), self._plain
+        found = now.changed_since(
+            before,
+            self._after.homes_of_new(self._before, self._runtime),
+            self._made if self.num_windows > 1 else before.keys,
         )
+        self._made, self._plain = now.keys - before.keys, now
         numbers = [name for name, is_number in found.items() if is_number]
         others = [name for name, is_number in found.items() if not is_number]
         if numbers:
-            self._runtime.chosen["numbers"] = self._warn(
-                "in the first window: plain numbers, in no checkpoint, that count", numbers
+            self._note(
+                "numbers", self._warn("in the first windows: plain numbers, in no checkpoint, that count", numbers)
             )
         if others:
-            what = "in the first window: lists, arrays or tensors in attributes, that follow"
+            what = "in the first windows: lists, arrays or tensors in attributes, that follow"
             policy = (
                 'A tensor that is registered as a buffer is combined over the ranks: Sharding(buffers={name: "mean"}). '
             )
-            self._runtime.chosen["attributes"] = self._warn(what, others, policy)
+            self._note("attributes", self._warn(what, others, policy))
+
+    def _note(self, key: str, text: str) -> None:
+        before = self._runtime.chosen.get(key)
+        self._runtime.chosen[key] = f"{before}; {text}" if before else text
 
     def _warn(self, what: str, names: Collection[str], policy: str = "") -> str:
         runtime, num = self._runtime, self._runtime.world.axis("loss").size
@@ -137,12 +144,19 @@ class _PlainState:
         for (key, tensor), mark in zip(tensors.items(), marks, strict=True):
             self._seen[key] = tuple(tensor.shape), mark
 
-    def changed_since(self, before: "_PlainState", without: Collection[str]) -> dict[str, bool]:
-        """Name of what has changed -> whether it is a number; but for the modules ``without``."""
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """The module and the path of each value."""
+        return set(self._seen)
+
+    def changed_since(
+        self, before: "_PlainState", without: Collection[str], among: Collection[tuple[str, str]]
+    ) -> dict[str, bool]:
+        """Name of what has changed, ``among`` these keys -> whether it is a number; but for the modules ``without``."""
         return {
             f"{key[0]}.{key[1]}" if key[0] else key[1]: key in self._numbers
             for key, value in self._seen.items()
-            if key[0] not in without and key in before._seen and before._seen[key] != value
+            if key[0] not in without and key in among and before._seen.get(key) != value
         }
 
 

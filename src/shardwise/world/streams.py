@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwise.world.rng import derive_seed
 
@@ -22,10 +23,12 @@ class PartStream:
         device: on which dropout draws.
         index: of this rank along the axis.
         axis: its name.
+        module: nothing in it drops in eval mode, where the generator stays as it is: what else draws has the numbers of one process.
     """
 
-    def __init__(self, device: torch.device, index: int, axis: str = "tp"):
+    def __init__(self, device: torch.device, index: int, axis: str, module: nn.Module):
         self._device, self._index, self._axis = device, index, axis
+        self._modules = [*module.modules()]
         self._before: Any = None
         self._seed = 0
 
@@ -35,8 +38,10 @@ class PartStream:
         return self._before is not None
 
     def enter(self) -> None:
-        """From now on numbers are drawn from this rank's stream."""
+        """From now on numbers are drawn from this rank's stream, if a module is in training mode."""
         self.leave()
+        if not any(module.training for module in self._modules):
+            return
         generator = self._generator()
         if self._device.type == "cuda":  # whose position can be read and moved without waiting for the device
             offset = generator.get_offset()

@@ -219,6 +219,36 @@ def test_a_written_buffer_and_the_state_beside_it_are_as_in_the_first_run(ranks,
     assert plain["blocks.0.total"] != 0
 
 
+class Halving(OwnDropout):
+    """Puts a hook on what it is given: on the gradient of the block before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad / 2)
+        return super().forward(x)
+
+
+class Inner(OwnDropout):
+    """Computes a force in forward, as the gradient of an energy with a factor that it keeps and changes, and draws masks before and after."""
+
+    def __init__(self, dim: int = 64):
+        super().__init__(dim)
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.factor.mul_(0.9)
+        place = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad((self.factor * self.linear(place).tanh() ** 3).sum(), place, create_graph=True)
+        return super().forward(x + force)
+
+
+@pytest.mark.parametrize("block", [Halving, Inner])
+def test_gradients_that_a_forward_takes_part_in_are_as_in_one_run(ranks, block):
+    plain, again = (ranks.run(train, 1, block, 3, remat=remat)[0] for remat in (None, "full"))
+    assert all(torch.equal(again[name], plain[name]) for name in plain)
+
+
 class Counts(nn.Module):
     """Counts of what blocks see, and how often they were written."""
 

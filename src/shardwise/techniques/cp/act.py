@@ -68,7 +68,7 @@ class _Cuts(CutForward):
         self._joins = any(edit.action == "join" for edit in recipe.edits_of("cp"))
         self._joined = False  # in this forward
         self._made: At | None = None  # the positions of the forward that has just ended
-        self.stream = PartStream(world.device, axis.rank, "cp")
+        self.stream = PartStream(world.device, axis.rank, "cp", module)
         self._lengths = dict[
             tuple[int, int], int
         ]()  # first two dims of the forwards of this micro-batch -> that of positions

@@ -156,6 +156,12 @@ class DDPEngine:
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         return []
 
+    def watch_writes(self, compares: bool) -> None:
+        pass  # none is lost
+
+    def lost_writes(self) -> list[Tensor]:
+        return []
+
     def whole(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

@@ -28,6 +28,7 @@ from shardwise._torch.autograd import before_backward, current_backward, freed_l
 from shardwise._torch.fsdp2 import Unit, when_interrupted
 from shardwise._torch.fully_shard import reset_iteration
 from shardwise.errors import UnsupportedError
+from shardwise.model.attend import beside_code
 from shardwise.techniques.data.explain import ungathered
 from shardwise.techniques.data.gradients import EndOfBackward
 from shardwise.techniques.data.passes import Backward, Forward, Units, refuse_written
@@ -182,6 +183,7 @@ class Order:
 
     # ---- forward ---------------------------------------------------------------------------------------------
 
+    @beside_code
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._forward is not None or self._runs_backward():
             self._nested += 1
@@ -200,6 +202,7 @@ class Order:
         self._set_running(not self._is_held)
         return self.units.root.prepare(module, args, kwargs)
 
+    @beside_code
     def _after_root(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._nested:
             self._nested -= 1
@@ -233,6 +236,7 @@ class Order:
             self._num_forwards[self.micro_batch] = self._num_forwards.get(self.micro_batch, 0) + forward.has_gradients
             self._set_running(False)
 
+    @beside_code
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._forward is None and (self._runs_backward() or in_backward()):
             self._reach(number)  # a checkpoint recomputes it
@@ -253,6 +257,7 @@ class Order:
         self._hook_gradients(number)
         return inputs.when_left(self._left(number)) if forward.is_watched(number) else (args, kwargs)
 
+    @beside_code
     def _enter_part(self, number: int) -> None:
         """Gathers a unit whose forward was not called. No hook sees when the method returns, or what: the unit stays
         gathered until another unit is, and for its backward."""
@@ -266,6 +271,7 @@ class Order:
                 self.units.kept.add(number)
         self._hook_gradients(number)
 
+    @beside_code
     def _after(self, number: int, module: nn.Module, _args: Any, output: Any) -> Any:
         forward = self._forward
         if forward is None and torch.is_grad_enabled() and self._runs_backward() and not self._has_failed(output):

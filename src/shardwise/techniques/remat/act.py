@@ -29,7 +29,7 @@ from shardwise.model.adapted import adapter_switches, adapters_as
 from shardwise.model.pytrees import leaves_of
 from shardwise.recipe import Recipe
 from shardwise.techniques.edges import gather_parts, parts_of
-from shardwise.techniques.remat.block_buffers import BlockBuffers, WrittenBuffers
+from shardwise.techniques.remat.block_buffers import Before, BlockBuffers, WrittenBuffers
 from shardwise.techniques.remat.choice import Choice
 from shardwise.techniques.remat.measure import Measurement
 from shardwise.techniques.remat.operators import KeepChosen, keep_policy
@@ -213,7 +213,8 @@ class _Runs:
         self.module, self.state, self.spec = module, state, spec
         # To the first run: what a block writes into a list or dict of the caller's is for the caller.
         self.given = given
-        self.written: WrittenBuffers | None = None  # by the first run, as before it; None: not run yet
+        self.before: Before | None = None  # the buffers, before the first run
+        self.written: WrittenBuffers | None = None  # by the first run, as before it; None: it has not ended
         state.num_runs += 1
         is_due = state.num_runs <= _FIRST or not state.num_runs & (state.num_runs - 1)
         # Whether both runs are compared.
@@ -227,24 +228,26 @@ class _Runs:
 
     def __call__(self, *leaves: Any) -> Any:
         run = _inner(self.module, self.state)
-        if self.written is None:
+        if self.given is not None:
             (args, kwargs), self.given = self.given, None
             self.generators = [(g, snapshot(g)) for g in _generators(self.state, leaves)]
-            before = self.state.buffers.before(self.is_checked)
+            self.before = self.state.buffers.before(self.is_checked)
             with self.measurement.watching() if self.measurement is not None else _NOTHING:
                 output = run(*args, **kwargs)
             if self.measurement is not None and self.state.selection is not None:
                 self.state.selection.ran(self.state.name, self.measurement)
                 self.measurement = None
-            self.written = self.state.buffers.written(before)
+            self.written, self.before = self.state.buffers.written(self.before), None
             self.digest = digest_of_result(output) if self.is_checked else []
             return output
         args, kwargs = (leaves, {}) if self.spec is None else tree_unflatten(leaves[: self.spec.num_leaves], self.spec)
+        has_ended = self.written is not None  # False: the block itself runs a backward, of what it has computed so far
+        hooks = _hooks_on(leaves)
         with self.numbers.again(), self._surroundings():
             try:
                 gather_parts(self.state.parts)
                 output = run(*args, **kwargs)
-                if self.is_checked and not same_output(self.digest, digest_of_result(output)):
+                if self.is_checked and has_ended and not same_output(self.digest, digest_of_result(output)):
                     raise RuntimeError("the two runs gave different results")
                 return output
             except (torch.OutOfMemoryError, ShardwiseError, StopRecomputation):
@@ -254,14 +257,19 @@ class _Runs:
                     raise StopRecomputation from None  # the parent changed a result: torch reports it if it is needed
                 setattr(error, _SECOND, self)
                 raise
+            finally:
+                for kept, keys in hooks:
+                    for key in kept.keys() - keys:
+                        del kept[key]
 
     def _surroundings(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager for the second run: buffers, generators, function modes and adapters as in the first."""
-        if not (self.written or self.generators or self.modes or self.adapters):
+        written = self.state.buffers.written(self.before) if self.written is None else self.written
+        if not (written or self.generators or self.modes or self.adapters):
             return _NOTHING
         with contextlib.ExitStack() as stack:
-            if self.written:
-                stack.enter_context(self.written.put_back())
+            if written:
+                stack.enter_context(written.put_back())
             for generator, put_back in self.generators:
                 stack.callback(snapshot(generator))
                 put_back()
@@ -271,6 +279,12 @@ class _Runs:
                     stack.enter_context(mode)
             stack.enter_context(adapters_as(self.state.switches, self.adapters))
             return stack.pop_all()
+
+
+def _hooks_on(leaves: Sequence[Any]) -> list[tuple[dict[int, Any], set[int]]]:
+    """The hooks on what a block is given, which has the gradient's node: those that the second run adds would be called too."""
+    kept = [leaf._backward_hooks for leaf in leaves if isinstance(leaf, Tensor) and leaf._backward_hooks]
+    return [(hooks, set(hooks)) for hooks in kept]
 
 
 def _generators(state: _State, leaves: Sequence[Any]) -> list[Any]:

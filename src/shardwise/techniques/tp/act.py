@@ -84,7 +84,7 @@ class TensorParallelAct(Act):
         sequence = recipe.entry("tp", TensorParallelEntry).sequence
         draws = any(edit.args.get("drops_part") or edit.args.get("drops_input") for edit in edits)
         draws |= sequence is not None and sequence.draws
-        shared = Shared(group_name(axis.group), PartStream(world.device, axis.rank) if draws else None)
+        shared = Shared(group_name(axis.group), PartStream(world.device, axis.rank, "tp", module) if draws else None)
         if sequence is not None:
             shared.joined = JoinedStream(Ranks(shared.group, axis.size, axis.rank, "contiguous"))
         for edit in edits:
