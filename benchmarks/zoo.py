@@ -197,7 +197,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layout", help=f"one layout of the ranks ({', '.join(SWEEPS)})")
     parser.add_argument("--only", help="only these kinds, with commas")
-    parser.add_argument("--every", type=int, help="only every so many of the kinds (1; 3 on 4 ranks, or with --sequence)")
+    parser.add_argument(
+        "--every", type=int, help="only every so many of the kinds (1; 3 on 4 ranks, or with --sequence)"
+    )
     parser.add_argument("--sequence", action="store_true", help="TensorParallel(sequence_parallel=True)")
     parser.add_argument("--keep", type=Path, help="a file of rows, which are not found again")
     parser.add_argument("--write", type=Path, help="a page that gets the tables")

@@ -271,8 +271,8 @@ class Search:
     def _trial(self, without: frozenset[str]) -> Trial:
         """A trial at the first length at which the model runs, and another one at which it does."""
         catch_transformers(self.module)  # before a trial, which puts back what it finds changed
-        trial, error, runs = None, None, list[int]()
-        for self.length in self._lengths():
+        trial, error, runs, lengths = None, None, list[int](), self._lengths()
+        for self.length in lengths:
             try:
                 trial = trial or self._new_trial(without)
                 whole = whole_run(trial, self.length, kind=self.kind)
@@ -335,7 +335,9 @@ class Search:
         path, stream = next(((path, x) for path, x in given if block and x.is_floating_point()), ("", torch.empty(0)))
         times = max((size // self.length for size in stream.shape if size % self.length == 0), default=0)
         if times > 1 and self.length not in stream.shape:
-            why = f"it gets all: in its argument {path} {tuple(stream.shape)} there are {times} times as many in one dim"
+            why = (
+                f"it gets all: in its argument {path} {tuple(stream.shape)} there are {times} times as many in one dim"
+            )
             return Differs(block, why)
         unlike = (each for each in self.met if each.name in plan.unjudged and is_in_block(each.name, wrong.name))
         return next(unlike, wrong)
@@ -410,7 +412,9 @@ class Search:
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
             whole.forget_ranks()
-            for rows in reversed(rows_of(self.length, self.degree, self.order)):  # the first ones are right under a causal mask, whatever is gathered
+            for rows in reversed(
+                rows_of(self.length, self.degree, self.order)
+            ):  # the first ones are right under a causal mask, whatever is gathered
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
             found[-1].buffers = whole.added({name: value for name, (*_, value) in trial.written.items()})
         for facts in found[1:]:

@@ -21,7 +21,9 @@ def proof_of(how, degree=2, blocks=None):
     return Search(model, next(sequences_in(((), inputs))), degree, "zigzag").run()
 
 
-@pytest.mark.quick("table", "alibi", "tril", "checked", "best", "float32", "dropped", "viewed", "ends", "prompted", "relative")
+@pytest.mark.quick(
+    "table", "alibi", "tril", "checked", "best", "float32", "dropped", "viewed", "ends", "prompted", "relative"
+)
 @pytest.mark.parametrize("how", EQUAL)
 def test_what_is_proved(how):
     facts = proof_of(how)
@@ -91,7 +93,9 @@ def loss(output, given):
 
 def test_what_draws_numbers_for_positions_runs_on_all_of_them(ranks):
     inputs = {"input_ids": batch(1, 24)["input_ids"]}
-    with pytest.raises(sw.UnsupportedError, match=r"(?s)draws random numbers by rand_like .*fallback=\"gather\"\) draws"):
+    with pytest.raises(
+        sw.UnsupportedError, match=r"(?s)draws random numbers by rand_like .*fallback=\"gather\"\) draws"
+    ):
         proof(build("drawn"), Example(lambda model: model(**inputs)), layout_of("cp=2", 2), sw.ContextParallel())
     sw.verify(
         Build("drawn"), "cp=2", batches=windows("drawn"), loss=loss, count=count, run=ranks.run,
@@ -99,7 +103,16 @@ def test_what_draws_numbers_for_positions_runs_on_all_of_them(ranks):
     )  # fmt: skip
 
 
-QUICK = {("viewed", "cp=2"), ("ends", "cp=4"), ("prompted", "cp=2"), ("relative", "cp=2"), ("table", "cp=2"), ("distances", "cp=4"), ("checked", "dp_shard=2,cp=2"), ("alibi", "cp=2")}
+QUICK = {
+    ("viewed", "cp=2"),
+    ("ends", "cp=4"),
+    ("prompted", "cp=2"),
+    ("relative", "cp=2"),
+    ("table", "cp=2"),
+    ("distances", "cp=4"),
+    ("checked", "dp_shard=2,cp=2"),
+    ("alibi", "cp=2"),
+}
 LAYOUTS = {"cp=2": {}, "cp=4": {}, "dp_shard=2,cp=2": {"remat": "full"}, "cp=2,tp=2": {}}
 
 

@@ -116,9 +116,7 @@ def _found(
                 unfit = unfit or each
                 continue
             is_first = sequences.dims[sequences.path][0] == 0  # where samples often are, which no module mixes
-            if not facts.has_cuts or (
-                is_first and not any(facts.attention.values()) and not facts.products
-            ):
+            if not facts.has_cuts or (is_first and not any(facts.attention.values()) and not facts.products):
                 wrong.append((method, _NothingCut("", f"the list that was taken for its blocks is {_lists(module)}")))
                 continue
             if inner is not None:
