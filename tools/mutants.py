@@ -3029,6 +3029,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "noise that is drawn for a rank's positions passes where it changes little",
     ),
     Mutant(
+        "cp-compiled-blocks-drop-samples-apart",
+        'and min(drops.args["dims"], default=0) < 0:',
+        'and min(drops.args["dims"], default=0) < -9:',
+        "tests/techniques/cp/test_parity.py -k 'compiled and samples'",
+        "each rank leaves other samples out of a compiled block",
+    ),
+    Mutant(
         "cp-keys-gradients-not-summed",
         "        grad = Ranks(*ctx.ranks).summed(grad, At(*ctx.saved_tensors), ctx.dim)\n",
         "        grad = grad.index_select(ctx.dim, ctx.saved_tensors[0])\n",
@@ -3366,8 +3373,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "proof-backward-not-run",
-        "            if found is None:\n                self._compare_gradients(trial, plan)\n",
-        "            pass\n",
+        "                self._compare_gradients(trial, plan, of_values)\n",
+        "                pass\n",
         "tests/techniques/cp/test_proof.py -k no_value_shows",
         "a backward that depends on all positions gets those of a rank",
     ),
