@@ -5,6 +5,7 @@ run had there, as the forward does; where every rank has a part of a gradient, t
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -60,7 +61,8 @@ class Gradients:
         num_ranks: what every rank returns gets such a share of the gradient on each; 1: all of it.
         writes: modules that write what they are called with.
         rewritten: modules, and the numbers of their calls, whose output is written later.
-        copies_all: code of the model has backwards of its own, which may write the gradients that they are given; outputs are copies too.
+        copies_all: code of the model has backwards of its own, which may write the gradients that they are given; outputs, also of layers, are copies
+            too.
         scale: of the gradients that the output gets. 0: none may arise where a rank has a part, as one without positions would add it too.
     """
 
@@ -105,7 +107,7 @@ class Gradients:
         key = weight, y.shape[-1]
         if key not in self._weights:
             self._weights[key] = torch.ones(y.shape[-1], dtype=y.dtype, requires_grad=True)
-        return y * self._weights[key]
+        return (torch.mul if self.copies_all else _Weighted.apply)(y, self._weights[key])  # type: ignore[no-any-return]
 
     def noted(self, place: Place, x: Any, *, is_part: bool | None = True, copies: bool = False) -> Any:
         """``x``, whose gradient by this use is noted, or compared: one that every rank has whole gets a part of it on each (``is_part``), or all
@@ -235,7 +237,9 @@ class Gradients:
         grad = grad.detach()
         self._last = place.name if place.what == "out" else self._last
         if self.mode.is_whole and place.what in ("in", "out") and not self.mode.keeps(place.name):
-            self._unkept[place] = max(self._unkept.get(place, 0.0), _largest(_of_numbers(grad)))
+            size = _largest(grad)
+            size = size if math.isfinite(size) else _largest(_of_numbers(grad))
+            self._unkept[place] = max(self._unkept.get(place, 0.0), size)
             return
         if self.mode.is_whole:
             mine = grad.clone() if self.copies_all else grad  # torch's backwards write none that is kept
@@ -302,6 +306,20 @@ class _Exchanged(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
+class _Weighted(torch.autograd.Function):
+    """The product with a factor that is 1, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return grad, torch.einsum("...i,...i->i", grad, y)
+
+
 def _has_gradient(x: Any) -> bool:
     return (
         isinstance(x, Tensor)
@@ -316,4 +334,4 @@ def _of_numbers(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
+    return float(torch.linalg.vector_norm(x, math.inf)) if x.numel() else 0.0  # without a copy of it

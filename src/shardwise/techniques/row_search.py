@@ -374,13 +374,13 @@ class Search:
             gradients = Gradients(self.degree if self.kind is None else 1, scale, **of_values)
             try:
                 whole = whole_run(trial, self.length, only, products, self.heads_over, self.kind, gradients, plan)
-            except (ShardwiseError, Differs):
-                raise
             except Exception as error:  # code that looks at a tensor as an object: it gets copies, or views, of which some functions take none
                 if not of_values["copies_all"]:
                     of_values = {**of_values, "copies_all": True}
                     self._compare_gradients(trial, plan, of_values, known, only, products)
                     return
+                if isinstance(error, ShardwiseError | Differs):
+                    raise
                 why = f"its gradients cannot be compared: {type(error).__name__}: {first_line(error)}"
                 raise BackwardDiffers("", why) from error
             for rows in rows_of(self.length, self.degree, self.order):
