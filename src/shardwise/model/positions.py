@@ -23,7 +23,7 @@ from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.cheap_layers import cheap
 from shardwise.model.compared_rows import ComparedRows
 from shardwise.model.layers import Layer, bound
-from shardwise.model.leaves import DEVICE, DROPOUT, DROPOUTS, DROPPING
+from shardwise.model.leaves import DEVICE, DRAWS, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_tensors
 from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
@@ -40,6 +40,7 @@ _OF_FEATURES = (functional.dropout1d, functional.dropout2d, functional.dropout3d
 """One number for all that lies behind the first two dims."""
 _OF_BACKWARDS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
 _CUTS_OFF = (Tensor.detach, Tensor.detach_, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_DRAWS = DRAWS | {"gumbel_softmax", "rrelu", "rrelu_"}
 _BY_FREQUENCY = {functional.embedding: 5, functional.embedding_bag: 5, torch.embedding: 3}
 """Function -> the number of its argument ``scale_grad_by_freq``."""
 
@@ -55,6 +56,7 @@ class _Frame:
     num_attentions: int = 0
     num_looked_up: int = 0
     num_drops: int = 0
+    num_draws: int = 0
     given: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)  # and how often it was written
 
 
@@ -100,6 +102,10 @@ class Rows(ComparedRows):
         """Whether it is a run on all positions."""
         return self._rows is None
 
+    def keeps(self, name: str) -> bool:
+        """Whether what a module has is compared."""
+        return self._whole.keeps(name)
+
     # ---- modules
 
     def is_elsewhere(self) -> bool:
@@ -111,7 +117,10 @@ class Rows(ComparedRows):
         """Arguments of a module, or what it returns, whose gradients are noted if those are looked at."""
         if self.gradients is None:
             return tree
-        copies = what == "out" or key[0] not in self.gradients.writes or self._exchanges(key[0])
+        if what == "out":
+            copies = self.gradients.copies_all or key in self.gradients.rewritten
+        else:
+            copies = key[0] not in self.gradients.writes or self._exchanges(key[0])
         return self.gradients.noted_in(what, key, tree, self.is_part, copies=copies)
 
     def _exchanges(self, name: str) -> bool:
@@ -435,6 +444,8 @@ class Rows(ComparedRows):
             return func(*args, **kwargs)
         if func is SDPA:
             return self.attend(of_sdpa(*self._without_dropout(args, kwargs)))
+        if getattr(func, "__name__", "") in _DRAWS:
+            return self._drawn(func(*args, **kwargs), func.__name__)
         if (kind := kind_of(func)) is not None and (frame := self._maker()) is not None:
             number = frame.numbers.take(kind)
             argument = self._argument(frame.name, kind, number, func, args, kwargs)
@@ -455,6 +466,17 @@ class Rows(ComparedRows):
     def _is_own_code(self) -> bool:
         """Whether the own code of a module runs, and no hook, kernel, mask or call that makes positions."""
         return not self._is_busy and now.attends is self and not (self._hooked and self._hooked[-1])
+
+    def _drawn(self, result: Any, what: str) -> Any:
+        """Random numbers that a module's own code has drawn, by ``what``; raises Differs for those of some positions."""
+        frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
+        key, frame.num_draws = (*frame.key, frame.num_draws), frame.num_draws + 1
+        shape = result.shape if isinstance(result, Tensor) else None
+        if self._rows is None:
+            self._whole.drawn[key] = shape
+        elif shape != self._whole.drawn.get(key, shape):
+            raise Differs(frame.name, f"it draws random numbers by {what} for the positions it is given", is_drawn=True)
+        return result
 
     def _note_drop(self, func: Any, x: Tensor) -> bool:
         """Notes where what is dropped has positions; returns whether these are rows."""
@@ -489,9 +511,9 @@ class Rows(ComparedRows):
         if self._known is not None:
             known = self._known.positions.get(name, [])
             return next((arg for of, at, arg in known if (of, at) == (kind, number)), None)
-        if kind == "view" and self._inside:
-            return None
         argument = argument_of(kind, func, args, kwargs, self._num_rows, self._length)
+        if kind == "view" and isinstance(argument, list) != bool(self._inside and self._gathers(name)):
+            return None
         if isinstance(argument, int) and (kind, number) in self._plan.products.get(name, ()):
             return [None, argument]
         return argument

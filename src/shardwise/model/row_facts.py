@@ -10,6 +10,8 @@ from torch import Tensor
 
 from shardwise.model.own_positions import Made
 from shardwise.model.products import Products
+from shardwise.model.pytrees import keyed_leaves
+from shardwise.model.tensors import version_of
 
 Dims = dict[str, int]
 """Path of a tensor in arguments, or in an output -> its dim of positions."""
@@ -83,6 +85,11 @@ class Facts:
     queries: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
     buffers: dict[str, bool | None] = dataclasses.field(default_factory=dict, compare=False)
 
+    @property
+    def has_cuts(self) -> bool:
+        """Whether anything is cut."""
+        return any(call[0] for calls in self.cut.values() for call in calls)
+
     def add(self, other: "Facts") -> None:
         """Adds what another rank, or mode, has done besides."""
         self.draws |= other.draws
@@ -121,6 +128,7 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         is_of_heads: heads cannot be divided.
         is_kept: it keeps a tensor of its rows.
         is_of_gradients: a backward of the user's own would get parts of gradients.
+        is_drawn: random numbers are drawn for positions, by the module's own code.
     """
 
     def __init__(
@@ -132,9 +140,10 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         is_of_heads: bool = False,
         is_kept: bool = False,
         is_of_gradients: bool = False,
+        is_drawn: bool = False,
     ):
         super().__init__(f"{name}: {why}")
-        self.is_of_gradients = is_of_gradients
+        self.is_of_gradients, self.is_drawn = is_of_gradients, is_drawn
         self.name, self.why = name, why
         self.is_mask, self.is_of_heads, self.is_kept = is_mask, is_of_heads, is_kept
 
@@ -152,6 +161,7 @@ class Whole:
         functions: the names of the functions that were called, in order.
         hides: modules whose code computes with values apart from their gradients.
         writes: modules that write what they are called with.
+        rewritten: modules, and the numbers of their calls, whose output is written later.
         has_own_backwards: code of the model has backwards that are not torch's, or looks at those: functions, operators, hooks.
         ends, kept: tensors that the model returned, and kept.
     """
@@ -180,12 +190,25 @@ class Whole:
         self.has_own_backwards = False
         self.hides: set[str] = set()
         self.writes: set[str] = set()
+        self.rewritten: set[tuple[str, int]] = set()
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
         self.drops: dict[tuple[str, int, int], Any] = {}  # shapes of what was dropped, by the calls of a forward
+        self.drawn: dict[tuple[str, int, int], Any] = {}  # the same of random numbers that code draws itself
         self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
         self.buffers: dict[str, Tensor] = {}  # that were written
         self.on_rows: list[dict[str, Tensor]] = []  # the same of each rank, where they are other values
+
+    def note_rewritten(self) -> None:
+        """Called at the run's end."""
+        for key, versions in self.versions.items():
+            of_now = dict(keyed_leaves(self.outputs[key]))
+            if any(version_of(of_now[path]) != version for path, version in versions.items()):
+                self.rewritten.add(key)
+
+    def of_backwards(self) -> dict[str, Any]:
+        """What the run of its backward is to know."""
+        return {"writes": self.writes, "rewritten": self.rewritten, "copies_all": self.has_own_backwards}
 
     def forget_ranks(self) -> None:
         """Ranks run from the first one on."""

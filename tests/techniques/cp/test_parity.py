@@ -342,6 +342,7 @@ def test_ranks_with_equal_samples_train(ranks):
     "a prompt that is trained-words16",
     "an entry of another length-words17",
     "cut before a forward-words19",
+    "compiled drops of samples-words20",
 )
 @pytest.mark.parametrize(
     ("case", "words"),
@@ -369,6 +370,7 @@ def test_ranks_with_equal_samples_train(ranks):
         ("an entry of another length", ["entry 'weights' is not as long", "[samples, 1, size]"]),
         ("an entry of another length, in a loop", ["entry 'weights' is not as long"]),
         ("cut before a forward", ["cut_sequence of a micro-batch before a forward", "call the model first"]),
+        ("compiled drops of samples", ["blocks.1.drop", "each rank would drop other ones", "Compile(targets=...)"]),
     ],
 )
 def test_what_is_refused(ranks, case, words):

@@ -41,6 +41,16 @@ class ContextParallelAct(Act):
     def check(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         cut = {edit.module for edit in recipe.edits_of("cp") if edit.action in ("cut", "join")}
         check_blocks(module, recipe, cut, "cp")
+        compiled = [edit.module for edit in recipe.edits if edit.action == "compile" and edit.module in cut]
+        for drops in recipe.edits_of("cp"):
+            block = next((b for b in compiled if f"{drops.module}.".startswith(f"{b}.")), None)
+            if drops.action == "drops" and block is not None and min(drops.args["dims"], default=0) < 0:
+                raise UnsupportedError(
+                    f"Compile of a block that drops what all ranks of {recipe.grid} have, such as whole samples",
+                    why="a graph cannot change between streams of random numbers: each rank would drop other ones",
+                    fix="leave the block out: Compile(targets=...); or drop of positions alone",
+                    name=drops.module,
+                )
 
     def inside(self, module: nn.Module, recipe: Recipe, world: World) -> None:
         if recipe.edits_of("cp"):
@@ -60,7 +70,7 @@ class _Cuts(CutForward):
         axis, entry = world.axis("cp"), recipe.entry("cp", ContextParallelEntry)
         self._entry, self._size, self._layout = entry, axis.size, recipe.grid
         ranks = Ranks(group_name(axis.group), axis.size, axis.rank, entry.order)  # type: ignore[arg-type]
-        super().__init__(ranks, "cp", entry.source, entry.dim, entry.constants)
+        super().__init__(ranks, "cp", entry.source, entry.dim, entry.constants, entry.extra)
         self.exchange: Callable[[Attention, At, Ranks], Tensor] = (
             attend_over_heads if entry.method == "ulysses" else attend_gathered
         )
@@ -186,7 +196,7 @@ class _Cuts(CutForward):
             )
         self.source_of(module, args, kwargs)
         self._refuse_trained(given)
-        length = source.shape[self._entry.dim]
+        length = self.length_of(source)
         if self._runtime.micro_batch is not self._batch or self._batch is None:
             self._batch = self._runtime.micro_batch
             self._lengths.clear()
