@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise import Precision, Sharding
-from shardwise.errors import UnsupportedError
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import parallelize
 from shardwise.step.step import TrainStep
 from shardwise.step.window import window
@@ -158,3 +158,42 @@ def apply(model: nn.Module, batch: dict) -> Tensor:
 def test_a_write_by_one_rank_is_told_on_all(ranks):
     for layout in ("dp_shard=2", "dp_replicate=2"):
         assert ranks.run(one_rank_writes, 2, layout) == ["blocks.1.weight"] * 2
+
+
+class Keeps(nn.Module):
+    """Keeps a view of its weight, in the block or in a list of it."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.layer, self.seen = how, nn.Linear(4, 4), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "detached":
+            self.view = self.layer.weight.detach()
+        else:
+            self.seen.append(self.layer.weight.data)
+        return self.layer(x)
+
+
+def with_a_view(how: str, layout: str):
+    with init(layout, device="cpu", timeout_s=20) as world:
+        model = parallelize(
+            nn.Sequential(nn.ModuleList([Keeps(how)])[0], nn.Linear(4, 2)), world, sharding=Sharding(min_unit_bytes=0)
+        )
+        step = TrainStep(
+            model, torch.optim.SGD(model.parameters()), loss=lambda y, _: y.square().sum(), count=lambda b: 2
+        )
+        try:
+            for _ in range(3):
+                step([{"x": torch.ones(2, 4)}])
+        except UsageError as error:
+            return str(error)
+        return "nothing was raised"
+
+
+@pytest.mark.parametrize("how", ["detached", "data in a list"])
+def test_a_view_of_a_gathered_weight_that_a_forward_keeps_is_refused(ranks, how):
+    """Our own look at what modules keep read memory that was freed, and the process ended by a signal."""
+    for told in ranks.run(with_a_view, 2, how, "dp_shard=2"):
+        assert "a tensor of shape [4, 4] that a Keeps keeps" in told and "weight.detach().clone()" in told
+    assert ranks.run(with_a_view, 2, how, "dp_replicate=2") == ["nothing was raised"] * 2

@@ -19,7 +19,7 @@ from shardwise.model.iterators import Iteration, is_iterator
 from shardwise.model.kept_tensors import KeptTensor, loose_tensors, restore_parts, written_keys
 from shardwise.model.mutable import ATOMS, changed_values, content_of, is_mutable, is_same, items_of, put
 from shardwise.model.names import own_attributes
-from shardwise.model.tensors import change_marks
+from shardwise.model.tensors import change_marks, has_no_memory
 
 REPLACES = "_shardwise_replaces"
 """Attribute of a function that a technique has put in the place of a module's ``forward``: it is no state of the module."""
@@ -126,9 +126,19 @@ class Attributes:
         parts = _mutable_parts(self._attributes.values(), self.modules, iterators, {} if known is None else known)
         self._parts = [(part, content_of(part)) for part in parts]
         tensors = loose_tensors(self._parts, self._attributes) if module._buffers or all_tensors else ()
-        self._tensors = {id(tensor): KeptTensor(tensor) for tensor in tensors}
+        self._tensors = {id(tensor): self._kept(tensor) for tensor in tensors}
         self._iterators = {key: Iteration(iterator) for key, iterator in iterators.items()}
         self._is_plain = all(value.__class__ in ATOMS for value in self._attributes.values())
+
+    def _kept(self, tensor: Tensor) -> KeptTensor:
+        if has_no_memory(tensor):
+            kind = type(self.module).__name__.removeprefix("FSDP")
+            raise UsageError(
+                f"a tensor of shape {list(tensor.shape)} that a {kind} keeps beside its parameters, and that has no memory",
+                why="it is a view of a parameter that was gathered for a forward, as weight.detach() and weight.data are there, and freed behind it",
+                fix="keep a copy: weight.detach().clone(); or compute what is needed of the parameter in each forward",
+            )
+        return KeptTensor(tensor)
 
     def are_same(self) -> bool:
         """Whether nothing has changed, as far as that is known from the attributes alone: they hold numbers and texts only, as most

@@ -26,7 +26,7 @@ class Exchanges(Rows):
         return False
 
     def _is_own_code(self) -> bool:
-        return not self._is_busy
+        return not self._is_busy and not (self._hooked and self._hooked[-1])
 
 
 class NestedRows(StreamRows):
@@ -52,6 +52,10 @@ class NestedRows(StreamRows):
     @property
     def rows_of_masks(self) -> Tensor | None:
         return self._outer.rows_of_masks
+
+    def in_hooks(self, *, begins: bool) -> None:
+        self._outer.in_hooks(begins=begins)
+        super().in_hooks(begins=begins)
 
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given = self._outer.before(name, args, kwargs)

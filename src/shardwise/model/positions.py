@@ -87,6 +87,7 @@ class Rows(ComparedRows):
         self._thread, self.has_threads = threading.get_ident(), False
         self.frames: list[_Frame] = []
         self._calls: dict[str, int] = {}
+        self._hooked: list[bool] = []  # for each module that is called: whether a hook on it runs, and not its own code
         self._inside = 0  # of modules of the cut
         self._is_busy = False  # a kernel, or a call that makes positions, computes
         self._buffers: dict[str, tuple[Tensor | None, int]] = {}
@@ -137,6 +138,7 @@ class Rows(ComparedRows):
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.gradients is not None and self.gradients.is_backward:
             raise Differs(name, "it runs in the backward, by code that is not torch's")
+        self._hooked[-1] = False
         if not name:
             self._buffers = {n: (x, 0 if x is None else x._version) for n, x in self._all_buffers()}
         frame = _Frame(name, (name, self._calls.get(name, 0)))
@@ -166,8 +168,16 @@ class Rows(ComparedRows):
             self.gradients.unlike.add(name)
         return self._noted("in", frame.key, (args, kwargs)) if frame.is_right else (args, kwargs)
 
+    def in_hooks(self, *, begins: bool) -> None:
+        """Called before the first hook on a module that is called, and behind its own code before the first hook there."""
+        if begins:
+            self._hooked.append(True)
+        else:
+            self._hooked[-1] = True
+
     def after(self, name: str, output: Any) -> Any:
         frame = self.frames.pop()
+        self._hooked.pop()
         if not name:
             self._note_buffers()
         self._inside -= name in self._plan.cut
@@ -454,8 +464,8 @@ class Rows(ComparedRows):
         return func(*args, **kwargs)
 
     def _is_own_code(self) -> bool:
-        """Whether the model's code runs, and no kernel, mask or call that makes positions."""
-        return not self._is_busy and now.attends is self
+        """Whether the own code of a module runs, and no hook, kernel, mask or call that makes positions."""
+        return not self._is_busy and now.attends is self and not (self._hooked and self._hooked[-1])
 
     def _drawn(self, result: Any, what: str) -> Any:
         """Random numbers that a module's own code has drawn, by ``what``; raises Differs for those of some positions."""

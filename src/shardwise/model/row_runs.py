@@ -159,10 +159,22 @@ def _watched(module: nn.Module, mode: Rows) -> Iterator[None]:
 
         return hook
 
+    def in_hooks(begins: bool) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if not mode.is_elsewhere():
+                mode.in_hooks(begins=begins)
+
+        return hook
+
     try:
         for name, child in first_names(module):
-            handles.append(child.register_forward_pre_hook(before(name), with_kwargs=True))
-            handles.append(child.register_forward_hook(after(name), with_kwargs=True))
+            child_handles = (
+                child.register_forward_pre_hook(in_hooks(True), prepend=True),
+                child.register_forward_pre_hook(before(name), with_kwargs=True),
+                child.register_forward_hook(in_hooks(False), prepend=True),
+                child.register_forward_hook(after(name), with_kwargs=True),
+            )
+            handles += child_handles
         yield
     finally:
         for handle in handles:

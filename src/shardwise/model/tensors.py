@@ -213,6 +213,13 @@ def map_contained(call: Callable[[str, Any], Any], value: Any, place: str) -> An
     return call(place, value)
 
 
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether a plain tensor with elements lies in memory that was freed: to read it would end the process."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place; -1: made under ``torch.inference_mode()``, where that is not counted."""
     return -1 if tensor.is_inference() else tensor._version
@@ -260,6 +267,13 @@ def change_marks(tensors: Sequence[Tensor]) -> Tensor:
     )
 
 
+def light_marks(tensors: Sequence[Tensor]) -> Tensor:
+    """Like :func:`change_marks`, for parameters: on a device each is read once, and nothing of its size is made; a change of order shows in none."""
+    if all(map(_IS_CPU, tensors)):
+        return change_marks(tensors)
+    return torch.stack([_words(tensor).sum(dtype=torch.int64) for tensor in tensors])
+
+
 def combined(marks: Tensor) -> Tensor:
     """Checksums, or marks of changes, of several tensors as one, which their order changes: 0-dim int64, not read."""
     return _mixed(marks).sum()
@@ -284,9 +298,14 @@ def _together(tensors: Sequence[Tensor]) -> Tensor:
 def checksum(tensor: Tensor) -> Tensor:
     """A checksum of the bytes of a tensor and their order, as a 0-dim int64 tensor on its device; equal bytes give equal
     ones on every device."""
+    return _mixed(_words(tensor).long()).sum()
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as integers as wide as its size allows."""
     flat = bytes_of(tensor.detach())
     width = next(width for width in (4, 2, 1) if flat.numel() % width == 0)
-    return _mixed(flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).long()).sum()
+    return flat.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
 
 
 def _mixed(words: Tensor, start: Tensor | int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
 from shardwise.model.module_state import plain_values
-from shardwise.model.tensors import change_marks, version_of
+from shardwise.model.tensors import change_marks, has_no_memory, version_of
 from shardwise.parallel import Runtime
 
 _LARGEST = 1 << 24  # bytes of a tensor or an array in an attribute that are compared
@@ -132,7 +132,8 @@ class _PlainState:
         for prefix, module in runtime.modules:
             for path, value in plain_values(module):
                 if type(value) is Tensor and not value.requires_grad and not value.is_meta and value.nbytes <= _LARGEST:
-                    tensors[prefix, path] = value
+                    if not has_no_memory(value):
+                        tensors[prefix, path] = value
                 elif isinstance(value, int | float) and not isinstance(value, bool):
                     self._seen[prefix, path] = value
                     self._numbers.add((prefix, path))

@@ -20,12 +20,20 @@ def largest_error(found, expected) -> float:
     return max(float((found[key] - value).abs().max() / value.abs().max()) for key, value in expected.items())
 
 
-def every_length(name, layout, lengths, **options):
-    """The largest error of losses and parameters, of one micro-batch of each length in turn, next to one process."""
+def _arrange(*_):
+    torch.arange(7).view(7, 1) @ torch.ones(1, 1).long()
+
+
+def every_length(name, layout, lengths, *, observer=None, **options):
+    """The largest error of losses and parameters, of one micro-batch of each length in turn, next to one process. ``observer``: a hook on
+    layers, put there when the model has been cut."""
     plain = build(name)
     reference, worst = torch.optim.SGD(plain.parameters(), lr=0.05), 0.0
     with sw.init(layout, device="cpu") as world:
         model = parallel(name, world, **options)
+        for block in model.blocks if observer is not None else ():
+            block.attention.qkv.register_forward_hook(observer)
+            block.attention.register_forward_pre_hook(_arrange)
         step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss=loss_of, count=count)
         for num in lengths:
             given = batch(num, num, name)

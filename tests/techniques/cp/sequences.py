@@ -26,6 +26,23 @@ def own_kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
     return scores.softmax(-1) @ v
 
 
+class Clock(nn.Module):
+    """Makes positions, and looks at a slice, for a module that is not above it, or not right above it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.arange(x[:, : x.shape[1]].shape[1])
+
+
+CLOCK = Clock()  # of no block
+
+
+def observe(_module: nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
+    """A hook that does to what a layer returns what its caller does too."""
+    torch.arange(3)
+    assert torch.arange(output.shape[1]).shape == output[:, : output.shape[1]].shape[1:2]
+    assert (output.detach().mT @ output.detach()).dim() == 3
+
+
 class Attention(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
@@ -33,6 +50,11 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 16 * self.kv), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("table", torch.randn(48, 8, generator=torch.Generator().manual_seed(3)))
         self.register_buffer("causal", torch.ones(48, 48).tril().bool())
+        if kind == "others' positions":
+            self.inner = nn.ModuleList([nn.Module()])
+            self.inner[0].clock = Clock()
+            self.qkv.register_forward_hook(observe)
+            self.qkv.register_forward_pre_hook(lambda module, args: observe(module, args, args[0]))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         import shardwise as sw
@@ -40,7 +62,10 @@ class Attention(nn.Module):
         num = x.size(1)
         q, k, v = self.qkv(x).split([WIDTH, 8 * self.kv, 8 * self.kv], -1)
         q, k, v = heads(q), heads(k, self.kv), heads(v, self.kv)
-        if self.kind == "rotary":
+        if self.kind == "others' positions":
+            outer, inner = CLOCK(x), self.inner[0].clock(x)
+            q, k = turned(q, outer), turned(k, inner)
+        if self.kind in ("rotary", "others' positions"):
             positions = torch.arange(num)
             q, k = turned(q, positions), turned(k, positions)
         if self.kind == "rows of a table":
@@ -120,6 +145,7 @@ PROVED = {
     "packed": {"packs": True},
     "grouped": {"kind": "grouped"},
     "rotary": {"kind": "rotary"},
+    "others' positions": {"kind": "others' positions"},
     "rows of a table": {"kind": "rows of a table"},
     "kernel": {"kind": "kernel"},
     "pooled": {"pools": True},

@@ -19,7 +19,7 @@ from techniques.cp.on_ranks import (
     whole_answer,
     with_other_data,
 )
-from techniques.cp.sequences import PROVED, REFUSED, build, count, loss_of, windows
+from techniques.cp.sequences import PROVED, REFUSED, build, count, loss_of, observe, windows
 
 import shardwise as sw
 from shardwise.techniques.row_search import Search
@@ -59,7 +59,7 @@ def compared(ranks, name, layout, micro=4, **options):
 
 QUICK = {
     ("packed", "dp_shard=2,cp=2"), ("rotary", "cp=4"), ("plain", "cp=2"), ("pooled", "dp_replicate=2,cp=2"), ("grouped", "cp=2,tp=2"),
-    ("manual", "cp=2"), ("kernel", "cp=2"), ("rows of a table", "cp=2"),
+    ("manual", "cp=2"), ("kernel", "cp=2"), ("rows of a table", "cp=2"), ("others' positions", "cp=2"),
     ("token shift", "cp=2"),
 }  # fmt: skip
 
@@ -248,6 +248,13 @@ def test_every_length(ranks, name, method):
     if name == "plain":  # every rest of a division by the chunks; all lengths in soak
         lengths = [length for length in lengths if length <= 9 or length in (16, 25, 31, 40)]
     assert max(ranks.run(every_length, 4, name, "cp=4", lengths, context_parallel=method)) <= 1e-12
+
+
+@pytest.mark.quick("others' positions")
+@pytest.mark.parametrize("name", ["others' positions", "rotary", "rows of a table", "manual"])
+def test_what_other_modules_and_hooks_call_is_no_call_of_a_modules_own_code(ranks, name):
+    """Positions are known by the numbers of calls: a hook that was put on a layer later, or a module that is no child, moved them."""
+    assert max(ranks.run(every_length, 2, name, "cp=2", [8, 13, 9], observer=observe)) <= 1e-12
 
 
 def test_what_stands_for_no_position_is_not_zero(ranks):

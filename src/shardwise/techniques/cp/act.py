@@ -22,7 +22,7 @@ from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.rule import ContextParallelEntry
-from shardwise.techniques.cp.within import join_keys, make_island, watch
+from shardwise.techniques.cp.within import join_keys, make_island, set_apart, watch
 from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, were_cut, with_positions
 from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
@@ -157,6 +157,8 @@ class _Cuts(CutForward):
                 join_keys(target, self, edit.args["dims"])
         for name, of_module in calls.items():
             watch(modules[name], self, *(of_module.get(key, []) for key in _CALLS))
+        for child in {id(child): child for child in modules.values()}.values() if calls else ():
+            set_apart(child)
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":
                 target, is_compiled = modules[edit.module], edit.module in compiled

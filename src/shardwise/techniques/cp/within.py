@@ -15,7 +15,7 @@ from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
 from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
 from shardwise.techniques.cut_forward import Current
-from shardwise.techniques.row_drops import RowDrops, called_children
+from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_over_heads, gathered, with_gathered
 from shardwise.world.streams import PartStream
 
@@ -113,9 +113,8 @@ def watch(
     module: nn.Module, cuts: Cuts, of_rows: list[int], queries: list[int], made: Made, products: Products
 ) -> None:
     """Lets attention in a module's own code exchange, also where it is written out in products, and positions that it makes be those of this
-    rank."""
+    rank. What other modules do within it is none of its own code: :func:`set_apart`."""
     inner = module.forward
-    running: list[_Calls] = []
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -125,35 +124,31 @@ def watch(
             return inner(*args, **kwargs)
         calls = _Calls(cuts, at, of_rows, queries, made, products)
         before, now.attends = now.attends, calls
-        running.append(calls)
         try:
             with calls:
                 return inner(*args, **kwargs)
         finally:
-            running.pop()
             now.attends = before
 
     module.forward = forward
-    for child in called_children(module) if made or products else ():
-        _not_own(child, running)
 
 
-def _not_own(module: nn.Module, running: list[_Calls]) -> None:
-    """Lets what runs in a module not be taken for its parent's own code."""
-    inner = module.forward
+def set_apart(module: nn.Module) -> None:
+    """Lets what a module does, and the hooks on it, not be taken for the own code of the one that calls it."""
+    inner = module._call_impl
 
     @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not running:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls = now.attends
+        if not isinstance(calls, _Calls):
             return inner(*args, **kwargs)
-        calls = running[-1]
         calls.depth += 1
         try:
             return inner(*args, **kwargs)
         finally:
             calls.depth -= 1
 
-    module.forward = forward
+    module.__dict__["_call_impl"] = call
 
 
 def join_keys(module: nn.Module, cuts: Cuts, dims: Mapping[str, int]) -> None:

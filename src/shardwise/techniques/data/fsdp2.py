@@ -22,7 +22,7 @@ from shardwise._torch.fully_shard import lazy_chunks, parameter_groups, sum_grad
 from shardwise._torch.modules import materialise
 from shardwise.errors import ShardwiseError, UnsupportedError, UsageError
 from shardwise.model import canonical_modules
-from shardwise.model.tensors import change_marks, give_memory, tensors_of
+from shardwise.model.tensors import give_memory, light_marks, tensors_of
 from shardwise.recipe import ROOT, Recipe
 from shardwise.techniques.data.explain import translated
 from shardwise.techniques.data.fsdp2_units import (
@@ -227,7 +227,7 @@ class FSDP2Engine:
 
     def watch_writes(self, compares: bool) -> None:
         for unit in self.order.units.all():
-            unit.watch_writes(change_marks if compares else None)
+            unit.watch_writes(light_marks if compares else None)
 
     def lost_writes(self) -> list[Tensor]:
         return [shard for unit in self.order.units.all() for shard in unit.lost_writes()]
