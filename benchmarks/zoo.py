@@ -126,7 +126,9 @@ def proved(model: Any, inputs: dict[str, Any], layout: str) -> dict[str, Any]:
 def _lines(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     own = [i for i, line in enumerate(lines) if line.startswith("shardwise.errors.")]  # of a rank, behind its traceback
-    return " ".join(line.strip() for line in lines[own[-1] if own else 0 :][:2])
+    return " ".join(
+        line.strip().partition("UnsupportedError: ")[2] or line.strip() for line in lines[own[-1] if own else 0 :][:2]
+    )
 
 
 class TooLongError(BaseException):

@@ -3590,8 +3590,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "proof-weights-of-layers-not-compared",
-        "        return y * self._weights[key]\n",
-        "        return y\n",
+        "        return (torch.mul if self.copies_all else _Weighted.apply)(y, self._weights[key])",
+        "        return y",
         "tests/techniques/cp/test_gradients.py -k 'detached and layer'",
         "a layer of what has no gradient trains on a rank's positions",
     ),

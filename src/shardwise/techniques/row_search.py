@@ -513,10 +513,6 @@ class Search:
             if self._goes_further(self._first_difference(trial, other), wrong):
                 return other
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
-        if block is not None and not plan.square:
-            other = dataclasses.replace(plan, square=True)
-            if self._goes_further(self._first_difference(trial, other), wrong):
-                return other
         if wrong.is_mask and block is not None:
             for other in self._with_whole_arguments(plan, block):
                 after = self._first_difference(trial, other)
@@ -529,6 +525,10 @@ class Search:
         if block is not None and self.heads_over == 1 and name not in self._written:
             self._written.add(name)
             if (other := self._with_all_positions(trial, plan, wrong, block)) is not None:
+                return other
+        if block is not None and not plan.square:
+            other = dataclasses.replace(plan, square=True)
+            if self._goes_further(self._first_difference(trial, other), wrong):
                 return other
         if block is None:
             if plan.join:
