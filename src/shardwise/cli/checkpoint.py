@@ -204,7 +204,10 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
             why="that is one checkpoint",
             fix=f"name the directory it is in: {path.parent}",
         )
-    tried = try_lock(path / ".lock")
+    try:
+        tried = try_lock(path / ".lock")
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error)) from error
     if tried.held is None:
         raise CheckpointError(
             f"the checkpoints in {path}",
@@ -219,11 +222,21 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
         gone = rule.steps_to_remove(path, max(manifest.steps_in(path)), None)
         for step in gone:
             folder = path / manifest.folder_name(step)
-            print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
             if not args.dry_run:
                 retention.remove(folder)
+                if folder.exists():
+                    raise _unwritable(path, f"{folder.name} is still there")
+            print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
     print(f"{len(folders) - len(gone)} of {len(folders)} stay")
     return 0
+
+
+def _unwritable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoints in {path}",
+        why=f"nothing can be removed there: {why}",
+        fix="run it as the user whose they are, or make the directory writable",
+    )
 
 
 def _best_of(folders: list[Path]) -> str | None:

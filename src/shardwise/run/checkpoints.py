@@ -10,11 +10,12 @@ from typing import Any
 
 from shardwise.data.loader import Loader
 from shardwise.errors import CheckpointError
+from shardwise.parallel import runtime_of
 from shardwise.run.config import RunConfig
 from shardwise.run.resume_check import changes_since, texts_of
 from shardwise.state.checkpoint.manager import CheckpointManager
 from shardwise.state.integrity.manifest import folder_name, steps_in
-from shardwise.state.left_base import FROZEN
+from shardwise.state.left_base import FROZEN, refuse_lost_base
 from shardwise.step.step import TrainStep
 from shardwise.world import World
 from shardwise.world.collectively import collectively
@@ -27,7 +28,7 @@ class RunCheckpoints:
         folder: the directory of the checkpoints.
         are_there: whether there is a run to resume.
         changes: settings that differ from that run's, and take effect.
-        lack_base: they are without the frozen weights, which are loaded before.
+        lack_base: they, or those that the run will save, are without the frozen weights, which are loaded before.
         unsaved: why the last save failed; None if it did not. Equal on every rank.
 
     Raises:
@@ -50,6 +51,7 @@ class RunCheckpoints:
         if not self.config.checkpoint.resume or not self._are_some():
             return False, [], False
         lack_base = any((self.folder / folder_name(step) / FROZEN).is_file() for step in steps_in(self.folder))
+        lack_base |= self.config.checkpoint.frozen == "leave"
         return True, changes_since(self.folder, self.config), lack_base
 
     def _are_some(self) -> bool:
@@ -86,6 +88,8 @@ class RunCheckpoints:
         """
         kept = self.config.checkpoint
         self._emit = emit
+        if not self.are_there:  # before older checkpoints are moved
+            self._refuse_lost_base(step)
         collectively(self.world, "moving older checkpoints aside", self._move_aside, on_main=True)
         if not kept.are_made and not self.are_there:
             yield
@@ -112,7 +116,12 @@ class RunCheckpoints:
         if self._manager is None:
             return 0
         self._manager.resume(loader)
+        self._refuse_lost_base(self._manager.step)  # type: ignore[arg-type]  # before anything is trained
         return self._manager.step.num_steps  # type: ignore[attr-defined]
+
+    def _refuse_lost_base(self, step: TrainStep) -> None:
+        if self.config.checkpoint.frozen == "leave" and self.config.checkpoint.are_made:
+            refuse_lost_base(runtime_of(step.model), self.folder)
 
     def save(self, done: int, *, is_last: bool = False, is_over: bool = False) -> None:
         """Saves a checkpoint if one is due or asked for, and at the end of the run. A save that fails (a full disk) has

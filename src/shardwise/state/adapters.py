@@ -28,8 +28,8 @@ from shardwise.state.formats.safetensors import place_tensors, tensors_in
 from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
 from shardwise.state.misfits import may_be
 from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.origin import Origin, others
 from shardwise.state.report import LoadReport
-from shardwise.state.sidecars import Origin
 from shardwise.state.staging import Staged
 from shardwise.state.to_rank0 import full_tensors
 from shardwise.state.writing import opened, write_at
@@ -66,13 +66,14 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     files = collectively(runtime.world, "save_adapter, before it begins", lambda: _files_of(runtime, "save_adapter"))
     refuse_diverged(runtime, "save_adapter", dict.fromkeys(files.keys.values()))
     values = full_tensors(runtime, dict.fromkeys(files.keys.values()))
-    origin = runtime.memory(Origin).folder
-    config = {**files.config, "base_model_name_or_path": None if origin is None else str(origin)}
+    base, note = _base_of(runtime)
+    config = {**files.config, "base_model_name_or_path": base}
     tensors = {key: values[name] for key, name in files.keys.items()} if runtime.world.is_main else {}
     write = functools.partial(_write, Path(folder), tensors, config)
     collectively(runtime.world, "save_adapter, writing", write, on_main=True)
-    if runtime.world.is_main and files.note:
-        warnings.warn(files.note, stacklevel=level_of_caller())
+    for text in (files.note, note) if runtime.world.is_main else ():
+        if text:
+            warnings.warn(text, stacklevel=level_of_caller())
     return Path(folder) / WEIGHTS
 
 
@@ -142,6 +143,18 @@ def _files_of(runtime: Runtime, call: str) -> AdapterFiles:
             fix="use save_weights and load_weights for all weights of a model",
         )
     return files
+
+
+def _base_of(runtime: Runtime) -> tuple[str | None, str]:
+    """The directory of the base beside which the adapters are, if its frozen weights are as they came from there; and a note for the user."""
+    folder = runtime.memory(Origin).folder
+    found = others(runtime) if folder is not None else []
+    if found:
+        return None, (
+            f"the adapters are beside a base that is in no directory, and adapter_config.json names none: {found[0]}, one of {len(found)}, "
+            f"does not have the value of {folder}; sw.save_weights(model, DIRECTORY) saves the base too"
+        )
+    return str(folder) if folder is not None and folder.is_dir() else None, ""
 
 
 def _write(dest: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:

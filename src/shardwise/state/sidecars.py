@@ -12,16 +12,10 @@ from shardwise.model import is_pretrained, user_class
 from shardwise.parallel import Runtime
 from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.origin import Origin
 from shardwise.techniques.fold import acts
 
 _MOST = 256 << 20  # bytes of one file: a larger one is not a configuration
-
-
-class Origin:
-    """The model directory that a model's weights came from; None: there is none."""
-
-    def __init__(self) -> None:
-        self.folder: Path | None = None
 
 
 def sidecar_files(
@@ -37,7 +31,7 @@ def sidecar_files(
     """
     found: dict[str, bytes] = {}
     notes: list[str] = []
-    folder = runtime.memory(Origin).folder
+    folder = runtime.memory(Origin).files
     if folder is not None:
         try:
             folder.stat()  # it may have been removed

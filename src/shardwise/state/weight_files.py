@@ -15,8 +15,9 @@ from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
 from shardwise.state.file_layout import FileLayout, Part, parts_of
 from shardwise.state.formats.folder import INDEX
+from shardwise.state.origin import Origin
 from shardwise.state.rounding import refuse_overflow
-from shardwise.state.sidecars import Origin, sidecar_files
+from shardwise.state.sidecars import sidecar_files
 from shardwise.state.staging import TOKEN, Staged, StagedSave
 from shardwise.state.writing import (
     by_file,

@@ -29,7 +29,7 @@ from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.writer import BlockWriter
 from shardwise.state.integrity.manifest import FileFact, Manifest, folder_name
 from shardwise.state.integrity.sums import PartialSums, Sums, put_together
-from shardwise.state.sidecars import Origin
+from shardwise.state.origin import Origin
 from shardwise.state.staging import TOKEN, Staged, StagedSave, remove_left_overs, sync_folder
 from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
@@ -71,8 +71,8 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
         commit.close()
     for group in contents.groups:  # the older checkpoint that the model's tokenizer files are in may be pruned now
         origin = group.runtime.memory(Origin)
-        if origin.folder is not None and origin.folder.is_relative_to(root):
-            origin.folder = commit.dest / group.prefix
+        if origin.files is not None and origin.files.is_relative_to(root):
+            origin.files = commit.dest / group.prefix
     at_fault_point("acknowledged")
     return commit.dest
 

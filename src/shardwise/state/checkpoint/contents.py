@@ -49,6 +49,7 @@ from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
 from shardwise.state.left_base import FROZEN, frozen_names, text_of
+from shardwise.state.origin import record_of
 from shardwise.techniques import fold
 from shardwise.world import World
 from shardwise.world.collectively import collectively
@@ -201,7 +202,8 @@ def _facts_of(models: Mapping[str, nn.Module]) -> dict[str, Any]:
         if (saved := runtime_of(model).saved_buffers(of_main=True))
     }
     meaning = {prefix: said for prefix, model in models.items() if (said := fold.meaning(runtime_of(model).recipe))}
-    return {"buffers": buffers, "meaning": meaning}
+    origin = {prefix: said for prefix, model in models.items() if (said := record_of(runtime_of(model))) is not None}
+    return {"buffers": buffers, "meaning": meaning, "origin": origin}
 
 
 def _add_ranks(

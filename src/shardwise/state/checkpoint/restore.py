@@ -37,8 +37,8 @@ from shardwise.state.left_base import LeftBase, digests, refuse_other_base
 from shardwise.state.load_transaction import LoadTransaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.meaning import refuse_other_meaning
+from shardwise.state.origin import note_beside, note_resume
 from shardwise.state.own_load import give_attributes
-from shardwise.state.sidecars import Origin
 from shardwise.state.stored import InMemoryTensor
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
@@ -193,7 +193,8 @@ class _Reading:
         self.own = {
             name: value
             for name, value in state.items()
-            if name not in ("optimizer", "optimizers", "model", "extra", "random", "windows", "buffers", "meaning")
+            if name
+            not in ("optimizer", "optimizers", "model", "extra", "random", "windows", "buffers", "meaning", "origin")
         }
         settled = check(self.own)
         if settled is not None and self.optim is not None:
@@ -301,8 +302,10 @@ class _Reading:
                         local[name].copy_(value)
                     else:
                         buffers[name].data = value.to(local[name].device)
-            if self.base is None or prefix:  # else the base is where it was
-                runtime.memory(Origin).folder = (self.saved.folder / prefix).resolve()
+            if self.base is None or prefix:
+                note_resume(runtime, self._state.get("origin", {}).get(prefix), self.saved.folder / prefix)
+            else:  # the base is where it was
+                note_beside(runtime, self.base.folder)
             give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
             runtime.step = self._state.get("windows", {}).get(prefix, runtime.step)
             states = self._state["model"].get(prefix) or {}

@@ -21,6 +21,7 @@ from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.resume import ResumePoint
 from shardwise.state.checkpoint.retention import RetentionPolicy
 from shardwise.state.checkpoint.writer import memory_in_line
+from shardwise.state.left_base import refuse_lost_base
 from shardwise.world import World
 from shardwise.world.collectively import Peers
 from shardwise.world.side_group import SideGroup
@@ -60,7 +61,7 @@ class Saves:
         self._world = self._runtime.world
         self._directory, self._resume_point, self._retention = directory, resume_point, retention
         self._texts = {path: text.encode() for path, text in texts.items()}
-        self._leaves_frozen = leaves_frozen
+        self._leaves_frozen, self._base_seen = leaves_frozen, False
         self.last_step: int | None = None
         self.is_closed = False
         self._late_notes: list[str] = []  # of the writer thread, shown by the next call
@@ -99,6 +100,7 @@ class Saves:
         if figure is not None and figure != figure:
             self.warn_once(f"best={self._retention.best!r}: a NaN, at step {self._runtime.step}, is never the best")
         run = self._resume_point
+        self.check_base(again=True)
         contents = contents_of(
             run.step.model,
             run.step.optim,
@@ -129,6 +131,12 @@ class Saves:
             )
             raise fault
         return self._directory.folder(contents.step)
+
+    def check_base(self, *, again: bool = False) -> None:
+        """Refuses frozen weights that are left out and are nowhere else; once, or ``again``. All ranks must call it."""
+        if self._leaves_frozen and (again or not self._base_seen):
+            refuse_lost_base(self._runtime, self._directory.root)
+            self._base_seen = True
 
     def _begin(self, contents: Contents, figure: float | None) -> None:
         """Writes a checkpoint; with a thread it copies what is to be saved, starts the thread, and returns."""
