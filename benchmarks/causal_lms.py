@@ -44,6 +44,8 @@ OF_A_KIND = {  # where one table does not serve
     "reformer": {"is_decoder": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
+OF_DEFAULT_DTYPE = ("xglm",)
+"""Kinds whose code makes numbers of torch's default dtype, and of the range of its parameters'."""
 
 
 def names() -> list[str]:
@@ -111,6 +113,9 @@ def build(kind: str) -> nn.Module:
         for param in model.parameters():
             if param.dim() == 1:
                 param += 0.1 * torch.randn(param.shape, generator=generator)
+    if kind in OF_DEFAULT_DTYPE:
+        model.register_forward_pre_hook(lambda module, _: torch.set_default_dtype(module.dtype))
+        model.register_forward_hook(lambda *_: torch.set_default_dtype(torch.float32), always_call=True)
     return model.eval()
 
 

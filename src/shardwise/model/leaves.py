@@ -126,7 +126,7 @@ class Leaves(LayerCalls):
             return func(*args, **kwargs)  # what is noted below, the whole model has shown
         what = getattr(func, "__name__", None) or str(func)
         self._seen.functions.append(what)
-        if what in _DRAWS:
+        if what in DRAWS:
             drawn = func(*args, **kwargs)
             if isinstance(drawn, Tensor):
                 self._seen.dropped.append((self._last, drawn))
@@ -154,7 +154,7 @@ DROPOUTS = frozenset({  # functions that drop numbers of their first argument
 })  # fmt: skip
 _ASKS_FOR_GRADIENTS = frozenset({Tensor.requires_grad_, Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
 _TREATED = frozenset({*DROPOUTS, functional.batch_norm, functional.scaled_dot_product_attention, *_ASKS_FOR_GRADIENTS})
-_DRAWS = frozenset({
+DRAWS = frozenset({  # names of functions that draw random numbers
     "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like", "randn_like", "randint_like",
     "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_", "log_normal_",
 })  # fmt: skip

@@ -1,10 +1,13 @@
 """Calls by which a module makes positions itself, from the length of what it is given: where it is given some rows of a sequence,
 they must be the positions of these.
 
-A call is known by its kind and its number among the calls of that kind in one forward, and not by sizes, which may be equal by chance.
+A call is known by its kind and its place in the code, and not by sizes, which may be equal by chance; nor by its number among all calls, which a table
+that is made in the first forward alone, or a branch, would move.
 """
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,9 +31,13 @@ _KINDS: dict[Any, str] = {
     Tensor.triu: "triangle",
 }
 
+_OTHERS = ("shardwise.", "torch.")  # modules whose frames are not the code of a model
+_places: dict[tuple[Any, int], str] = {}  # code and instruction -> where that is
+
 Made = list[list[Any]]
-"""Calls of a module that make positions, ``[kind, number, argument]`` each: the dim, or index, that has the length, of arange 0; or two of
-them, ``[of queries, of keys]``: the first one gets the rows, the second all positions. None: there is none. A square of one number is made for all, or with ``[None, 0]`` of the rows and all."""
+"""Calls of a module that make positions, ``[kind, place, argument]`` each: the dim, or index, that has the length, of arange 0; or two of
+them, ``[of queries, of keys]``: the first one gets the rows, the second all positions. None: there is none. A square of one number is made for all, or with ``[None, 0]`` of the rows and all.
+A view of keys, or of queries and keys, where keys are of all positions, gets the length of these: ``[None, dim]``."""
 
 
 def kind_of(func: Any) -> str | None:
@@ -38,23 +45,49 @@ def kind_of(func: Any) -> str | None:
     return _KINDS.get(func)
 
 
-class Numbers:
-    """Numbers the calls of each kind in one forward of a module."""
+class CallPlaces:
+    """Names the calls of each kind in one forward of a module: by the function and line, counted from its first one, of the model's code that
+    makes the call, and how often it has made one there in this forward, ``Attention.forward+7#1``.
 
-    def __init__(self) -> None:
-        self._next: dict[str, int] = {}
+    Args:
+        seen: kind -> the places in the order of the calls. Where code is compiled, which has no frames, the number of a call tells its place.
+    """
 
-    def take(self, kind: str) -> int:
-        """The number of a call."""
-        number = self._next.get(kind, 0)
-        self._next[kind] = number + 1
-        return number
+    def __init__(self, seen: Mapping[str, Sequence[str]] | None = None):
+        self._seen = {} if seen is None else seen
+        self._times: dict[tuple[str, str], int] = {}
+
+    def take(self, kind: str) -> str:
+        """The place of a call that is made now."""
+        is_compiled = torch.compiler.is_compiling()
+        place = "" if is_compiled else _place()
+        times = self._times.get((kind, place), 0)
+        self._times[kind, place] = times + 1
+        if is_compiled:
+            seen = self._seen.get(kind, ())
+            return seen[times] if times < len(seen) else f"#{times}"
+        return f"{place}#{times}"
+
+
+def _place() -> str:
+    """Where the model's code makes the call that is looked at; "" in modules of torch itself."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHERS):
+        if frame.f_code.co_name == "_call_impl":
+            return ""
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    key = frame.f_code, frame.f_lasti
+    if (found := _places.get(key)) is None:
+        found = _places[key] = f"{frame.f_code.co_qualname}+{frame.f_lineno - frame.f_code.co_firstlineno}"
+    return found
 
 
 def argument_of(
     kind: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num: int, length: int
 ) -> int | list[int | None] | None:
-    """Which argument of a call is the number ``num`` of the rows that the code has, and stands for the first ``num`` of ``length``
+    """Which argument of a call is the number ``num`` of the rows that the code has, and stands for the first, or the last, ``num`` of ``length``
     positions; None: none is. Two are those of queries and keys, as of a table of both: a square of one number is made
     for all, and its triangle gives the rows. A shape that has all of ``length`` counts too
     (``view``)."""
@@ -68,22 +101,22 @@ def argument_of(
         x, index = args[0], _index_of(args)
         if not isinstance(x, Tensor) or any(i is Ellipsis or i is None for i in index):
             return None
-        heads = [
-            j
-            for j, i in enumerate(index)
-            if isinstance(i, slice) and i.start in (None, 0) and i.stop == num and i.step in (None, 1)
-        ]
-        if not heads or len(heads) > 2 or any(x.shape[j] < length for j in heads):
+        ends = [j for j, i in enumerate(index) if _end_of(i, x.shape[j], num)]
+        if not ends or len(ends) > 2 or any(x.shape[j] < length for j in ends):
             return None
-        return heads[0] if len(heads) == 1 else [*heads]
+        return ends[0] if len(ends) == 1 else [*ends]
     if kind == "triangle":
         x = args[0] if args else kwargs["input"]
         return 0 if x.shape[-2:] == (length, length) else None
     if kind == "square":
         return 0 if _square_of(func, args, kwargs)[1][-2:] == (num, num) else None
     x, size = args[0], _size_of(args, kwargs)
-    at = [j for j, n in enumerate(size) if n == length]
-    return at[0] if len(at) == 1 and num in x.shape and length not in x.shape else None
+    if num in x.shape and length not in x.shape:
+        at = [j for j, n in enumerate(size) if n == length]
+        return at[0] if len(at) == 1 else None
+    of_x, at = [n for n in x.shape if n in (num, length)], [j for j, n in enumerate(size) if n == num]
+    of_keys = [j for j, n in zip(at, of_x, strict=False) if n == length != num]
+    return [None, of_keys[0]] if len(of_keys) == 1 and len(of_x) == len(at) else None
 
 
 def of_rows(
@@ -115,10 +148,13 @@ def of_rows(
         for dim in (queries, keys):
             if dim is None:
                 continue
-            is_head = dim < len(index) and isinstance(index[dim], slice) and index[dim].stop == len(rows)
-            _refuse_other(is_head and x.shape[dim] >= length, func)
-            index[dim] = slice(None) if dim == queries else slice(0, length)
-        return func(x if queries is None else x.index_select(queries, rows.to(x.device)), tuple(index))
+            end = _end_of(index[dim], x.shape[dim], len(rows)) if dim < len(index) else ""
+            _refuse_other(bool(end) and x.shape[dim] >= length, func)
+            first = x.shape[dim] - length if end == "last" else 0
+            index[dim] = slice(None) if dim == queries else slice(first, first + length)
+            if dim == queries:
+                x = x.index_select(dim, rows.to(x.device) + first)
+        return func(x, tuple(index))
     if kind == "triangle":  # of queries and keys
         full = func(*args, **kwargs)
         _refuse_other(full.shape[-2:] == (length, length), func)
@@ -129,18 +165,34 @@ def of_rows(
         num = length if queries is not None else len(rows)
         return func(*before, (*size[:-2], num, length), *rest, **{key: x for key, x in kwargs.items() if key != "size"})
     x, size = args[0], list(_size_of(args, kwargs))
-    at = -1 if queries is None else queries
-    _refuse_other(0 <= at < len(size) and size[at] == length, func)
-    size[at] = len(rows)
+    at, seen, num = (queries, length, len(rows)) if queries is not None else (keys or 0, len(rows), length)
+    _refuse_other(at < len(size) and size[at] == seen, func)
+    size[at] = num
     return func(x, tuple(size))
+
+
+def _end_of(index: Any, size: int, num: int) -> str:
+    """Which ``num`` places of a dim of ``size`` an index has: the ``first``, or the ``last`` ones; "": others."""
+    if not isinstance(index, slice) or index.step not in (None, 1):
+        return ""
+    if index.start in (None, 0) and index.stop == num:
+        return "first"
+    return "last" if index.start in (size - num, -num) and index.stop in (None, size) else ""
+
+
+def other_way(given: str) -> UnsupportedError:
+    """The error for code that takes another way than on the example."""
+    return UnsupportedError(
+        given,
+        why="the code was run on an example to find where it makes positions itself, and compares them, and now it takes another way",
+        fix="pass example= with a micro-batch as training gives it; or give the model its positions as an argument (position_ids)",
+    )
 
 
 def _refuse_other(is_same: bool, func: Any) -> None:
     if not is_same:
-        raise UnsupportedError(
-            f"a call of {getattr(func, '__name__', func)} that makes positions, and not for as many as this rank has",
-            why="the code was run on an example to find where it makes positions itself, and now it takes another way",
-            fix="pass example= with a micro-batch as training gives it; or give the model its positions as an argument (position_ids)",
+        raise other_way(
+            f"a call of {getattr(func, '__name__', func)} that makes positions, and not for as many as this rank has"
         )
 
 

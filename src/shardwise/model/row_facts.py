@@ -10,6 +10,8 @@ from torch import Tensor
 
 from shardwise.model.own_positions import Made
 from shardwise.model.products import Products
+from shardwise.model.pytrees import keyed_leaves
+from shardwise.model.tensors import version_of
 
 Dims = dict[str, int]
 """Path of a tensor in arguments, or in an output -> its dim of positions."""
@@ -25,7 +27,7 @@ class Plan:
         join: modules whose output is joined to the whole stream again.
         islands: modules that run on the whole stream on every rank.
         positions: modules whose calls that make positions get those of the rows.
-        products: module that writes attention out -> its calls that are exceptions, ``(kind, number)``: in it the second factor of products
+        products: module that writes attention out -> its calls that are exceptions, ``(kind, place)``: in it the second factor of products
             is of all positions, but of these; positions that it makes are those of the rows, but of these: they are of all.
         keys: modules within blocks whose output is of all positions, as of the layers that make keys and values.
         square: what has two dims of positions is cut along the first one, that of queries.
@@ -38,7 +40,7 @@ class Plan:
     join: tuple[str, ...] = ()
     islands: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
-    products: Mapping[str, tuple[tuple[str, int], ...]] = dataclasses.field(default_factory=dict)
+    products: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     keys: tuple[str, ...] = ()
     square: bool = False
     unjudged: tuple[str, ...] = ()
@@ -47,7 +49,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Facts:
-    """What a run on rows has done, by names of modules, paths of arguments, numbers of calls and dims: as JSON.
+    """What a run on rows has done, by names of modules, paths of arguments, places of calls in the code and dims: as JSON.
 
     Attributes:
         cut: module -> for each of its calls, what is cut at its entry, and what is on rows already.
@@ -55,7 +57,7 @@ class Facts:
         keys: the same, of modules within blocks.
         islands: module -> what is joined at its entry, and what is cut of its output.
         positions: module -> its calls that make positions.
-        attention: module that calls attention -> the numbers of the calls whose keys are rows.
+        attention: module that calls attention -> the places of the calls whose keys are rows.
         products: module that writes attention out -> its products whose second factor is of all positions.
         output: ``rows``, ``whole``, or "" if it has no floating tensor.
         outputs: what of the model's output is on rows.
@@ -63,7 +65,8 @@ class Facts:
         draws: something is dropped out, in training.
         drops: module whose own code drops something -> for each of its calls the dim of positions of what it drops; -1: it has none; -2: it has
             some in one forward, and none in another.
-        queries: module that calls attention -> the numbers of the calls whose queries are rows.
+        queries: module that calls attention -> the places of the calls whose queries are rows.
+        seen: module of these -> kind -> the places of all its calls, in their order.
         buffers: name of each that a run writes -> whether each rank adds to it what is added on all positions; False: a part of that; None:
             neither.
     """
@@ -73,23 +76,43 @@ class Facts:
     keys: dict[str, Dims] = dataclasses.field(default_factory=dict)
     islands: dict[str, list[Dims]] = dataclasses.field(default_factory=dict)
     positions: dict[str, Made] = dataclasses.field(default_factory=dict)
-    attention: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    attention: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     products: dict[str, Products] = dataclasses.field(default_factory=dict)
     output: str = ""
     outputs: Dims = dataclasses.field(default_factory=dict)
     masks_of_rows: bool = True
     draws: bool = dataclasses.field(default=False, compare=False)
     drops: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
-    queries: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
+    queries: dict[str, list[str]] = dataclasses.field(default_factory=dict, compare=False)
+    seen: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict, compare=False)
     buffers: dict[str, bool | None] = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether anything is cut."""
+        return any(call[0] for calls in self.cut.values() for call in calls)
 
     def add(self, other: "Facts") -> None:
         """Adds what another rank, or mode, has done besides."""
         self.draws |= other.draws
         self.add_drops(other)
         self.add_buffers(other.buffers)
-        for name, numbers in other.queries.items():
-            self.queries[name] = sorted({*self.queries.get(name, ()), *numbers})
+        for name, places in other.queries.items():
+            self.queries[name] = sorted({*self.queries.get(name, ()), *places})
+        self.add_seen(other)
+
+    def add_seen(self, other: "Facts") -> None:
+        """Adds what another run has called besides."""
+        for name, kinds in other.seen.items():
+            for kind, places in kinds.items():
+                for place in places:
+                    self.note_seen(name, kind, place)
+
+    def note_seen(self, name: str, kind: str, place: str) -> None:
+        """Notes a call of a module's own code."""
+        places = self.seen.setdefault(name, {}).setdefault(kind, [])
+        if place not in places:
+            places.append(place)
 
     def add_buffers(self, found: Mapping[str, bool | None]) -> None:
         """Adds what other runs have added to buffers."""
@@ -121,6 +144,7 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         is_of_heads: heads cannot be divided.
         is_kept: it keeps a tensor of its rows.
         is_of_gradients: a backward of the user's own would get parts of gradients.
+        is_drawn: random numbers are drawn for positions, by the module's own code.
     """
 
     def __init__(
@@ -132,9 +156,10 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         is_of_heads: bool = False,
         is_kept: bool = False,
         is_of_gradients: bool = False,
+        is_drawn: bool = False,
     ):
         super().__init__(f"{name}: {why}")
-        self.is_of_gradients = is_of_gradients
+        self.is_of_gradients, self.is_drawn = is_of_gradients, is_drawn
         self.name, self.why = name, why
         self.is_mask, self.is_of_heads, self.is_kept = is_mask, is_of_heads, is_kept
 
@@ -145,13 +170,14 @@ class Whole:
     Attributes:
         inputs, outputs: module and the number of its call -> its arguments, and what it returned.
         versions: how often each tensor of an output had been changed in place by then: what the model's code changes later is not judged.
-        attention: and the number of a call of attention in it -> queries, keys, values and result; of some modules keys and values alone,
+        attention: and the place of a call of attention in it -> queries, keys, values and result; of some modules keys and values alone,
             unless heads are divided.
-        products: and the number of a product in its own code -> its second factor.
-        made: module -> its calls that make positions, ``(kind, number)``.
+        products: and the place of a product in its own code -> its second factor.
+        made: module -> its calls that make positions, ``(kind, place)``.
         functions: the names of the functions that were called, in order.
         hides: modules whose code computes with values apart from their gradients.
         writes: modules that write what they are called with.
+        rewritten: modules, and the numbers of their calls, whose output is written later.
         has_own_backwards: code of the model has backwards that are not torch's, or looks at those: functions, operators, hooks.
         ends, kept: tensors that the model returned, and kept.
     """
@@ -172,20 +198,33 @@ class Whole:
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
         self.versions: dict[tuple[str, int], dict[str, int]] = {}
-        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
-        self.products: dict[tuple[str, int, int], Any] = {}
+        self.attention: dict[tuple[str, int, str], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
+        self.products: dict[tuple[str, int, str], Any] = {}
         self.looked_up: dict[tuple[str, int, int], list[Tensor]] = {}  # indices of embeddings, where they count
-        self.made: dict[str, dict[tuple[str, int], None]] = {}
+        self.made: dict[str, dict[tuple[str, str], None]] = {}
         self.functions: list[str] = []
         self.has_own_backwards = False
         self.hides: set[str] = set()
         self.writes: set[str] = set()
+        self.rewritten: set[tuple[str, int]] = set()
         self.ends: list[Tensor] = []
         self.kept: list[tuple[str, Tensor]] = []
         self.drops: dict[tuple[str, int, int], Any] = {}  # shapes of what was dropped, by the calls of a forward
+        self.drawn: dict[tuple[str, int, int], Any] = {}  # the same of random numbers that code draws itself
         self.layer_inputs: dict[tuple[str, int], tuple[Any, Tensor | None]] = {}  # shape, and values if they are kept
         self.buffers: dict[str, Tensor] = {}  # that were written
         self.on_rows: list[dict[str, Tensor]] = []  # the same of each rank, where they are other values
+
+    def note_rewritten(self) -> None:
+        """Called at the run's end."""
+        for key, versions in self.versions.items():
+            of_now = dict(keyed_leaves(self.outputs[key]))
+            if any(version_of(of_now[path]) != version for path, version in versions.items()):
+                self.rewritten.add(key)
+
+    def of_backwards(self) -> dict[str, Any]:
+        """What the run of its backward is to know."""
+        return {"writes": self.writes, "rewritten": self.rewritten, "copies_all": self.has_own_backwards}
 
     def forget_ranks(self) -> None:
         """Ranks run from the first one on."""

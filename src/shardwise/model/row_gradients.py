@@ -5,6 +5,7 @@ run had there, as the forward does; where every rank has a part of a gradient, t
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +46,8 @@ class Runs(Protocol):
     @property
     def is_whole(self) -> bool: ...
 
+    def keeps(self, name: str) -> bool: ...
+
     def rows_of(self, full: Tensor, shape: Any) -> Tensor | None: ...
 
     def replaced(self, before: Any, x: Any) -> None: ...
@@ -57,12 +60,17 @@ class Gradients:
     Args:
         num_ranks: what every rank returns gets such a share of the gradient on each; 1: all of it.
         writes: modules that write what they are called with.
+        rewritten: modules, and the numbers of their calls, whose output is written later.
+        copies_all: code of the model has backwards of its own, which may write the gradients that they are given; outputs, also of layers, are copies
+            too.
         scale: of the gradients that the output gets. 0: none may arise where a rank has a part, as one without positions would add it too.
     """
 
     num_ranks: int
     scale: float = 1.0
     writes: Collection[str] = ()
+    rewritten: Collection[tuple[str, int]] = ()
+    copies_all: bool = True
     mode: Any = None
     is_backward: bool = False
 
@@ -76,6 +84,7 @@ class Gradients:
         self._calls: dict[str, int] = {}
         self._weights: dict[tuple[str, int], Tensor] = {}  # of layers, which have none: factors of their outputs
         self._sizes: dict[Place, float] = {}
+        self._unkept: dict[Place, float] = {}  # how large those are of modules that are not compared
         self._middle = 0.0
         self._last = ""  # module whose output has got a gradient
         self._joined: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
@@ -98,7 +107,7 @@ class Gradients:
         key = weight, y.shape[-1]
         if key not in self._weights:
             self._weights[key] = torch.ones(y.shape[-1], dtype=y.dtype, requires_grad=True)
-        return y * self._weights[key]
+        return (torch.mul if self.copies_all else _Weighted.apply)(y, self._weights[key])  # type: ignore[no-any-return]
 
     def noted(self, place: Place, x: Any, *, is_part: bool | None = True, copies: bool = False) -> Any:
         """``x``, whose gradient by this use is noted, or compared: one that every rank has whole gets a part of it on each (``is_part``), or all
@@ -216,7 +225,7 @@ class Gradients:
             generator = torch.Generator().manual_seed(number)
             drawn = torch.randn(x.shape, generator=generator, dtype=x.dtype)
             self._full[place] = drawn
-            return drawn * self.scale
+            return drawn * self.scale if self.copies_all or self.scale != 1 else drawn
         full = self._full[place]
         share = self.num_ranks if full.shape == x.shape else 1
         rows = self.mode.rows_of(full, x.shape)
@@ -227,8 +236,14 @@ class Gradients:
             return
         grad = grad.detach()
         self._last = place.name if place.what == "out" else self._last
+        if self.mode.is_whole and place.what in ("in", "out") and not self.mode.keeps(place.name):
+            size = _largest(grad)
+            size = size if math.isfinite(size) else _largest(_of_numbers(grad))
+            self._unkept[place] = max(self._unkept.get(place, 0.0), size)
+            return
         if self.mode.is_whole:
-            self._full[place] = self._full[place] + grad if place in self._full else grad.clone()
+            mine = grad.clone() if self.copies_all else grad  # torch's backwards write none that is kept
+            self._full[place] = self._full[place] + grad if place in self._full else mine
             return
         full = self._full.get(place)
         if not self.scale:
@@ -261,7 +276,7 @@ class Gradients:
     def _scale_of(self, place: Place) -> float:
         """How large the gradients are that one is made of: what is given to a parameter's module, or what gradients are like in the middle."""
         if not self._sizes:
-            self._sizes = {at: _largest(_of_numbers(x)) for at, x in self._full.items()}
+            self._sizes = self._unkept | {at: _largest(_of_numbers(x)) for at, x in self._full.items()}
             self._middle = sorted(self._sizes.values())[len(self._sizes) // 2]
         if place.what != "parameter":
             return self._middle
@@ -291,6 +306,20 @@ class _Exchanged(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
+class _Weighted(torch.autograd.Function):
+    """The product with a factor that is 1, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return grad, torch.einsum("...i,...i->i", grad, y)
+
+
 def _has_gradient(x: Any) -> bool:
     return (
         isinstance(x, Tensor)
@@ -305,4 +334,4 @@ def _of_numbers(x: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> float:
-    return float(x.abs().max()) if x.numel() else 0.0
+    return float(torch.linalg.vector_norm(x, math.inf)) if x.numel() else 0.0  # without a copy of it

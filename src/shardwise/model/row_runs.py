@@ -80,7 +80,8 @@ def _run(trial: Trial, mode: Rows) -> None:
     with _watched(trial.module, mode):
         try:
             now.attends, now.rows = mode, mode.rows_of_masks
-            with _without_graph() if mode._whole.is_of_some else contextlib.nullcontext(), seen_by(mode):
+            has_graph = mode.gradients is not None or not mode._whole.is_of_some
+            with contextlib.nullcontext() if has_graph else _without_graph(), seen_by(mode):
                 _, seen = trial.run_within(mode, has_gradients=trial.module.training, then=mode.run_backward)
         finally:
             now.attends, now.rows = before
@@ -95,6 +96,7 @@ def _run(trial: Trial, mode: Rows) -> None:
     whole = mode._whole
     if mode._rows is None:
         whole.ends, whole.kept = seen.output, seen.kept
+        whole.note_rewritten()
         return
     if len(seen.output) != len(whole.ends) or [n for n, _ in seen.kept] != [n for n, _ in whole.kept]:
         raise Differs("", "it returns, or keeps, other tensors")

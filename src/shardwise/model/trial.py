@@ -240,6 +240,7 @@ class Trial:
         """Frees the random outputs of layers; a later run draws them again."""
         self._values.clear()
         self._plain.clear()
+        self._running = None  # it has what the last run has seen
 
     def set_training(self, is_training: bool) -> None:
         """Puts the copy in training mode, or in eval mode: other code may run, and write other buffers."""

@@ -123,6 +123,7 @@ class CutForward:
         ranks: which share the positions of a sequence.
         what: cuts them, for messages.
         source, dim: path of the model's argument by which the length is known, and its dim of positions.
+        extra: positions that the model adds before its blocks.
         constants: path of each argument of the example that is a number, a text or a flag -> it, as text.
 
     Attributes:
@@ -133,9 +134,9 @@ class CutForward:
         for_two_lengths: what to do where sequences of two lengths were equal on the example, for messages.
     """
 
-    def __init__(self, ranks: Ranks, what: str, source: str, dim: int, constants: Mapping[str, str]):
+    def __init__(self, ranks: Ranks, what: str, source: str, dim: int, constants: Mapping[str, str], extra: int = 0):
         self.ranks, self.what = ranks, what
-        self._source, self._dim, self._constants = source, dim, constants
+        self._source, self._dim, self._constants, self._extra = source, dim, constants, extra
         self.current = current_of(what)
         self.outer: CutForward | None = None
         self.inner: CutForward | None = None
@@ -189,6 +190,10 @@ class CutForward:
         given = by_name(module, args, kwargs)
         self._refuse_other_constants(module, given)
         return dict(keyed_leaves(given)).get(self._source)
+
+    def length_of(self, source: Tensor) -> int:
+        """Of what is cut."""
+        return source.shape[self._dim] + self._extra
 
     def clear(self) -> None:
         """No forward runs."""

@@ -4,7 +4,7 @@ parallelism, and sequence parallelism within tensor parallelism."""
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,12 +48,13 @@ class Search:
         tp: over how many ranks heads are cut besides.
         fallback: modules that mix positions may run on the whole stream.
         kind: of the runs; None: those in which attention exchanges.
+        extra: positions that the model adds to its sequences before its blocks, such as a prompt; what is behind the blocks gets all of them.
 
     Attributes:
         met: what differed on the way.
         known: module whose arguments are cut -> paths of all tensors among them.
         trial, plan: of the last :meth:`run`.
-        length: at which the plan was tried last.
+        length: of what is cut, at which the plan was tried last.
         facts: of the last :meth:`run`.
     """
 
@@ -65,6 +66,7 @@ class Search:
     tp: int = 1
     fallback: bool = False
     kind: Any = None
+    extra: int = 0
     met: list[Differs] = dataclasses.field(default_factory=list)
     known: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -75,14 +77,28 @@ class Search:
             Differs: there is no plan: what differs.
         """
         self.facts = self._run()
+        if not self.extra and not self.facts.has_cuts and (extra := self._extra_of_blocks()):
+            self.extra = extra
+            self.facts = self._run()
         return self.facts
+
+    def _extra_of_blocks(self) -> int:
+        """How many positions more than the model's sequences the arguments of its blocks have, at both lengths; 0: it is not known."""
+        if len(self._sizes) < 2:
+            return 0
+        (length, sizes), (other, more) = self._sizes.items()
+        grown = {size - length for at, size in sizes.items() if more.get(at, 0) - size == other - length}
+        return max(*grown, 0) if len(grown) == 1 else 0
+
+    def _lengths(self) -> list[int]:
+        return lengths_of_proof(self.module, self.degree, self.order, self.sequences.length, self.extra)
 
     def refuse_cut_again(self, inner: "Search") -> None:
         """Raises Differs unless each rank's rows may be cut once more, as ``inner`` has found it for whole sequences."""
         if self._kinds != inner._kinds:
             raise Differs("", "blocks that are alike under one of both cuts are not under the other")
         now.makes_masks, first = False, None
-        lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
+        lengths = self._lengths()
         parts = {length: rows_of(length, self.degree, self.order) for length in lengths}
         least = {
             length: min(len(rows_of(len(rows), inner.degree, inner.order)[-1]) for rows in of_length)
@@ -133,6 +149,7 @@ class Search:
         self._whole: dict[tuple[bool, int], Whole] = {}
         self._last: tuple[Plan, Facts | Differs] | None = None
         self.known.clear()
+        self._sizes: dict[int, dict[tuple[str, str, int], int]] = {}  # length -> dims of arguments of blocks
         self._written = set[str]()  # modules of which it was tried whether they write attention out
         now.makes_masks = True  # at the first length; at the second none where the example needs none
         try:
@@ -179,6 +196,7 @@ class Search:
                 if not _follows(found, facts):
                     raise Differs("", "some blocks do other things than those like them")
                 facts.add_drops(found)
+                facts.add_seen(found)
             before = whole.without_modules()
             del whole  # before the next one is made
         _refuse_mixed_drops(facts)
@@ -254,12 +272,14 @@ class Search:
     def _trial(self, without: frozenset[str]) -> Trial:
         """A trial at the first length at which the model runs, and another one at which it does."""
         catch_transformers(self.module)  # before a trial, which puts back what it finds changed
-        lengths = lengths_of_proof(self.module, self.degree, self.order, self.sequences.length)
-        trial, error, runs = None, None, list[int]()
+        trial, error, runs, lengths = None, None, list[int](), self._lengths()
         for self.length in lengths:
             try:
                 trial = trial or self._new_trial(without)
-                self._whole[True, self.length] = whole_run(trial, self.length, kind=self.kind)
+                whole = whole_run(trial, self.length, kind=self.kind)
+                if not runs:  # one is kept
+                    self._whole[True, self.length] = whole
+                del whole
             except ShardwiseError as each:
                 if not is_of_a_run(each):  # it writes a file, cannot be copied, ...
                     raise
@@ -286,54 +306,82 @@ class Search:
         return trial
 
     def _call(self, copy: nn.Module) -> Any:
-        args, kwargs = self.sequences.of_length(self.length)
+        args, kwargs = self.sequences.of_length(self.length - self.extra)
         return copy(*args, **kwargs)
 
     def _plan(self, trial: Trial) -> Plan:
         names = dict(trial.module.named_modules())
         lists = [[b for b in found.blocks if b in names] for found in find_block_lists(self.module)]
         plan = Plan(cut=tuple(block for blocks in lists for block in blocks))
+        if self.extra:
+            plan = _joined_behind(plan, lists)
         for _ in range(_TRIES):
             wrong = self._difference(trial, plan)
             if wrong is None:
                 return plan
             self.met.append(wrong)
-            plan = self._repaired(trial, plan, wrong, lists)
+            try:
+                plan = self._repaired(trial, plan, wrong, lists)
+            except Differs as last:
+                raise self._cause(plan, last) from None
         raise self.met[-1]
+
+    def _cause(self, plan: Plan, wrong: Differs) -> Differs:
+        """What a model is refused for: a stream that is not cut, as it has more positions than the sequences; or the first module within the wrong
+        one that returned something else before, of which that is made."""
+        if type(wrong) is not Differs or wrong.is_kept or wrong.is_of_heads or wrong.is_of_gradients or wrong.is_drawn:
+            return wrong
+        block = next((b for b in plan.cut if wrong.name == b or is_in_block(wrong.name, b)), "")
+        given = [(path, x) for path, x in keyed_leaves(self.whole.inputs.get((block, 0), ())) if isinstance(x, Tensor)]
+        path, stream = next(((path, x) for path, x in given if block and x.is_floating_point()), ("", torch.empty(0)))
+        times = max((size // self.length for size in stream.shape if size % self.length == 0), default=0)
+        if times > 1 and self.length not in stream.shape:
+            why = (
+                f"it gets all: in its argument {path} {tuple(stream.shape)} there are {times} times as many in one dim"
+            )
+            return Differs(block, why)
+        unlike = (each for each in self.met if each.name in plan.unjudged and is_in_block(each.name, wrong.name))
+        return next(unlike, wrong)
 
     @property
     def whole(self) -> Whole:
         """The run on all positions, as the trial and the length are now."""
-        return self._whole[self.trial.module.training, self.length]
+        return self._run_whole(self.trial, is_training=self.trial.module.training)
 
     def _difference(self, trial: Trial, plan: Plan) -> Differs | None:
         """What differs forward, or else in the backward."""
         found = self._first_difference(trial, plan)
         try:
             if found is None:
-                self._compare_gradients(trial, plan)
+                of_values = self._run_whole(trial, is_training=True).of_backwards()
+                self._whole.clear()  # gradients take as much again, and it is made once more where it is needed
+                self._compare_gradients(trial, plan, of_values)
         except Differs as wrong:
             return wrong
         return found
 
-    def _compare_gradients(self, trial: Trial, plan: Plan, known: Facts | None = None) -> None:
-        """Runs the backward too, of training, and raises Differs unless gradients are those of all positions."""
-        if not trial.module.training:
-            trial.set_training(True)
-        values = self._run_whole(trial, is_training=True)
-        scales, writes = _SCALES if values.has_own_backwards else _SCALES[:1], values.writes
-        if known is not None:  # nothing is looked for afterwards
-            del values
-            self._whole.clear()
+    def _compare_gradients(
+        self,
+        trial: Trial,
+        plan: Plan,
+        of_values: Mapping[str, Any],
+        known: Facts | None = None,
+        only: frozenset[str] | None = None,
+        products: frozenset[str] = frozenset(),
+    ) -> None:
+        """Runs the backward too, of training, and raises Differs unless gradients are those of all positions. ``of_values``: of a run without it."""
+        scales = _SCALES if of_values["copies_all"] else _SCALES[:1]
         for scale in scales:
-            gradients = Gradients(self.degree if self.kind is None else 1, scale, writes)
+            gradients = Gradients(self.degree if self.kind is None else 1, scale, **of_values)
             try:
-                whole = whole_run(
-                    trial, self.length, heads_over=self.heads_over, kind=self.kind, gradients=gradients, plan=plan
-                )
-            except (ShardwiseError, Differs):
-                raise
-            except Exception as error:  # code that looks at a tensor as an object: it gets copies
+                whole = whole_run(trial, self.length, only, products, self.heads_over, self.kind, gradients, plan)
+            except Exception as error:  # code that looks at a tensor as an object: it gets copies, or views, of which some functions take none
+                if not of_values["copies_all"]:
+                    of_values = {**of_values, "copies_all": True}
+                    self._compare_gradients(trial, plan, of_values, known, only, products)
+                    return
+                if isinstance(error, ShardwiseError | Differs):
+                    raise
                 why = f"its gradients cannot be compared: {type(error).__name__}: {first_line(error)}"
                 raise BackwardDiffers("", why) from error
             for rows in rows_of(self.length, self.degree, self.order):
@@ -365,7 +413,9 @@ class Search:
         for is_training in modes:
             whole = self._run_whole(trial, is_training=is_training)
             whole.forget_ranks()
-            for rows in rows_of(self.length, self.degree, self.order):
+            for rows in reversed(
+                rows_of(self.length, self.degree, self.order)
+            ):  # the first ones are right under a causal mask, whatever is gathered
                 found.append(run_on_rows(trial, whole, plan, self.length, rows, known, self.heads_over, self.kind))
             found[-1].buffers = whole.added({name: value for name, (*_, value) in trial.written.items()})
         for facts in found[1:]:
@@ -406,24 +456,42 @@ class Search:
     def _add_of_example(self, trial: Trial, plan: Plan, facts: Facts) -> None:
         """Adds what training does besides at the length of the example, or the next shorter one that is no size of the model; raises Differs unless
         the facts are right there."""
-        given = self.sequences.length
+        given = self.sequences.length + self.extra
         own = length_of_example(self.module, self.degree, self.order, given if given <= _MOST_OWN else _OF_LONGER)
         if own is None or own in self._run_lengths:
             return
-        before = self.length, self._whole
-        self.length, self._whole = own, {}
-        whole = self._run_whole(trial, is_training=True)
-        for rows in rows_of(own, self.degree, self.order):
-            found = run_on_rows(trial, whole, plan, own, rows, facts, self.heads_over, self.kind)
+        before, self.length = self.length, own
+        self._whole.clear()
+        try:
+            self._add_of_length(trial, plan, facts, self._compared(facts))
+        except Differs:  # of blocks, which take less: of each module, which is named
+            self._add_of_length(trial, plan, facts, None)
+        self.length = before
+
+    def _add_of_length(self, trial: Trial, plan: Plan, facts: Facts, only: frozenset[str] | None) -> None:
+        """The same, where of modules ``only`` is compared what they have; None: of all."""
+        if not trial.module.training:
+            trial.set_training(True)
+        products = frozenset(facts.products)
+        whole = whole_run(trial, self.length, only, products, self.heads_over, self.kind)
+        for rows in rows_of(self.length, self.degree, self.order):
+            found = run_on_rows(trial, whole, plan, self.length, rows, facts, self.heads_over, self.kind)
             if not _follows(found, facts):
-                raise Differs("", f"it does other things on sequences of {own} positions")
+                raise Differs("", f"it does other things on sequences of {self.length} positions")
             facts.add(found)
         facts.add_buffers(whole.added({name: value for name, (*_, value) in trial.written.items()}))
+        of_values = whole.of_backwards()
         del whole
-        self._compare_gradients(trial, plan, facts)
-        self.length, self._whole = before
+        self._compare_gradients(trial, plan, of_values, facts, only, products)
 
     def _note_tensors(self, facts: Facts) -> None:
+        blocks = {block for found in find_block_lists(self.module) for block in found.blocks}
+        self._sizes[self.length] = {
+            (of, path, dim): size
+            for (of, call), given in self.whole.inputs.items()
+            for path, x in keyed_leaves(given)
+            for dim, size in enumerate(x.shape if of in blocks and not call and isinstance(x, Tensor) else ())
+        }
         for name in facts.cut:
             calls = [given for (of, _), given in self.whole.inputs.items() if of == name]
             paths = [path for given in calls for path, x in keyed_leaves(given) if isinstance(x, Tensor)]
@@ -458,10 +526,14 @@ class Search:
             self._written.add(name)
             if (other := self._with_all_positions(trial, plan, wrong, block)) is not None:
                 return other
+        if block is not None and not plan.square:
+            other = dataclasses.replace(plan, square=True)
+            if self._goes_further(self._first_difference(trial, other), wrong):
+                return other
         if block is None:
             if plan.join:
                 raise wrong
-            return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
+            return _joined_behind(plan, lists)
         if (other := self._unjudged(trial, plan, name, block)) is not None:
             return other
         return self._with_island(plan, wrong, block)
@@ -478,7 +550,7 @@ class Search:
                 return other
         block = next((b for b in plan.cut if name == b or is_in_block(name, b)), None)
         if block is None and not plan.join:
-            return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
+            return _joined_behind(plan, lists)
         if block is None or any(name == each or is_in_block(name, each) for each in plan.islands):
             wrong.is_of_gradients = True
             raise wrong
@@ -501,7 +573,7 @@ class Search:
         products, or as outputs of modules that it calls. None: there is none by which its output is right."""
         name, modules = wrong.name, dict(trial.module.named_modules())
         alike = [other for b in plan.cut if (other := in_block(name, block, b)) in modules]
-        plans = itertools.chain(self._by_products(plan, name, alike), self._by_keys(plan, name, block))
+        plans = itertools.chain(self._by_products(plan, name, alike), self._by_keys(plan, name, block, alike))
         for some in itertools.islice(plans, _GATHERS):
             for other in self._with_masks_of_keys(some, block):
                 after = self._first_difference(trial, other)
@@ -522,8 +594,8 @@ class Search:
             for some in itertools.combinations(calls, num):
                 yield dataclasses.replace(plan, products={**plan.products, **dict.fromkeys(alike, some)})
 
-    def _by_keys(self, plan: Plan, name: str, block: str) -> Iterator[Plan]:
-        """Plans in which outputs of one or two modules that a module calls are of all positions."""
+    def _by_keys(self, plan: Plan, name: str, block: str, alike: Sequence[str]) -> Iterator[Plan]:
+        """Plans in which outputs of one or two modules that a module calls are of all positions, also where its code views them by its length."""
         children = [
             of
             for of, call in self.whole.outputs
@@ -537,7 +609,9 @@ class Search:
         for num in (1, 2):
             for some in itertools.combinations(children, num):
                 keys = tuple(in_block(child, block, b) for b in plan.cut for child in some)
-                yield dataclasses.replace(plan, keys=(*plan.keys, *keys))
+                other = dataclasses.replace(plan, keys=(*plan.keys, *keys))
+                yield other
+                yield dataclasses.replace(other, positions=(*dict.fromkeys((*plan.positions, *alike)),))
 
     def _with_masks_of_keys(self, plan: Plan, block: str) -> Iterator[Plan]:
         """Plans in which nothing, masks of several dims, or all that is of positions alone and not of queries, stays whole; each once."""
@@ -611,6 +685,11 @@ def spread_over(kinds: Sequence[Sequence[str]], names: Iterable[str]) -> tuple[s
         if name == blocks[_SEARCHED - 1] or is_in_block(name, blocks[_SEARCHED - 1])
     ]
     return (*names, *more)
+
+
+def _joined_behind(plan: Plan, lists: Sequence[Sequence[str]]) -> Plan:
+    """A plan in which the stream is joined behind the last block of each list."""
+    return dataclasses.replace(plan, join=tuple(blocks[-1] for blocks in lists if blocks))
 
 
 def is_of_a_run(error: ShardwiseError) -> bool:

@@ -91,9 +91,10 @@ def sequences_in(arguments: Arguments) -> Iterator[Sequences]:
             yield Sequences(arguments, path, {name: at for name, at in dims.items() if at}, x.shape[dim])
 
 
-def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -> list[int]:
+def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int, extra: int = 0) -> list[int]:
     """Lengths that no order divides, and that are no sizes of the model, so that dims of positions are known by them; the best ones first:
-    some positions for each chunk, and no more than the ``given`` ones of the example, for which the model may have no place."""
+    some positions for each chunk, and no more than the ``given`` ones of the example, for which the model may have no place. To these the
+    model adds ``extra`` ones."""
     numbers = _sizes_of(module)
 
     def is_apart(length: int) -> bool:
@@ -102,8 +103,9 @@ def lengths_of_proof(module: nn.Module, degree: int, order: Order, given: int) -
     def is_clear(length: int) -> bool:
         return _is_clear(length, numbers, degree, order)
 
-    wanted, most = max(4 * degree + 1, 13), max(given, degree + 1)
-    within = [*range(wanted, most + 1), *range(min(wanted - 1, most), degree, -1)]
+    given += extra
+    wanted, most = max(4 * degree + 1, 13) + extra, max(given, degree + 1 + extra)
+    within = [*range(wanted, most + 1), *range(min(wanted - 1, most), degree + extra, -1)]
     beyond = range(max(wanted, most + 1), 4 * most + 40 * degree)
     found = [length for length in (*within, *beyond) if is_apart(length)]
     found.sort(key=lambda length: (not is_clear(length), length > given))  # stable

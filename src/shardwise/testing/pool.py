@@ -125,8 +125,9 @@ class RankPool:
             self._workers[rank] = Worker(self._helper)
         for worker in [self._workers[rank] for rank in fresh]:
             if not worker.is_clean():
+                why = worker.tail() or "it was not ready in time"
                 self._discard([self._workers[each] for each in fresh])
-                raise RankError("a rank of the test pool did not start", why=worker.tail(), fix="see its output above")
+                raise RankError("a rank of the test pool did not start", why=why, fix="see its output above")
         return [self._workers[rank] for rank in ranks]
 
     def _discard(self, workers: Sequence[Worker]) -> None:

@@ -223,7 +223,10 @@ def _reals(tensor: Tensor) -> Tensor:
 
 def _where_gradients_count(params: Mapping[str, Tensor | None], steps: Sequence[StepRecord]):
     found, wanted = {}, {}
-    largest = [max((float(g.abs().max()) for g in step.grads.values() if g is not None), default=0.0) for step in steps]
+    largest = [
+        max((float(g.abs().max()) for g in step.grads.values() if g is not None and g.numel()), default=0.0)
+        for step in steps
+    ]
     for name, value in params.items():
         if value is None:
             continue

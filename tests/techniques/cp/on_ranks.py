@@ -266,6 +266,19 @@ LOSSES = {
 }
 
 
+class OfSamples(nn.Module):
+    """Leaves some samples out."""
+
+    def forward(self, x):
+        return x * nn.functional.dropout(x.new_ones(len(x), 1, 1), 0.4, self.training)
+
+
+class Dropping(Words):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].drop = OfSamples()
+
+
 def refused(case):
     """The error that a use ends in."""
     from shardwise.errors import ShardwiseError
@@ -286,6 +299,10 @@ def _use(case, world):
         model = sw.parallelize(TwoStreams, world, example={"input_ids": ids, "other": ids})
     elif case in ("labels", "another flag"):
         model = sw.parallelize(Flagged, world, example={"input_ids": batch(1, 24)["input_ids"]})
+    elif case == "compiled drops of samples":
+        model = sw.parallelize(
+            Dropping, world, example={"input_ids": batch(1, 24)["input_ids"]}, compile=sw.Compile(backend="aot_eager")
+        )
     elif case == "a prompt that is trained":
         model = sw.parallelize(Embedded, world, example={"input_ids": torch.ones(2, 24, WIDTH)})
     else:

@@ -116,9 +116,7 @@ def _found(
                 unfit = unfit or each
                 continue
             is_first = sequences.dims[sequences.path][0] == 0  # where samples often are, which no module mixes
-            if not any(call[0] for calls in facts.cut.values() for call in calls) or (
-                is_first and not any(facts.attention.values()) and not facts.products
-            ):
+            if not facts.has_cuts or (is_first and not any(facts.attention.values()) and not facts.products):
                 wrong.append((method, _NothingCut("", f"the list that was taken for its blocks is {_lists(module)}")))
                 continue
             if inner is not None:
@@ -129,12 +127,13 @@ def _found(
                 "order": order,
                 "source": sequences.path,
                 "dim": sequences.dims[sequences.path][0],
+                "extra": search.extra,
                 "given": [path for path, x in keyed_leaves(arguments) if isinstance(x, Tensor)],
                 "known": search.known,
                 "sent": search.sent(),
                 "constants": constants_of(arguments),
                 "lengths": sorted(sequences.dims),
-                **_of_example(arguments, sequences, degree, order, is_by_heads=method == "ulysses"),
+                **_of_example(arguments, sequences, degree, order, search.extra, is_by_heads=method == "ulysses"),
             }
     if not wrong:
         why = (
@@ -151,7 +150,7 @@ def _found(
 
 
 def _of_example(
-    arguments: Arguments, sequences: Sequences, degree: int, order: Any, *, is_by_heads: bool
+    arguments: Arguments, sequences: Sequences, degree: int, order: Any, extra: int, *, is_by_heads: bool
 ) -> dict[str, Any]:
     """The size of the example, and how even the ranks' work in attention is on it. ``is_by_heads``: each rank has all positions there."""
     given, dim = dict(keyed_leaves(arguments)), sequences.dims[sequences.path][0]
@@ -162,7 +161,7 @@ def _of_example(
     of_positions = positions.cpu().long()
     return {
         "example": [x.shape[1 - dim], sequences.length],
-        "rows": most_rows(sequences.length, degree, order),
+        "rows": most_rows(sequences.length + extra, degree, order),
         "work": 1.0 if is_by_heads else imbalance(of_positions, degree, order),
         "is_packed": bool((of_positions[:, 1:] == 0).any()),
     }
@@ -192,6 +191,14 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
             f"{what} of a {type(module).__name__}",
             why=f"{wrong.why}: a loss that reads it would have this rank's positions alone",
             fix="return what the loss reads, and let nothing of it stay in the model after its forward",
+            name=wrong.name or None,
+        )
+    if wrong.is_drawn:
+        return UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why=f"{wrong.why}: all ranks would draw the same ones, each for positions of its own",
+            fix='context_parallel=sw.ContextParallel(fallback="gather") draws them for the whole sequence on every rank, as one process; or leave that '
+            "noise out, where the model's configuration has a number for it; dropout is drawn for each rank's positions",
             name=wrong.name or None,
         )
     if wrong.is_of_gradients:

@@ -28,6 +28,7 @@ class ContextParallelEntry(Record, frozen=True):
         method: ``gather`` or ``ulysses``.
         order: ``zigzag`` or ``contiguous``.
         source, dim: path of the model's argument by which the length is known, and its dim of positions.
+        extra: positions that the model adds before its blocks.
         given: paths of the model's arguments that were tensors when its code was run.
         lengths: those of them that have positions.
         output: ``rows``: each rank has the outputs of its positions; ``whole``: every rank has all of it.
@@ -46,6 +47,7 @@ class ContextParallelEntry(Record, frozen=True):
     order: str = "zigzag"
     source: str = ""
     dim: int = 1
+    extra: int = 0
     given: tuple[str, ...] = ()
     lengths: tuple[str, ...] = ()
     output: str = "rows"
@@ -83,6 +85,7 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
         order=facts["order"],
         source=facts["source"],
         dim=facts["dim"],
+        extra=facts["extra"],
         given=tuple(facts["given"]),
         lengths=tuple(facts["lengths"]),
         output=found["output"],
@@ -105,13 +108,16 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
     edits += [(name, "keys", {"dims": dims}) for name, dims in found["keys"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
     edits += [
-        (name, "attention", {"calls": [calls, found["queries"].get(name, [])]})
+        (name, "attention", {"calls": [calls, found["queries"].get(name, [])], "seen": found["seen"].get(name, {})})
         for name, calls in found["attention"].items()
     ]
-    edits += [(name, "products", {"calls": calls}) for name, calls in found["products"].items()]
+    edits += [
+        (name, action, {"calls": calls, "seen": found["seen"].get(name, {})})
+        for action in ("products", "positions")
+        for name, calls in found[action].items()
+    ]
     if found["draws"]:
         edits += [(name, "drops", {"dims": dims}) for name, dims in found["drops"].items()]
-    edits += [(name, "positions", {"calls": calls}) for name, calls in found["positions"].items()]
     draft.edits += [
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])
         for module, action, args in edits

@@ -41,6 +41,7 @@ class SequenceParallelData(Record, frozen=True):
         draws: something is dropped out, in training.
         example: samples and positions of the example.
         moved: numbers of each position that a forward gathers, or sums to rows, and its backward again.
+        extra: positions that the model adds before its blocks.
     """
 
     source: str
@@ -50,6 +51,7 @@ class SequenceParallelData(Record, frozen=True):
     draws: bool
     moved: int
     example: tuple[int, ...] = ()
+    extra: int = 0
 
 
 class TensorParallelEntry(Record, frozen=True):

@@ -160,7 +160,7 @@ class SequenceCuts(CutForward):
         stream: PartStream | None,
         outer: CutForward | None = None,
     ):
-        super().__init__(joined.ranks, "tp", data.source, data.dim, data.constants)
+        super().__init__(joined.ranks, "tp", data.source, data.dim, data.constants, data.extra)
         self.outer = outer
         if outer is not None:
             outer.inner = self
@@ -236,7 +236,7 @@ class SequenceCuts(CutForward):
                 why="by it the length of the sequences is known, of which each rank along tp has some positions between layers",
                 fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
-        length = self.length_within(source.shape[self._data.dim])
+        length = self.length_within(self.length_of(source))
         self.at = self.last = self.positions(length, source.device)
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -65,6 +65,7 @@ def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, deg
     facts["sequence"] = {
         "source": sequences.path,
         "dim": sequences.dims[sequences.path][0],
+        "extra": search.extra,
         "constants": constants_of(arguments),
         "ends": sequence.ends,
         "draws": sequence.draws,
