@@ -101,26 +101,9 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
     )
     axes = {True: "dp", False: "loss", None: ""}
     draft.sum_axes = {name: axes[is_all] for name, is_all in found["buffers"].items()}
-    edits = [
-        (name, "cut", {"calls": dims, "known": [facts["known"].get(name, [])]}) for name, dims in found["cut"].items()
-    ]
-    edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
-    edits += [(name, "keys", {"dims": dims}) for name, dims in found["keys"].items()]
-    edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
-    edits += [
-        (name, "attention", {"calls": [calls, found["queries"].get(name, [])], "seen": found["seen"].get(name, {})})
-        for name, calls in found["attention"].items()
-    ]
-    edits += [
-        (name, action, {"calls": calls, "seen": found["seen"].get(name, {})})
-        for action in ("products", "positions")
-        for name, calls in found[action].items()
-    ]
-    if found["draws"]:
-        edits += [(name, "drops", {"dims": dims}) for name, dims in found["drops"].items()]
     draft.edits += [
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])
-        for module, action, args in edits
+        for module, action, args in _edits(found, facts["known"])
     ]
     if found["islands"]:
         first, *others = found["islands"]
@@ -138,6 +121,28 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
             "For tokens, leave labels out of example= and use loss=sw.next_token_loss, with fused=True: then each rank has its positions' logits",
             option="context_parallel",
         )
+
+
+def _edits(found: dict[str, Any], known: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Module, action and arguments of each edit. ``known``: module -> arguments of its blocks that the example had."""
+    edits: list[tuple[str, str, dict[str, Any]]] = [
+        (name, "cut", {"calls": dims, "known": [known.get(name, [])]}) for name, dims in found["cut"].items()
+    ]
+    edits += [(name, "join", {"dims": dims}) for name, dims in found["join"].items()]
+    edits += [(name, "keys", {"dims": dims}) for name, dims in found["keys"].items()]
+    edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
+    edits += [
+        (name, "attention", {"calls": [calls, found["queries"].get(name, [])], "seen": found["seen"].get(name, {})})
+        for name, calls in found["attention"].items()
+    ]
+    edits += [
+        (name, action, {"calls": calls, "seen": found["seen"].get(name, {})})
+        for action in ("products", "positions")
+        for name, calls in found[action].items()
+    ]
+    if found["draws"]:
+        edits += [(name, "drops", {"dims": dims}) for name, dims in found["drops"].items()]
+    return edits
 
 
 def layout_text(layout: Layout) -> str:
