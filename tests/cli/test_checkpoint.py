@@ -1,6 +1,7 @@
 """``shardwise checkpoint``: what lies in a directory of checkpoints."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -130,3 +131,16 @@ def test_mistakes_are_told(root, capsys, monkeypatch, words, status, told):
     monkeypatch.chdir(root.parent)
     assert told in say(capsys, *words, status=status)
     assert len(list(root.glob("step-*"))) == 4
+
+
+def test_checkpoints_that_stay_are_not_said_to_be_gone(root, capsys, monkeypatch):
+    """In a directory of another user's: the lock cannot be made, or a checkpoint not be moved."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        told = say(capsys, "prune", root, "--keep", 3, status=1)
+    assert "step-00000001 is still there" in told and "removed /" not in told
+    (root / ".lock").unlink(missing_ok=True)
+    (root / ".lock").mkdir()
+    told = say(capsys, "prune", root, "--keep", 3, status=1)
+    assert "nothing can be removed there: Is a directory" in told and "Traceback" not in told
+    assert len([*root.glob("step-*")]) == 4

@@ -186,3 +186,22 @@ def test_one_table_is_read_for_a_file_of_one_system():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_still_to_be_written_contradicts_nothing_and_an_override_mends_what_is_refused(capsys, tmp_path):
+    """Checkpoints of a part of the run, of which some are kept; and a value that the run file would refuse."""
+    file = tmp_path / "args.json"
+    args = {"output_dir": "out", "per_device_train_batch_size": 2, "num_train_epochs": 2, "save_total_limit": 2}
+    file.write_text(json.dumps({**args, "save_steps": 0.25}))
+    words = ["import-config", str(file), "--ranks", "2", "--from", "transformers"]
+    assert cli.main(words) == 0
+    assert "checkpoint: {every: TO_BE_WRITTEN, keep: 2}" in capsys.readouterr().out
+    assert cli.main([*words, "--checkpoint.every=100"]) == 0
+    assert "checkpoint: {every: 100, keep: 2}" in capsys.readouterr().out
+    file.write_text(json.dumps({**args, "save_steps": 10, "torch_compile": True, "adam_beta1": 1.5}))
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert "adam_beta1" in said and "optim.betas" in said
+    assert cli.main([*words, "--optim.betas=[0.9, 0.95]"]) == 0
+    assert cli.main([*words, "--optim.betas=[0.9, 1.5]"]) == 2  # nor is what it says believed
+    assert "betas" in capsys.readouterr().err

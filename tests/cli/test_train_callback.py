@@ -9,7 +9,7 @@ from cli.commands import on_ranks, run_command
 
 from shardwise.cli import main as cli
 from shardwise.errors import ConfigError
-from shardwise.run.build import Callback
+from shardwise.run.build import make_callback
 
 RUN = (
     "--data.global_batch=4", "--data.micro_batch=2", "--data.seq_len=32", "--train.eval_every=0", "--log.plot=false",
@@ -107,9 +107,9 @@ def test_only_true_false_and_none_are_answers(answer, tmp_path, monkeypatch):
         step = 4
 
     with pytest.raises(ConfigError, match=r"train.callback='answer.py:fn': it returned .* after step 4"):
-        Callback("answer.py:fn")(Out())
+        make_callback("answer.py:fn")(Out())
     with pytest.raises(ConfigError, match="it is a int, and is called after each step"):
-        Callback("answer.py:number")
+        make_callback("answer.py:number")
 
 
 def test_a_name_that_is_none_is_refused_before_a_rank_starts(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from shardwise.cli import main as cli
 from shardwise.cli.train import NEXT, next_commands
-from shardwise.config import dump_config
+from shardwise.config.render import dump_config
 from shardwise.errors import RankError
 from shardwise.run.config import load_config
 from shardwise.run.metrics import read_metrics

@@ -39,7 +39,7 @@ def is_key(name: str) -> bool:
 
 def hints():
     """Each option of the tables with the values that it takes."""
-    for key, rows in words.rows_by_key().items():
+    for key, rows in words._index()[0].items():
         if "bool" in rows[0][1].takes:
             yield key, ""
         for value in values_of(rows[0][1]):

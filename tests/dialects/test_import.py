@@ -444,7 +444,7 @@ def test_a_wrong_file_is_refused_and_what_the_error_says_works(what, values, how
         from_config(copy.deepcopy(values), **how)
     assert refused.value.given and refused.value.why and refused.value.fix
     made = from_config(copy.deepcopy(mended), **then)
-    assert checked(made.run, origin="") == made.config
+    assert checked(made).config == made.config
 
 
 def test_a_directory_is_no_file(tmp_path):

@@ -1,6 +1,7 @@
 """What an import says of a key is true of the run that it makes: keys that depend on others, classes of other packages, formats, and
 errors whose fix works."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -561,4 +562,94 @@ TOGETHER = [
 def test_numbers_that_mean_nothing_together_are_refused_by_a_key(name, given, ranks, key, text):
     with pytest.raises(ConfigError, match=text) as refused:
         made_of(name, given, ranks=ranks)
+    assert key in refused.value.given
+
+
+# ---- splits -----------------------------------------------------------------------------------------------------------
+
+EVAL = {"eval_strategy": "steps", "eval_steps": 2}
+NAMED = {"dataset_train_split": "train_sft", "dataset_test_split": "test_sft"}
+SPLITS = [
+    # splits of the dataset (none: it is not here), what is given -> data.path, data.val_path, data.val_fraction
+    ([], {**NAMED, **EVAL}, "/train_sft", "/test_sft", None),
+    (["train", "train_sft", "test_sft"], {**NAMED, **EVAL}, "/train_sft", "/test_sft", None),
+    (["train", "validation"], NAMED, "/train_sft", None, 0),
+    (["train", "test"], EVAL, "/train", "/test", None),
+    (["train", "test"], {}, "", None, 0),
+    (["train", "validation"], EVAL, "", None, None),  # a run takes that split by itself
+    (["train", "validation", "test"], EVAL, "/train", "/test", None),
+    (
+        ["train", "validation"],
+        {"dataset_train_split": "train", "dataset_test_split": "x", **EVAL},
+        "/train",
+        "/x",
+        None,
+    ),
+    ([], {}, "", None, 0),
+]
+
+
+@pytest.mark.parametrize(("splits", "given", "train", "test", "fraction"), SPLITS)
+def test_the_splits_that_are_named_are_those_of_the_run(tmp_path, splits, given, train, test, fraction):
+    folder = tmp_path / "data"
+    for name in splits:
+        saved_split(folder, name)
+    made = made_of("trl", {"dataset_name": str(folder), **given})
+    data = made.run["data"]
+    assert data["path"] == f"{folder}{train}" and data.get("val_fraction") == fraction
+    assert data.get("val_path") == (test and f"{folder}{test}")
+    if train == "/train_sft":
+        assert answers(made)["dataset_train_split"].ours[0].startswith("data.path=")
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "text"),
+    [
+        ({"dataset_train_split": "train[:80%]"}, "dataset_train_split", "a part of a split"),
+        ({"dataset_test_split": "test+validation", **EVAL}, "dataset_test_split", "a part of a split"),
+        (
+            {"dataset_train_split": "train_sft", "dataset_name": "d.jsonl"},
+            "dataset_train_split",
+            "a file has no splits",
+        ),
+    ],
+)
+def test_splits_that_are_no_directory_are_refused(given, key, text):
+    with pytest.raises(ConfigError, match=text) as refused:
+        made_of("trl", {"dataset_name": "folder", **given})
+    assert key in refused.value.given
+
+
+def test_a_part_for_validation_counts_where_the_dataset_has_none(tmp_path):
+    for name in ("train", "validation"):
+        saved_split(tmp_path / "data", name)
+    given = {"dataset_name": str(tmp_path / "data"), "validation_split_percentage": 10}
+    made = made_of("transformers", given)
+    assert "val_fraction" not in made.run["data"] and made.config.data.val_path.endswith("validation")
+    assert answers(made)["validation_split_percentage"].verdict == "dropped"
+    assert made_of("transformers", {**given, "dataset_name": "other"}).run["data"]["val_fraction"] == 0.1
+
+
+def saved_split(folder, name):
+    """What ``save_to_disk`` writes, without rows: an import reads none."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    (folder / name / "data.arrow").write_bytes(b"")
+    splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
+
+
+# ---- answers that were false for a value of their key ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "text"),
+    [
+        ("transformers", "config_name", "other", "the config.json of the model's directory is read"),
+        ("deepspeed", "tensor_parallel.tp.tp_size", 2, "training has autotp_size"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(name, key, value, text):
+    with pytest.raises(ConfigError, match=text) as refused:
+        made_of(name, {key: value})
     assert key in refused.value.given

@@ -13,6 +13,7 @@ from disks import mounted
 from safetensors.torch import load_file
 
 import shardwise as sw
+from shardwise.config import folders
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.run import disk_space, job, output
 from shardwise.run.config import load_config
@@ -85,7 +86,7 @@ def test_on_a_small_disk_less_is_left_for_others(tmp_path, monkeypatch):
     disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), {"export": 2 << 20}, 14 << 10)
     with pytest.raises(ConfigError, match=r"48\.00 MiB for a checkpoint; 2\.00 MiB stay free for others"):
         disk_space.check_space(config(tmp_path, "--checkpoint.every=1"), {"export": 2 << 20}, 48 << 20)
-    assert [commit.spare_bytes(size) for size in (100 << 20, 1 << 40)] == [2 << 20, 64 << 20]
+    assert [folders.spare_bytes(size) for size in (100 << 20, 1 << 40)] == [2 << 20, 64 << 20]
 
 
 def test_the_estimate_of_the_small_files_grows_with_the_lines(tmp_path):

@@ -140,7 +140,8 @@ def test_a_run_whose_checkpoints_are_without_the_frozen_base_resumes_beside_it(r
 def test_a_run_of_a_model_that_its_code_has_wrapped_by_peft_writes_adapters_and_merged_weights(ranks, tmp_path):
     pytest.importorskip("peft")
     build = f"--model.build={Path(__file__).parents[1] / 'techniques/lora/wrapped.py'}:for_a_run"
-    assert ranks.run(train, 2, tmp_path, 1, build, "--checkpoint.frozen=leave")[0]["steps"] == 1
+    assert "loaded from no directory" in ranks.run(train, 2, tmp_path, 1, build, "--checkpoint.frozen=leave")[0]
+    assert ranks.run(train, 2, tmp_path, 1, build)[0]["steps"] == 1
     assert (tmp_path / "adapter/adapter_config.json").is_file()
     names = load_file(tmp_path / "weights/model.safetensors")
     assert "model.layers.0.mlp.up_proj.weight" in names and not any("lora" in name for name in names)

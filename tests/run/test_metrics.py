@@ -1,5 +1,6 @@
 """Metrics that survive a crash, speed and time left, memory of a rank, words of a completion, the picture."""
 
+import contextlib
 import gc
 import json
 import os
@@ -20,7 +21,7 @@ from shardwise.run.sample import vocabulary, word_share
 
 def test_lines_are_json_and_there_at_once(tmp_path):
     path = tmp_path / "a" / "b" / "m.jsonl"
-    with MetricsWriter(path) as out:
+    with contextlib.closing(MetricsWriter(path)) as out:
         out.write(step=1, loss=torch.tensor(2.5), name="x", none=None)
         assert [json.loads(line) for line in path.read_text().splitlines()] == [
             {"step": 1, "loss": 2.5, "name": "x", "none": None}
@@ -34,7 +35,7 @@ def test_a_torn_line_is_left_out_with_a_word_and_not_continued(tmp_path):
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo\xc3')
     with pytest.warns(UserWarning, match=r"left out of .*m\.jsonl: line 2, which was cut off"):
         assert read_metrics(path) == [{"step": 1}]
-    with MetricsWriter(path) as out:
+    with contextlib.closing(MetricsWriter(path)) as out:
         out.write(step=3)
     said: list[str] = []
     assert read_metrics(path, say=said.append) == [{"step": 1}, {"step": 3}]
@@ -49,7 +50,7 @@ def test_what_a_full_disk_took_of_a_line_is_cut_off_again(tmp_path, monkeypatch)
             raise OSError(28, "No space left on device")
         return real(file, data[:-10])
 
-    with MetricsWriter(path) as out:
+    with contextlib.closing(MetricsWriter(path)) as out:
         out.write(step=1)
         monkeypatch.setattr(os, "write", little_room)
         with pytest.raises(CheckpointError, match="No space left"):

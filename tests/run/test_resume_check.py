@@ -19,12 +19,12 @@ FP16 = "--parallel.precision=fp16"
 def since(monkeypatch, tmp_path):
     """``since(words before, words now)``: the changes that take effect."""
 
-    def since(before, now, *, tells_files=True):
+    def since(before, now, *, tells_files=True, files=None):
         texts = resume_check.texts_of(load_config(None, before).config)
         path = tmp_path / "config.yaml"
         path.write_text(texts[resume_check.CONFIG])
         values = resume_check.flat(resume_check.EXTENSIONS[".yaml"](path.read_text(), str(path)).values)
-        files = json.loads(texts[resume_check.FILES]) if tells_files else {}
+        files = files or (json.loads(texts[resume_check.FILES]) if tells_files else {})
         saved = resume_check._Saved(folder=tmp_path / "step-00000002", values=values, files=files)
         monkeypatch.setattr(resume_check, "_newest", lambda root: saved)
         return changes_since(tmp_path, load_config(None, now).config)
@@ -65,6 +65,15 @@ def test_what_could_take_no_effect_is_refused_with_both_values(since, before, no
         since(before, now)
     assert caught.value.given.startswith(f"{key}: not as in the run that ")
     assert (f"--{key}=" in caught.value.fix or f": no {key};" in caught.value.fix) and "--fresh" in caught.value.fix
+
+
+def test_a_base_that_checkpoints_leave_out_may_be_named_anew_and_is_compared_when_it_is_loaded(since):
+    words, leaves = ["--parallel.lora.rank=4", "--checkpoint.every=5"], "--checkpoint.frozen=leave"
+    assert since(words, [*words, leaves]) == ["checkpoint.frozen save -> leave"]
+    changed = since([*words, leaves], [*words, "--model.weights=other", "--model.cast=true"])
+    assert changed == ["checkpoint.frozen leave -> save"]
+    with pytest.raises(ConfigError, match=r"model\.adapter"):
+        since([*words, leaves], [*words, leaves, "--model.weights=base", "--model.adapter=other"])
 
 
 def test_every_key_that_is_refused_is_named(since):
@@ -142,3 +151,41 @@ def test_a_key_of_the_data_is_refused_unless_it_is_known_to_change_no_sample():
 def test_how_samples_are_read_and_taken_may_change(since):
     now = ["--data.global_batch=8", "--data.micro_batch=2", "--data.num_workers=1", "--data.prefetch=3"]
     assert [told.split()[0] for told in since([], now)] == [word.removeprefix("--").partition("=")[0] for word in now]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"])
+def test_files_beside_a_tokenizer_that_decide_the_tokens_of_records_are_compared(since, tmp_path, name):
+    """Edited, added and removed; a text needs none of them, and nor does a template of its own."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).write_text("{}")
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "text.txt").write_text("a text")
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    words = [f"--data.path={tmp_path}/chat.jsonl", f"--data.tokenizer={tmp_path}"]
+    kinds = {
+        "records": words,
+        "template": [*words, f"--data.chat_template={tmp_path}/own.jinja"],
+        "text": [f"--data.path={tmp_path}/text.txt", words[1]],
+    }
+    before = {kind: given_by(given) for kind, given in kinds.items()}
+    assert since(words, words) == []
+    file = tmp_path / name
+    for content in ("{ }", None):
+        file.write_text(content) if content else file.unlink(missing_ok=True)
+        for kind, given in kinds.items():
+            is_used = kind == "records" or (kind == "template" and name != "chat_template.jinja")
+            if not is_used:
+                assert since(given, given, files=before[kind]) == []
+                continue
+            with pytest.raises(ConfigError, match="the position in the data") as caught:
+                since(given, given, files=before[kind])
+            assert f"data.tokenizer/{name}" in caught.value.given
+            assert f"resume with what it had: the file of data.tokenizer/{name} as it was;" in caught.value.fix
+        if name == "special_tokens_map.json":
+            break  # it was not there before
+    older = {key: value for key, value in before["records"].items() if "/" not in key}
+    assert since(words, words, files=older) == []
+
+
+def given_by(words):
+    return json.loads(resume_check.texts_of(load_config(None, words).config)[resume_check.FILES])

@@ -1,5 +1,7 @@
 """What ranks do with checkpoints without the frozen base."""
 
+import json
+import warnings
 from typing import Any
 
 import torch
@@ -38,6 +40,64 @@ def run(
             if step.num_steps == (2 if resumes else 1):
                 manager.save()
         return losses, ""
+
+
+def stepped(model: Any) -> Any:
+    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return sw.TrainStep(model, optim, loss=loss, forward=forward, count=count)
+
+
+def named_base(model: Any, root: str, frozen: str = "leave", *, is_due: bool = True) -> str:
+    """The base that a new checkpoint names, after a window in a run that resumes if it can; or the error of saving."""
+    step = stepped(model)
+    with sw.CheckpointManager(root, step, async_save=False, frozen=frozen) as manager:
+        try:
+            manager.load()
+            step([{"input_ids": IDS[:1]}])
+            path = manager.save_every(1 if is_due else 1000)
+        except (sw.ConfigError, sw.CheckpointError) as error:
+            return str(error)
+        file = path / "training/frozen.json" if path is not None else None
+        return json.loads(file.read_text())["folder"] if file is not None and file.exists() else "none"
+
+
+def named_by_adapter(model: Any, folder: str) -> tuple[str | None, str]:
+    """The base that an adapter's files name, and the warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        path = sw.save_adapter(model, folder)
+    text = json.loads((path.parent / "adapter_config.json").read_text())["base_model_name_or_path"]
+    return text, "".join(str(w.message) for w in told if w.category is UserWarning)
+
+
+def other_values(folder: str, part: str, root: str) -> dict[str, Any]:
+    """What is said of a base some of whose values did not come from its directory, or are other ones by now."""
+    with sw.init("dp_shard=2", device="cpu") as world:
+        found: dict[str, Any] = {}
+        model = model_beside(world, folder, None)
+        sw.load_weights(model, part, strict=False)
+        found["part"] = named_base(model, f"{root}/a"), named_by_adapter(model, f"{root}/adapter")
+        sw.save_weights(model, f"{root}/weights")
+        sw.load_weights(model, folder, strict=False)
+        found["again"] = named_base(model, f"{root}/b"), named_by_adapter(model, f"{root}/adapter")
+        frozen = dict(model.named_parameters())["model.norm.weight"]
+        frozen.data.mul_(2)  # in no version of the parameter
+        found["first"] = named_base(model, f"{root}/c", is_due=False), ("", "")
+        found["loaded"] = named_base(model, f"{root}/b"), ("", "")
+        found["data"] = named_base(model, f"{root}/c"), named_by_adapter(model, f"{root}/adapter")
+        full = sw.full_state_dict(model)
+        sw.load_weights(model, folder, strict=False)
+        sw.load_full_state_dict(model, full)
+        found["full"] = named_base(model, f"{root}/d"), named_by_adapter(model, f"{root}/adapter")
+        found["nowhere"] = named_base(model_beside(world, None, None), f"{root}/e"), ("", "")
+        return found
+
+
+def goes_on(layout: str, folder: str | None, root: str, frozen: str) -> tuple[str, tuple[str | None, str]]:
+    """What a run in ``root`` names as its base: of its new checkpoint, and of its adapters."""
+    with sw.init(layout, device="cpu") as world:
+        model = model_beside(world, folder, None)
+        return named_base(model, root, frozen), named_by_adapter(model, f"{root}-adapter")
 
 
 def digests_of(layout: str, folder: str, quantize: str | None) -> dict[str, str]:

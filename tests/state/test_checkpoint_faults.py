@@ -13,8 +13,9 @@ from disks import mounted
 from state.runs import Average, Texts, equal, make, run, state
 
 import shardwise as sw
+from shardwise.config import folders
 from shardwise.state import staging
-from shardwise.state.checkpoint import commit, writer
+from shardwise.state.checkpoint import writer
 
 FAULTS = ("ENOSPC", "EIO", "short", "later")
 
@@ -87,7 +88,7 @@ def full(root, big):
         manager = sw.CheckpointManager(root, step, async_save=False)
         manager.save()
         if world.is_main:
-            commit.SPARE, spare = -(1 << 30), commit.SPARE
+            folders.SPARE, spare = -(1 << 30), folders.SPARE
             usage = os.statvfs(root)
             with open(os.path.join(root, "filler"), "wb") as file:
                 file.write(bytes(max(0, usage.f_bavail * usage.f_frsize - big)))
@@ -98,7 +99,7 @@ def full(root, big):
             except sw.CheckpointError as error:
                 errors.append(error)
             if world.is_main:
-                commit.SPARE = spare
+                folders.SPARE = spare
         return errors
 
 

@@ -338,7 +338,7 @@ def faulty_pruning(root, background: bool) -> tuple[int, list[str]]:
     from shardwise.state.checkpoint import retention
 
     world, _, step = make("dp_shard=2")
-    real = retention._is_whole
+    real = retention.steps_in
 
     def fails(folder):
         raise OSError(5, "Input/output error")
@@ -349,10 +349,10 @@ def faulty_pruning(root, background: bool) -> tuple[int, list[str]]:
         with sw.CheckpointManager(root, step, keep=1, async_save=background) as manager:
             for window, _ in zip(manager.resume(loader), range(3), strict=False):
                 step(window)
-                retention._is_whole = fails if step.num_steps == 2 else real
+                retention.steps_in = fails if step.num_steps == 2 else real
                 manager.save()
                 manager.wait()
-        retention._is_whole = real
+        retention.steps_in = real
     return step.num_steps, [str(warning.message) for warning in caught if "removed" in str(warning.message)]
 
 

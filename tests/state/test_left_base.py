@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from state.adapting import base
-from state.leaving import digests_of, refused, run, unread
+from state.leaving import digests_of, goes_on, other_values, refused, run, unread
 
 import shardwise as sw
 from shardwise.cli.main import main
@@ -88,3 +88,41 @@ def test_what_reads_weights_says_what_is_missing(ranks, tmp_path, folder, capsys
 def test_nothing_frozen_and_a_choice_that_does_not_exist_are_refused(ranks, tmp_path):
     assert "no parameter of the model is frozen" in ranks.run(refused, 1, str(tmp_path), {"frozen": "leave"})[0]
     assert "frozen='drop'" in ranks.run(refused, 1, str(tmp_path), {"frozen": "drop"})[0]
+
+
+def test_a_base_with_values_that_its_directory_does_not_have_is_not_left_there(ranks, tmp_path, folder):
+    """Loaded in part from elsewhere, written by the program (also through .data), loaded from a state dict, from nowhere."""
+    part = tmp_path / "part"
+    part.mkdir()
+    norm = load_file(f"{folder}/model.safetensors")["model.norm.weight"]
+    save_file({"model.norm.weight": norm + 1}, part / "model.safetensors", {"format": "pt"})
+    Path(folder, "tokenizer_config.json").write_text("{}")
+    for found in ranks.run(other_values, 2, folder, str(part), str(tmp_path)):
+        assert found["again"] == (folder, (folder, ""))
+        for case in ("part", "data", "full"):
+            refusal, (named, warning) = found[case]
+            assert refusal.startswith("model.norm.weight: ") and "one of 1 of" in refusal and named is None, case
+            assert "model.norm.weight, one of 1" in warning or not warning
+        assert "model.norm.weight" in found["first"][0] and "beside another base" in found["loaded"][0]
+        assert "loaded from no directory" in found["nowhere"][0]
+    assert (tmp_path / "weights/tokenizer_config.json").is_file()  # of the base, not of the part
+    assert not [*tmp_path.glob("[acde]/step-*")] and len([*tmp_path.glob("b/step-*")]) == 1
+
+
+def test_the_base_of_a_run_that_resumes_is_that_of_its_own_record(ranks, tmp_path):
+    """Not the checkpoint, which is removed when newer ones are there."""
+    made, root = tmp_path / "base", str(tmp_path / "run")
+    base("lora").save_pretrained(made)
+    assert ranks.run(goes_on, 2, "dp_shard=2", str(made), root, "save")[0] == ("none", (str(made), ""))
+    first = str(tmp_path / "run/step-00000001")
+    text, _ = ranks.run(goes_on, 1, "dp_shard=1", first, root, "leave")[0]
+    assert "a checkpoint in the run's own directory" in text and first in text
+    assert ranks.run(goes_on, 2, "tp=2", None, root, "save")[0] == ("none", (str(made), ""))
+    assert ranks.run(goes_on, 2, "tp=2", None, root, "leave")[0] == (str(made), (str(made), ""))
+    moved = made.rename(tmp_path / "moved")
+    assert ranks.run(goes_on, 2, "dp_shard=2", str(moved), root, "leave")[0][0] == str(moved)
+    ranks.run(goes_on, 2, "dp_shard=2", str(moved), str(tmp_path / "other"), "save")
+    moved.rename(made)
+    assert (
+        "nothing is there any more" in ranks.run(goes_on, 1, "dp_shard=1", None, str(tmp_path / "other"), "leave")[0][0]
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.arguments import Parser
+from shardwise.config.folders import is_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.launch.imports import import_frozen
 from shardwise.launch.lock import try_lock
@@ -79,19 +80,14 @@ def _place(path: Path) -> Path:
     manifest = import_frozen(MANIFEST)
     path = path.resolve()
     below = path / "checkpoints"  # where shardwise train saves them
-    goes_deeper = not _is_checkpoint(path) and not manifest.steps_in(path) and below.is_dir()
+    goes_deeper = not is_checkpoint(path, by_name=True) and not manifest.steps_in(path) and below.is_dir()
     return below if goes_deeper and manifest.steps_in(below) else path
-
-
-def _is_checkpoint(path: Path) -> bool:
-    manifest = import_frozen(MANIFEST)
-    return (path / manifest.MANIFEST).exists() or manifest.step_of(path) is not None
 
 
 def _folders(path: Path) -> list[Path]:
     """The checkpoint that ``path`` is, or those in it, oldest first."""
     manifest = import_frozen(MANIFEST)
-    if _is_checkpoint(path):
+    if is_checkpoint(path, by_name=True):
         return [path]
     found = [path / manifest.folder_name(step) for step in manifest.steps_in(path)]
     if not found:
@@ -204,7 +200,10 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
             why="that is one checkpoint",
             fix=f"name the directory it is in: {path.parent}",
         )
-    tried = try_lock(path / ".lock")
+    try:
+        tried = try_lock(path / ".lock")
+    except OSError as error:
+        raise _unwritable(path, error.strerror or str(error)) from error
     if tried.held is None:
         raise CheckpointError(
             f"the checkpoints in {path}",
@@ -219,11 +218,21 @@ def _prune(path: Path, args: argparse.Namespace) -> int:
         gone = rule.steps_to_remove(path, max(manifest.steps_in(path)), None)
         for step in gone:
             folder = path / manifest.folder_name(step)
-            print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
             if not args.dry_run:
                 retention.remove(folder)
+                if folder.exists():
+                    raise _unwritable(path, f"{folder.name} is still there")
+            print(f"{'would remove' if args.dry_run else 'removed'} {folder}")
     print(f"{len(folders) - len(gone)} of {len(folders)} stay")
     return 0
+
+
+def _unwritable(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoints in {path}",
+        why=f"nothing can be removed there: {why}",
+        fix="run it as the user whose they are, or make the directory writable",
+    )
 
 
 def _best_of(folders: list[Path]) -> str | None:

@@ -88,23 +88,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> None:
     from shardwise.config.loader import with_overrides
-    from shardwise.run.config import FOREIGN, RunConfig
-    from shardwise.run.imported import checked, from_config
+    from shardwise.dialects import words
+    from shardwise.dialects.answers import imported
+    from shardwise.run.config import RunConfig
+    from shardwise.run.imported import checked
 
-    made = from_config(
+    made = imported(
         *args.files,
         dialect=args.dialect,
         ranks=args.ranks,
         ranks_per_node=args.ranks_per_node,
-        allow=args.allow,
+        allow=tuple(args.allow),
         exact=args.exact,
         environ=os.environ if args.env else None,
     )
     if args.overrides:
         _refuse_overrides(args.overrides, made.followed)
-        values = with_overrides(made.run, args.overrides, RunConfig, foreign=FOREIGN)
-        made = replace(made, run=values, config=checked(values, origin="the run file"))
-        made = _with_answers(made, args.overrides)
+        values = with_overrides(made.run, args.overrides, RunConfig, foreign=words)
+        made = _with_answers(replace(made, run=values), args.overrides)
+    made = checked(made)  # with the overrides: what one of them mends is not refused
     was_there = False
     if args.output not in (None, "-"):
         was_there = _write(args.output, made.yaml())

@@ -107,7 +107,7 @@ def _facts(config: "RunConfig") -> tuple[dict[str, Any], dict[str, str]]:
         facts[f"checkpoint.{key}"] = None if getattr(config.checkpoint, key) is None else "a folder"
     shown: dict[str, str] = {}
     for key, contents in files_of(config).items():
-        path = facts[key]
+        path = facts.get(key)  # none of what is beside a file that a key names
         shown[key] = contents if path is None else f"{path} ({contents})"
         facts[key] = contents
     return facts, shown

@@ -18,7 +18,6 @@ def checked(value: Any, hint: Any, *, where: str, key: str) -> Any:
     """``value`` converted to the type ``hint`` (lists become tuples, whole floats ints), or a :class:`ConfigError`.
 
     Args:
-        value: the value.
         hint: the field's type, with its ``Annotated`` limits.
         where: the value and where it was given, for the message (``train.steps = 'many' (run.yaml:7)``).
         key: the key alone, for the example in the fix (``steps``).
@@ -82,10 +81,8 @@ def describe_value(value: Any, *, within: str = "") -> str:
 
 def doc_of(hint: Any) -> str:
     """The description a field was declared with."""
-    metas = (
-        [arg for arg in get_args(hint)[1:] if isinstance(arg, msgspec.Meta)] if get_origin(hint) is Annotated else []
-    )
-    return next((meta.description for meta in metas if meta.description), "")
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((meta.description for meta in metas if isinstance(meta, msgspec.Meta) and meta.description), "")
 
 
 def struct_in(hint: Any) -> type[msgspec.Struct] | None:

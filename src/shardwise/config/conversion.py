@@ -28,21 +28,15 @@ class Conversion:
     """One conversion: source, destination, and what changes on the way.
 
     Attributes:
-        source: file or directory.
         dest: file, or for ``hf``, ``dcp`` and ``shardwise`` a directory.
         to: ``hf``, ``safetensors``, ``torch``, ``dcp`` or ``shardwise`` (a checkpoint of weights); empty: the kind of
             the ending of ``dest``, else ``hf``.
         dtype: for floating-point tensors, as a word (``bf16``) or torch's name; None: unchanged.
         keep: regular expressions of names that keep their dtype.
         max_shard_bytes: largest size of a file, in bytes, where there may be several; None: 5 GiB.
-        rules: rules of a key map.
         config: the model's configuration, if it is not next to the source.
         adapter: a directory of adapters in PEFT's files, which are merged into the weights.
         verify: whether every tensor is compared with the source before the result is moved to its place.
-        overwrite: whether an existing ``dest`` is replaced.
-
-    Raises:
-        ConfigError: unknown words, options that contradict each other, or that would have no effect.
     """
 
     source: Path

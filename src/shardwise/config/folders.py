@@ -4,6 +4,7 @@ A save replaces the files of its own kind, and keeps all others. It is refused w
 or which would be read together with its own; and within a checkpoint, which has exactly the files that its manifest names.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from shardwise.config.tokenizer import TOKENIZER_FILES
 from shardwise.errors import CheckpointError
 
+SPARE = 64 << 20  # bytes
 MANIFEST = "manifest.json"
 FORMAT = "shardwise checkpoint"
 _STATE = Path("training", "state.json")  # of a run's checkpoint
@@ -25,7 +27,7 @@ class Kind(NamedTuple):
 
     words: str
     replaced: re.Pattern[str]
-    shown: re.Pattern[str]
+    shown: re.Pattern[str] | None  # of a checkpoint: see is_checkpoint
 
 
 _WEIGHTS = rf"model{_PARTS}\.safetensors|model\.safetensors\.index\.json"
@@ -34,7 +36,7 @@ KINDS = {
     "weights": Kind("the weights of a model", re.compile(_WEIGHTS), re.compile(rf"{_WEIGHTS}|pytorch_model{_PARTS}\.bin")),
     "adapter": Kind("adapters", re.compile(_ADAPTERS), re.compile(rf"{_ADAPTERS}|adapter_model\.bin")),
     "dcp": Kind("a checkpoint of torch.distributed.checkpoint", re.compile(_DCP), re.compile(_DCP)),
-    "checkpoint": Kind("a checkpoint", re.compile(rf"{_WEIGHTS}|manifest\.json"), re.compile(r"manifest\.json")),
+    "checkpoint": Kind("a checkpoint", re.compile(rf"{_WEIGHTS}|manifest\.json"), None),
 }  # fmt: skip
 
 SIDECARS = (
@@ -49,22 +51,16 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_manifest(path: Path) -> bool:
-    """Whether a file was written as a manifest, even if it is damaged; other programs use this file name too."""
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except OSError:
-        return False
-    return any(mark in head for mark in (b'"block_bytes"', b'"crc32c"', FORMAT.encode()))
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a directory was written as a checkpoint, even if it is damaged."""
-    file = folder / MANIFEST
-    return is_manifest(file) or (folder / _STATE).exists() or (step_of(folder) is not None and file.exists())
+def is_checkpoint(folder: Path, *, by_name: bool = False) -> bool:
+    """Whether a directory was written as a checkpoint, even if it is damaged; ``by_name``: or is called like one."""
+    file, head, is_named = folder / MANIFEST, b"", step_of(folder) is not None
+    if (folder / _STATE).exists() or (is_named and (by_name or file.exists())):
+        return True
+    with contextlib.suppress(OSError):
+        if file.is_file():
+            with file.open("rb") as opened:
+                head = opened.read(4096)
+    return any(mark in head for mark in (b'"block_bytes"', b'"crc32c"', FORMAT.encode()))  # others use its name too
 
 
 def found_in(folder: Path) -> dict[str, str]:
@@ -72,7 +68,7 @@ def found_in(folder: Path) -> dict[str, str]:
     if is_checkpoint(folder):
         return {"checkpoint": MANIFEST}
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    shown = ((kind, next(filter(KINDS[kind].shown.fullmatch, names), None)) for kind in ("weights", "adapter", "dcp"))
+    shown = ((kind, next(filter(each.shown.fullmatch, names), None)) for kind, each in KINDS.items() if each.shown)
     return {kind: name for kind, name in shown if name is not None}
 
 
@@ -84,9 +80,6 @@ def check_place(dest: Path, kind: str, given: str = "", option: str = "") -> Non
         kind: of :data:`KINDS`, which is written there.
         given: for the error; empty: what is written, and where.
         option: of the command line that names the directory, with its "=".
-
-    Raises:
-        CheckpointError: with the reason.
     """
     given = given or f"{'adapters' if kind == 'adapter' else kind} to {dest}"
     standing = next(place for place in (dest, *dest.parents) if place.exists())
@@ -107,11 +100,7 @@ def check_place(dest: Path, kind: str, given: str = "", option: str = "") -> Non
 
 
 def check_writable(place: Path, given: str, option: str = "") -> None:
-    """Refuses a folder in which nothing can be written; of one that is not there, that in which it would be made.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
+    """Refuses a folder in which nothing can be written; of one that is not there, that in which it would be made."""
     standing = next(folder for folder in (place, *place.parents) if folder.exists())
     if not os.access(standing, os.W_OK | os.X_OK):
         code = errno.EROFS if os.statvfs(standing).f_flag & os.ST_RDONLY else errno.EACCES
@@ -120,11 +109,7 @@ def check_writable(place: Path, given: str, option: str = "") -> None:
 
 
 def refuse_other_kind(dest: Path, kind: str, given: str, option: str = "") -> None:
-    """Refuses to write files of one kind into a directory of another, or within a checkpoint.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
+    """Refuses to write files of one kind into a directory of another, or within a checkpoint."""
     refuse_within_checkpoint(dest.parent, kind, given, option)
     other, name = next((found for found in found_in(dest).items() if found[0] != kind), (None, ""))
     if other is not None:
@@ -136,18 +121,19 @@ def refuse_other_kind(dest: Path, kind: str, given: str, option: str = "") -> No
 
 
 def refuse_within_checkpoint(folder: Path, kind: str, given: str, option: str = "") -> None:
-    """Refuses to write into a checkpoint, or a folder in one: it is damaged by a file that its manifest does not name.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
-    home = next((place for place in (folder, *folder.parents) if is_manifest(place / MANIFEST)), None)
+    """Refuses to write into a checkpoint, or a folder in one: it is damaged by a file that its manifest does not name."""
+    home = next((place for place in (folder, *folder.parents) if is_checkpoint(place)), None)
     if home is not None:
         raise CheckpointError(
             given,
             why=f"{home} is a checkpoint, which could not be read any more with a file that its manifest does not name",
             fix=f"name another folder: {option}{_beside(home, kind)}",
         )
+
+
+def spare_bytes(disk_bytes: int) -> int:
+    """The bytes that a checkpoint leaves free for other programs; few on a small disk, which still holds small ones."""
+    return min(SPARE, disk_bytes // 50)
 
 
 def free_place(dest: Path, kind: str) -> Path:

@@ -58,16 +58,11 @@ class Rule(Options, frozen=True, kw_only=True):
 
 
 def map_names() -> list[str]:
-    """The names of the maps that come with the package."""
     return sorted(path.stem for path in _HOME.glob("*.yaml"))
 
 
 def load_map(name: str | Path) -> tuple[Rule, ...]:
-    """The rules of a map, by its name or from a YAML file.
-
-    Raises:
-        ConfigError: no such map, or an invalid rule.
-    """
+    """The rules of a map, by its name or from a YAML file."""
     path = _HOME / f"{name}.yaml" if str(name) in map_names() else Path(name)
     try:
         text = path.read_text(encoding="utf-8")
@@ -84,11 +79,6 @@ def load_map(name: str | Path) -> tuple[Rule, ...]:
 
 
 def rules_of(values: object, where: str) -> tuple[Rule, ...]:
-    """The rules that a list of mappings describes.
-
-    Raises:
-        ConfigError: see :func:`load_map`.
-    """
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ConfigError(
             where, why="a map is a list of rules", fix=r"write: - {from: 'model\.(.*)', to: '\1'}, one line per rule"

@@ -23,11 +23,6 @@ def public_call(answers: Mapping[str, str] | None = None) -> Callable[[F], F]:
     return functools.partial(_explained, answers or {})
 
 
-def known_keywords(init: F) -> F:
-    """:func:`public_call` without answers."""
-    return _explained({}, init)
-
-
 def _explained(answers: Mapping[str, str], function: F) -> F:
     signature = inspect.signature(function)
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, Protocol, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -34,17 +34,8 @@ _OF_TORCH = "torch has this option, and Shardwise does not: "
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
 
-class Foreign(Protocol):
-    """Knows keys of other systems: each answer is an error that shows what to write, or None."""
-
-    def whole(self, values: Mapping[str, Any], path: str) -> ConfigError | None:
-        """For a file that is another system's as a whole."""
-
-    def override(self, key: str, value: str, *, inside: bool) -> ConfigError | None:
-        """For an override, ``inside`` a section that there is."""
-
-    def keys(self, unknown: Mapping[str, Any], path: Sequence[str], origin: str) -> ConfigError | None:
-        """For unknown keys of a section, the first of them at ``origin``."""
+Foreign = Any
+"""Answers keys of other systems, each with an error that shows what to write: :mod:`shardwise.dialects.words`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,24 +59,15 @@ def load_config(
             None for the defaults.
         overrides: ``--train.steps=20`` or ``train.steps=20``; the value is YAML 1.2 (``3e-4``, ``null``, ``[1, 2]``)
             and replaces the value of the file.
-        cls: the record to build.
-        foreign: answers keys of other systems.
-
-    Raises:
-        ConfigError: for anything that is missing, unknown, given twice, misspelled or of the wrong type.
     """
     layer = _read(path, cls)
     is_strange = foreign is not None and bool(layer.values.keys() - {*hints_of(cls)})
-    error = foreign.whole(layer.values, str(path)) if foreign is not None and is_strange else None
+    error = foreign.foreign_file(layer.values, str(path)) if foreign is not None and is_strange else None
     if error is not None:
         raise error
     for key, text in _split_overrides(overrides):
         _apply_override(layer, key, text, cls, foreign)
-    _refuse_unknown_keys(cls, layer, foreign)
-    _refuse_unwritten(layer)
-    origins: dict[str, str] = {}
-    config = _build(cls, layer.values, (), layer, origins)
-    return Loaded(config=config, origins=origins)
+    return _checked(cls, layer, foreign)
 
 
 def with_overrides(
@@ -102,7 +84,11 @@ def load_values(values: Mapping[str, Any], cls: type[C], *, origin: str) -> Load
     """Loads a configuration that is a mapping, as :func:`load_config` loads a file; ``origin`` says where it is from."""
     layer = Layer(values=_plain(values))
     _mark(layer, layer.values, (), origin)
-    _refuse_unknown_keys(cls, layer, None)
+    return _checked(cls, layer, None)
+
+
+def _checked(cls: type[C], layer: Layer, foreign: Foreign | None) -> Loaded[C]:
+    _refuse_unknown_keys(cls, layer, foreign)
     _refuse_unwritten(layer)
     origins: dict[str, str] = {}
     return Loaded(config=_build(cls, layer.values, (), layer, origins), origins=origins)
@@ -228,7 +214,7 @@ def _refuse_unknown_override(
         hints = hints_of(record)
         if part not in hints:
             told = replacement_for(record, part, "override")
-            error = foreign.override(key, text, inside=depth > 0) if foreign is not None and not told else None
+            error = foreign.override_error(key, text, inside=depth > 0) if foreign is not None and not told else None
             if error is not None:
                 raise error
             near = _near_key(keys, depth, list(hints), cls)
@@ -317,9 +303,9 @@ def _unknown_keys(
     by_torch = {key: told for key in unknown if (told := replacement_for(cls, key, "file"))}
     theirs: dict[str, Any] = {}
     if foreign is not None:
-        theirs = {k: v for k, v in unknown.items() if k not in by_torch and foreign.keys({k: v}, path, "") is not None}
+        theirs = {k: v for k, v in unknown.items() if k not in by_torch and foreign.file_error({k: v}, path, "")}
         first = _origin(layer, (*path, next(iter(theirs)))) if theirs else ""
-        if theirs and (error := foreign.keys(theirs, path, first)) is not None:
+        if theirs and (error := foreign.file_error(theirs, path, first)) is not None:
             yield error
     for key, value in unknown.items():
         if key not in theirs:
@@ -340,8 +326,13 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
         if key not in values:
             _default_origins(default_of(cls, key), here, origins)
         elif inner is not None and (isinstance(values[key], dict) or (values[key] is None and _is_section(hint))):
-            section = _section(values[key], here, inner, layer)
-            built[key] = _build(inner, section, here, layer, origins)
+            if values[key] is None:
+                raise ConfigError(
+                    f"{'.'.join(here)} ({_origin(layer, here)})",
+                    why="the section is empty",
+                    fix=f"remove it, or give it keys: {', '.join(hints_of(inner))}",
+                )
+            built[key] = _build(inner, values[key], here, layer, origins)
         else:
             where = f"{'.'.join(here)} = {_short(values[key])} ({_origin(layer, here)})"
             built[key] = checked(values[key], hint, where=where, key=key)
@@ -356,16 +347,6 @@ def _is_section(hint: Any) -> bool:
     """Whether a field's type is a record and nothing else, as for sections."""
     bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
-
-
-def _section(value: Any, path: Keys, cls: type[msgspec.Struct], layer: Layer) -> dict[str, Any]:
-    if value is None:
-        raise ConfigError(
-            f"{'.'.join(path)} ({_origin(layer, path)})",
-            why="the section is empty",
-            fix=f"remove it, or give it keys: {', '.join(hints_of(cls))}",
-        )
-    return value
 
 
 def _unknown_key(

@@ -60,7 +60,8 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
             value = getattr(self, key)
             if key in self.patterns:
                 value = _with_class_names(value)
-            if key in self.functions and _holds_functions(value):
+            inner = value if isinstance(value, list | tuple) else (value,)
+            if key in self.functions and any(callable(each) or isinstance(each, Options) for each in inner):
                 continue
             where = f"{type(self).__name__}({key}={value!r})"
             msgspec.structs.force_setattr(self, key, checked(value, hint, where=where, key=key))
@@ -72,11 +73,6 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
     def computed(self) -> dict[tuple[str, str], Any]:
         """Defaults that depend on other fields: (section, key) -> value. A record applies them in :meth:`check`."""
         return {}
-
-
-def _holds_functions(value: Any) -> bool:
-    inner = value if isinstance(value, list | tuple) else (value,)
-    return any(callable(each) or isinstance(each, Options) for each in inner)
 
 
 def _with_class_names(value: Any) -> Any:

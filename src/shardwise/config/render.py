@@ -4,8 +4,9 @@ The text of :func:`dump_config` loads back to an equal configuration. It is writ
 because each line has its own comment, and ``--help`` should not wait for the library.
 """
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -20,7 +21,6 @@ _PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)[\w/.=+-]*", re.ASCII)
 
 
 def dump_config(config: msgspec.Struct) -> str:
-    """The configuration as YAML that loads back to an equal one."""
     return "".join(f"{line}\n" for line, _ in _lines(config))
 
 
@@ -36,20 +36,18 @@ def print_config(loaded: Loaded[Any]) -> str:
 
 def config_help(cls: type[msgspec.Struct]) -> str:
     """Every key of a configuration with its default and its description, as ``--help`` shows it."""
-    out: list[str] = []
-    _help_lines(cls, "", out.append)
-    return "\n".join(out)
+    return "\n".join(_help_lines(cls, ""))
 
 
-def _help_lines(cls: type[msgspec.Struct], prefix: str, emit: Callable[[str], None]) -> None:
+def _help_lines(cls: type[msgspec.Struct], prefix: str) -> Iterator[str]:
     for key, hint in hints_of(cls).items():
         default = default_of(cls, key)
         if isinstance(default, msgspec.Struct):
-            emit(f"  {prefix}{key}: {doc_of(hint)}")
-            _help_lines(type(default), f"{prefix}{key}.", emit)
-            continue
-        emit(f"    {prefix}{key}={flow_text(default)}")
-        emit(f"        {doc_of(hint)} [{describe_type(hint)}]")
+            yield f"  {prefix}{key}: {doc_of(hint)}"
+            yield from _help_lines(type(default), f"{prefix}{key}.")
+        else:
+            yield f"    {prefix}{key}={flow_text(default)}"
+            yield f"        {doc_of(hint)} [{describe_type(hint)}]"
 
 
 def _lines(value: Any, path: tuple[str, ...] = ()) -> list[tuple[str, tuple[str, ...]]]:
@@ -96,19 +94,8 @@ def flow_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(flow_text(inner) for inner in value) + "]"
     if isinstance(value, float):
-        return _number(value)
-    if value is None or isinstance(value, bool | int):
-        return (
-            {None: "null", True: "true", False: "false"}[value]
-            if value is None or value is True or value is False
-            else str(value)
-        )
-    return _text(str(value))
-
-
-def _number(value: float) -> str:
-    special = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}
-    return special.get(repr(value), repr(value))
+        return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
+    return json.dumps(value) if value is None or isinstance(value, int) else _text(str(value))
 
 
 def _text(text: str) -> str:

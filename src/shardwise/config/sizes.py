@@ -14,15 +14,7 @@ def is_size(text: str) -> bool:
 
 
 def num_bytes(text: str, option: str) -> int:
-    """The bytes that ``text`` means: "8GiB" (2^30 each), "500MB" (10^6 each), "4096".
-
-    Args:
-        text: what was given.
-        option: its name, for the message.
-
-    Raises:
-        ConfigError: it is no size, or less than a byte.
-    """
+    """The bytes that ``text`` means: "8GiB" (2^30 each), "500MB" (10^6 each), "4096"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     size = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match else 0
     if size < 1:

@@ -30,15 +30,11 @@ class Layer:
 
 
 def read_file(path: Path) -> Layer:
-    """Read a configuration file by its extension.
-
-    Raises:
-        ConfigError: it is missing, of an unknown kind, not valid, or does not hold a mapping.
-    """
     if path.suffix.lower() not in EXTENSIONS:
+        ending = f"files ending in '{path.suffix}' are not read" if path.suffix else "it has no extension"
         raise ConfigError(
             f"configuration file {path}",
-            why=_unreadable(path),
+            why="it is a directory, and the configuration is a file in it" if path.is_dir() else ending,
             fix=f"use one of {listing(EXTENSIONS)}, or a function that returns the configuration: pkg.mod:fn",
         )
     try:
@@ -67,12 +63,6 @@ def read_file(path: Path) -> Layer:
 
 def _too_deep(where: str) -> ConfigError:
     return ConfigError(where, why="its values lie within each other too deeply to be read", fix="write fewer levels")
-
-
-def _unreadable(path: Path) -> str:
-    if path.is_dir():
-        return "it is a directory, and the configuration is a file in it"
-    return f"files ending in '{path.suffix}' are not read" if path.suffix else "it has no extension"
 
 
 def parse_yaml_value(text: str, where: str) -> Any:
@@ -104,8 +94,9 @@ def _read_yaml_node(text: str, file: str, *, line: bool) -> tuple[Any, dict[Keys
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+    yaml = YAML(typ="safe", pure=True)
     try:
-        node = YAML(typ="safe", pure=True).compose(text)
+        node = yaml.compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "unknown place"
@@ -122,7 +113,7 @@ def _read_yaml_node(text: str, file: str, *, line: bool) -> tuple[Any, dict[Keys
         if "\ud800" <= text[position] <= "\udfff":  # how Python passes on bytes that the locale does not know
             fix = "set a locale of UTF-8, LC_ALL=C.UTF-8, for letters outside ASCII"
         raise _broken("YAML", file, place, f"it holds the control character {text[position]!r}", fix) from None
-    reader = _YamlReader(file, line, most=_MOST_BY_ALIASES + len(text))
+    reader = _YamlReader(yaml, file, line, most=_MOST_BY_ALIASES + len(text))
     return (None if node is None else reader.value(node, ())), reader.origins
 
 
@@ -144,8 +135,8 @@ def _broken(kind: str, file: str, place: str, problem: str, fix: str) -> ConfigE
 class _YamlReader:
     """Turns composed YAML nodes into values, recording the line of each key."""
 
-    def __init__(self, file: str, line: bool, most: int):
-        self.file, self.line, self.left = file, line, most
+    def __init__(self, yaml: Any, file: str, line: bool, most: int):
+        self.yaml, self.file, self.line, self.left = yaml, file, line, most
         self.origins: dict[Keys, str] = {}
         self.open: list[int] = []
 
@@ -176,7 +167,11 @@ class _YamlReader:
             key = self.key(key_node)
             here = (*path, key)
             if key in result:
-                raise _duplicate(here, f"{self.at(key_node)}", self.origins[here])
+                raise ConfigError(
+                    f"{self.at(key_node)}: '{'.'.join(here)}' is given twice",
+                    why=f"it was given before, at {self.origins[here]}, and only one of them could count",
+                    fix="remove one of the two",
+                )
             self.origins[here] = self.at(key_node)
             result[key] = self.value(value_node, here)
         return result
@@ -195,23 +190,14 @@ class _YamlReader:
         return node.value
 
     def scalar(self, node: Any, kind: str) -> Any:
-        text = node.value
         if kind in ("str", "timestamp"):
-            return text
-        if kind == "null":
-            return None
-        if kind == "bool":
-            return text.lower() == "true"
-        if kind == "int":
-            digits = text.replace("_", "")
+            return node.value
+        if kind in ("null", "bool", "int", "float"):
             try:
-                return int(digits, 0) if digits.lstrip("+-")[:2].lower() in ("0x", "0o", "0b") else int(digits)
+                return self.yaml.constructor.construct_object(node)
             except ValueError:
-                raise ConfigError(
-                    self.at(node), why=f"a number of {len(digits)} digits is not read", fix="write a shorter one"
-                ) from None
-        if kind == "float":
-            return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf").replace(".nan", "nan"))
+                why = f"a number of {len(node.value)} digits is not read"
+                raise ConfigError(self.at(node), why=why, fix="write a shorter one") from None
         raise ConfigError(
             f"{self.at(node)}: tag {node.tag}",
             why="a configuration holds plain values; tags, which could build objects, are refused",
@@ -220,14 +206,6 @@ class _YamlReader:
 
     def at(self, node: Any) -> str:
         return f"{self.file}:{node.start_mark.line + 1}" if self.line else self.file
-
-
-def _duplicate(path: Keys, where: str, first: str) -> ConfigError:
-    return ConfigError(
-        f"{where}: '{'.'.join(path)}' is given twice",
-        why=f"it was given before, at {first}, and only one of them could count",
-        fix="remove one of the two",
-    )
 
 
 def _read_toml(text: str, file: str) -> Layer:

@@ -27,8 +27,6 @@ def did_you_mean(word: str, known: Sequence[str], *, what: str, also_called: Map
     """The ``fix`` part of an error about an unknown name: the most similar name, if any, and all names that exist.
 
     Args:
-        word: what was written.
-        known: the names that exist.
         what: what they are, in the plural ("keys of train").
         also_called: words that mean one of the names without being spelled like it.
     """

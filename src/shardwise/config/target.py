@@ -9,6 +9,7 @@ directory, as ``python -m`` does; a file may import modules from its own directo
 """
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -42,9 +43,6 @@ def check_target(text: str, *, what: str = "target", origin: str = "", bare: boo
         what: the option that names it, for the message (``model.build``).
         origin: where it was given (``run.yaml:3``), for the message.
         bare: it will be called without arguments, so the message lists only functions that can be.
-
-    Raises:
-        ConfigError: naming the part that is missing, and similar names.
     """
     given = f"{what}={text!r}" + (f" ({origin})" if origin else "")
     place, name = split_target(text, given)
@@ -67,7 +65,6 @@ def load_target(text: str, *, what: str = "target") -> Any:
 
     Args:
         text: ``pkg.mod:fn`` or ``path/to/file.py:fn``.
-        what: the option that names it, for the message.
 
     Raises:
         ConfigError: the file, the module or the name is missing. An error inside the imported code is passed on.
@@ -95,11 +92,6 @@ def load_target(text: str, *, what: str = "target") -> Any:
 def called(function: Callable[..., Any], args: Mapping[str, Any], given: str) -> Any:
     """What ``function(**args)`` returns.
 
-    Args:
-        function: of the user.
-        args: its keyword arguments.
-        given: what was given, for the message.
-
     Raises:
         ConfigError: it does not take these arguments. An error inside it is passed on.
     """
@@ -126,17 +118,24 @@ def _arguments_of(function: Callable[..., object], given: Mapping[str, object]) 
 
 
 def split_target(text: str, given: str, more: str = "") -> tuple[str, str]:
-    """The file or module of a target, and the name in it. ``given`` and ``more``, another fix, are for the message.
-
-    Raises:
-        ConfigError: it has no such form.
-    """
+    """The file or module of a target, and the name in it. ``given`` and ``more``, another fix, are for the message."""
     if not looks_like_target(text):
         raise ConfigError(
             given, why="it does not name a function", fix=f"write pkg.mod:fn, or path/to/file.py:fn{more}"
         )
     place, _, name = text.rpartition(":")
     return place, name
+
+
+def check_build(section: str, build: str | None, args: Mapping[str, Any], more: str = "") -> bool:
+    """Whether a function is named that makes what a section is about; refuses arguments without one. ``more``: another fix."""
+    if build is None and args:
+        raise ConfigError(
+            f"{section}.args={args} without {section}.build",
+            why="they are the arguments of that function, so they would have no effect",
+            fix=f"add {section}.build, or remove {section}.args",
+        )
+    return build is not None and bool(split_target(build, f"{section}.build={build!r}", more))
 
 
 def _existing(place: str, name: str, given: str) -> Path:
@@ -162,8 +161,9 @@ def _module_file(place: str, given: str) -> Path | None:
         return Path(origin) if origin else None
     for index, part in enumerate(parts):
         spec = PathFinder.find_spec(".".join(parts[: index + 1]), search)
-        if spec is None and index == 0:
-            spec = _by_other_finders(part)
+        if spec is None and index == 0:  # of a frozen or editable-installed module; __main__ has none
+            with contextlib.suppress(ValueError):
+                spec = importlib.util.find_spec(part)
         if spec is None:
             raise _missing_module(given, parts[: index + 1], search)
         search = spec.submodule_search_locations
@@ -172,16 +172,9 @@ def _module_file(place: str, given: str) -> Path | None:
     return Path(spec.origin) if spec and spec.has_location and spec.origin else None
 
 
-def _by_other_finders(name: str) -> ModuleSpec | None:
-    """The spec of a frozen or editable-installed top-level module, which ``PathFinder`` does not find."""
-    try:
-        return importlib.util.find_spec(name)
-    except ValueError:  # a module such as __main__ that has no spec
-        return None
-
-
 def _missing_module(given: str, parts: Sequence[str], search: Sequence[str] | None) -> ConfigError:
-    beside = sorted({path.stem for folder in (search or ()) for path in _modules_in(Path(folder))})
+    there = (path for folder in map(Path, search or ()) if folder.is_dir() for path in folder.iterdir())
+    beside = sorted({path.stem for path in there if path.suffix == ".py" or (path / "__init__.py").is_file()})
     near = closest(parts[-1], beside)
     hint = f"did you mean '{'.'.join([*parts[:-1], near])}'? " if near else ""
     return ConfigError(
@@ -189,12 +182,6 @@ def _missing_module(given: str, parts: Sequence[str], search: Sequence[str] | No
         why=f"there is no module {'.'.join(parts)} (looked in the working directory and sys.path)",
         fix=f"{hint}install it, start from the folder that holds it, or name the file: path/to/file.py:fn",
     )
-
-
-def _modules_in(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
 
 
 def _missing_name(given: str, name: str, place: str, names: Sequence[str], defined: Sequence[str]) -> ConfigError:

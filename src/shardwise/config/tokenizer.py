@@ -28,11 +28,7 @@ def tokenizer_files(folder: str | Path) -> list[Path]:
 
 
 def tokenizer_path(given: str | None) -> Path | None:
-    """The tokenizer file that ``data.tokenizer`` names (itself or its directory); None where tokens are bytes.
-
-    Raises:
-        ConfigError: there is no such file, or the directory has none.
-    """
+    """The tokenizer file that ``data.tokenizer`` names (itself or its directory); None where tokens are bytes."""
     if given is None or given == BYTES_MEANT:
         return None
     path = Path(given)
@@ -75,9 +71,22 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # who needs it will say so
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def json_object(file: Path, given: str, fix: str) -> dict[str, Any]:
+    """The object in a JSON file that is needed. ``given``, ``fix``: of the error where there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            given, why=f"it cannot be read: {getattr(error, 'strerror', None) or error}", fix=fix
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(given, why="it is no JSON object", fix=fix)
+    return found
 
 
 def add_special(tokenizer: Any, tokens: Iterable[str]) -> None:

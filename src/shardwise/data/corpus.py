@@ -31,7 +31,7 @@ BYTES = 256
 
 # Characters tokenized at once: the tokenizer's result takes some 100 bytes per token.
 _PIECE = 1 << 20
-_VERSION = 1  # of what a text becomes: a change of it makes kept tokens anew
+_VERSION = 2  # of what a text becomes: a change of it makes kept tokens anew
 _SCANNED = 1 << 26  # tokens checked when a file is opened; later ones are checked when they are read
 
 
@@ -92,7 +92,7 @@ def _produce(
     read = _tokenizer(tokenizer, content)
     size = Path(path).stat().st_size if path is not None and Path(path).is_file() else 0
     try:
-        with io.StringIO(pydoc_text()) if path is None else Path(path).open(encoding="utf-8") as text:
+        with io.StringIO(pydoc_text()) if path is None else Path(path).open(encoding="utf-8", newline="") as text:
             while piece := text.read(_PIECE):
                 piece += text.readline()
                 share = min(1.0, os.lseek(text.fileno(), 0, os.SEEK_CUR) / size) if size else None

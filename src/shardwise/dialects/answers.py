@@ -201,7 +201,6 @@ def _read_all(
 
 
 def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
-    """From facts to our keys."""
     is_run = facts.table.head.get("kind") == "run" and not facts.is_record
     _refuse_auto(facts)
     ranks = settle_ranks(facts, total, per_node)

@@ -30,24 +30,17 @@ _MOST_NAMES = 21  # variables that name each other; more: one names itself, and 
 _FILLED_BY = {"curve_max": "lr"}  # "auto" that is the value of another fact of the outer configuration
 
 
-def _read_beside(path: str, folder: Path | None) -> dict[str, Any]:
-    """Reads a file that a file names: looked for from the working directory, then in the folder of that file."""
-    is_beside = folder is not None and not Path(path).exists() and (folder / path).exists()
-    return read_file(folder / path if folder is not None and is_beside else Path(path)).values
-
-
 def detect(values: Mapping[str, Any], *, least: float = _LEAST_KNOWN) -> str:
-    """The system whose configuration this is: by its signs, then by the part of keys that have a row.
-
-    Raises:
-        ConfigError: it is none's, or could be of several.
-    """
+    """The system whose configuration this is: by its signs, then by the part of keys that have a row."""
     scores = {name: score for name in systems() if (score := _score(name, values)) is not None}
     best = max(scores.values(), default=(False, 0.0, 0))
     found = [name for name, score in scores.items() if score == best and best[1] >= least]
     for head in map(head_of, systems()):
         if {head.name, extended := head.head.get("extends", head.name)} & {*found} and extended != head.name:
-            found = _with_or_without(head, extended, values)
+            is_unclear = values.keys() & {*head.words("unclear")} and not values.keys() & {*head.words("clear")}
+            # its keys are another's and some of its own, with other defaults
+            is_own = values.keys() & {*head.words("signs")}
+            found = [head.name] if is_own else [extended, head.name] if is_unclear else [extended]
     if len(found) == 1:
         return found[0]
     if not found and values and values.keys() <= {*SECTIONS}:
@@ -107,21 +100,8 @@ def _keys_in(values: Any) -> set[str]:
     return set().union(*map(_keys_in, values)) if isinstance(values, list) else set()
 
 
-def _with_or_without(head: Table, extended: str, values: Mapping[str, Any]) -> list[str]:
-    """Of a system whose keys are another's and some of its own, with other defaults: which of the two it is, or that it is not
-    clear."""
-    if values.keys() & {*head.words("signs")}:
-        return [head.name]
-    is_unclear = values.keys() & {*head.words("unclear")} and not values.keys() & {*head.words("clear")}
-    return [extended, head.name] if is_unclear else [extended]
-
-
 def interpolated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With ``${a.b}`` of the same file put in; what is not there, and resolvers, stay as they are.
-
-    Raises:
-        ConfigError: it is larger than a configuration is, or holds itself.
-    """
+    """With ``${a.b}`` of the same file put in; what is not there, and resolvers, stay as they are."""
     left = dict(_MOST)
 
     def spend(what: str, number: int) -> None:
@@ -303,7 +283,10 @@ def _read_within(row: Row, key: str, shown: str, value: Any, facts: Facts, folde
     if row.is_pattern:
         _read_section(row, row.key[:-2], {key.removeprefix(row.key[:-1]): value}, facts, folder)
         return
-    inner = _read_beside(value, folder) if isinstance(value, str) else value
+    inner = value
+    if isinstance(value, str):  # a path from the working directory, else in the folder of the file that names it
+        is_beside = folder is not None and not Path(value).exists() and (folder / value).exists()
+        inner = read_file(folder / value if folder is not None and is_beside else Path(value)).values
     if not isinstance(inner, dict):
         raise RefusedError(shown, "it takes a path, or the mapping itself", value)
     if isinstance(value, str):

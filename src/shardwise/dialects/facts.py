@@ -75,7 +75,6 @@ class Facts:
     """What was read of one configuration. ``settle`` takes facts out of it, and puts our keys in.
 
     Args:
-        table: of the system.
         allow: keys that are left out where they would be refused.
         prefix: of all keys, in a configuration within another.
     """
@@ -119,7 +118,6 @@ class Facts:
         return default if self.known[name].value is None else self.known[name].value
 
     def number(self, name: str) -> int | None:
-        """The value of a fact if it is a whole number."""
         value = self.take(name)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
@@ -131,7 +129,6 @@ class Facts:
         return [*self.named(*names), names[0]][0]
 
     def key(self, *names: str) -> str:
-        """The key that one of these facts comes from."""
         name = self.first(*names)
         return self.known[name].note.key if name in self.known else name
 
@@ -209,7 +206,6 @@ class Facts:
         place.pop(last, None)
 
     def get(self, key: str) -> Any:
-        """The value of one of our keys."""
         place, last = self._place(key)
         return place.get(last)
 
@@ -243,7 +239,8 @@ class Facts:
 
     def refuse(self, key: str, text: str, note: Note | None = None, *, value: Any = ABSENT) -> None:
         """Refuses a key, unless it is to be left out by name."""
-        left_out = next((name for name in self.allow if _covers(name, key)), None)
+        sections = ((name, name.removesuffix("*").removesuffix(".") + ".") for name in self.allow)
+        left_out = next((name for name, section in sections if key == name or key.startswith(section)), None)
         value = value if note is None else note.value
         if left_out is None:
             self.refused.append(RefusedError(key, text, value, is_default=note is not None and not note.is_given))
@@ -276,8 +273,3 @@ class Facts:
         for note in self.notes:
             if note.is_given and note.is_fact and not note.is_used and note.verdict in ("kept", "changed"):
                 note.verdict, note.say = "dropped", "it has no effect in this configuration"
-
-
-def _covers(name: str, key: str) -> bool:
-    """Whether a name of ``--allow`` means a key: the key itself, or a section it is in."""
-    return key == name or key.startswith(name.removesuffix("*").removesuffix(".") + ".")

@@ -25,7 +25,6 @@ def classes() -> dict[str, tuple[str, str]]:
 
 
 def of_object(source: Any) -> tuple[str, dict[str, Any]]:
-    """The system and the configuration of an object."""
     kind = next((one.__name__ for one in type(source).__mro__ if one.__name__ in classes()), None)
     if kind is None:
         raise ConfigError(
@@ -106,7 +105,6 @@ def _settled_plugin(source: Any) -> dict[str, Any]:
 
 
 def _strategy(source: Any) -> dict[str, Any]:
-    """A strategy that keeps its arguments in attributes."""
     held = {**getattr(source, "_fsdp_kwargs", {}), **getattr(source, "_ddp_kwargs", {})}
     for name in ("sharding_strategy", "cpu_offload", "mixed_precision"):
         held[name] = getattr(source, name, held.get(name))

@@ -28,7 +28,6 @@ def settle_positions(facts: Facts) -> None:
 
 
 def settle_regions(facts: Facts, tp: int) -> None:
-    """``parallel.tensor_parallel.sequence_parallel``."""
     if tp == 1 or not facts.is_given("sequence_parallel") or facts.take("sequence_parallel") is not True:
         return
     plan = facts.get("parallel.tensor_parallel")
@@ -95,7 +94,6 @@ def _of_4_bits(facts: Facts) -> str | None:
 
 
 def _targets(facts: Facts) -> str | list[str] | None:
-    """The layers with an adapter: names, or all linear ones."""
     given = facts.take("adapter_targets")
     others = _layers(facts)
     names = [others.get(name, name) for name in _listed(given)]

@@ -4,10 +4,11 @@
 """
 
 import contextlib
-import json
 import math
 from collections.abc import Callable
 from typing import Any
+
+import msgspec
 
 from shardwise.dialects.facts import Facts
 
@@ -58,13 +59,9 @@ def _rise(facts: Facts, steps: int | None) -> tuple[int, float | None]:
 def _mapping_of(facts: Facts, name: str) -> dict[str, Any]:
     said, made = facts.take(name) or {}, None
     with contextlib.suppress(TypeError, ValueError):
-        made = dict(json.loads(said, parse_constant=_no_number) if isinstance(said, str) else said)
+        made = dict(msgspec.json.decode(said) if isinstance(said, str) else said)  # NaN is no rate, and no JSON
     facts.stop_if(made is None, name, "it takes a mapping: write {name: number}")
     return made or {}
-
-
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no number that a rate can have")
 
 
 def torchtitan(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:

@@ -1,14 +1,17 @@
 """From facts to our keys: what runs again or is compiled, model and data, validation, checkpoints, figures. See ``settle_layout.py``."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from shardwise.config.loader import UNWRITTEN
+from shardwise.config.tokenizer import read_json
 from shardwise.dialects.facts import Facts
 from shardwise.dialects.settle_precision import class_names
 
 _LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
+_VALIDATION = ("validation", "valid", "val", "dev")  # names of a split that a run validates on
 _LOGGERS = ("wandb", "tensorboard", "csv")
 _NOT_IN_STEPS = "it has no effect there with {}={}"
 _OF_REMAT = (
@@ -20,7 +23,6 @@ _OF_COMPILE = (
 
 
 def settle_remat(facts: Facts) -> None:
-    """``parallel.remat``."""
     mode, every = facts.take("remat"), facts.number("remat_every")
     if facts.take("remat_bool") is True or facts.has("remat_classes"):
         mode = "full"
@@ -54,7 +56,6 @@ def settle_remat(facts: Facts) -> None:
 
 
 def settle_compile(facts: Facts) -> None:
-    """``parallel.compile``."""
     switch, named = facts.take("compile"), str(facts.take("compile_backend") or "no").lower()
     is_by_name = named != "no" and ("compile" not in facts.known or facts.is_given("compile_backend"))
     is_on = any(switch.values()) if isinstance(switch, dict) else bool(switch)
@@ -79,7 +80,6 @@ def settle_compile(facts: Facts) -> None:
 
 
 def settle_data(facts: Facts) -> None:
-    """Model and data."""
     model, data = facts.take("model"), facts.take("data_file") or facts.take("data")
     if whose := facts.take("weights_of"):
         text = f"it is in {whose}'s format, which is not read: give the directory of the same model with config.json and safetensors"
@@ -97,6 +97,7 @@ def settle_data(facts: Facts) -> None:
         facts.missing.append("model.hf: a directory that save_pretrained has written")
     if facts.get("data.path") is None:
         facts.put("data.path", data or "DATA.jsonl", "data")
+        _settle_splits(facts, data)
     if not data:
         facts.missing.append("data.path: a text, tokens (.npy, .bin), records (.jsonl) or a saved dataset")
     is_usual = facts.take("prompts_usual", False)
@@ -124,6 +125,33 @@ def settle_data(facts: Facts) -> None:
     if loss and not any(name in loss.lower() for name in _LOSSES):
         facts.say("loss", "refused", "another loss: write train.loss=pkg.mod:fn and train.count in the run file")
     facts.pass_on("train.seed", "seed")
+
+
+def _settle_splits(facts: Facts, data: Any) -> None:
+    """The splits that are trained and validated on, where the source names them: directories in that of the saved dataset."""
+    train, test = facts.take("train_split"), facts.take("test_split")
+    if train is None or not data:
+        return
+    for name in filter(facts.is_given, ("train_split", "test_split")):
+        split, usual = facts.known[name].value, {"train_split": "train"}.get(name)
+        if not re.fullmatch(r"[\w.-]+", str(split)):
+            facts.say(name, "refused", "a part of a split, or several: save it as a dataset of its own, and name that")
+        elif Path(str(data)).suffix and split != usual:
+            facts.say(name, "refused", "a file has no splits: name a file for each, data.path and data.val_path")
+    is_tested = facts.take("eval_strategy", "no") != "no"
+    if facts.is_given("test_split") and not is_tested:
+        facts.say("test_split", "dropped", "nothing is validated on there")
+    is_named = is_tested and (facts.is_given("test_split") or test in _splits_of(data))
+    if train != "train" or is_named:
+        facts.put("data.path", f"{data}/{train}", "data", "train_split")
+    if is_named:
+        facts.put("data.val_path", f"{data}/{test}", "test_split")
+
+
+def _splits_of(data: Any) -> list[Any]:
+    """The splits of a saved dataset; empty: it is something else, or not here."""
+    found = read_json(Path(str(data)) / "dataset_dict.json").get("splits")
+    return found if isinstance(found, list) else []
 
 
 def _may_be_packed(facts: Facts) -> bool:
@@ -155,18 +183,21 @@ def _put_often(facts: Facts, key: str, every: float | str, steps: int | None, *n
 
 def settle_validation(facts: Facts, steps: int | None) -> None:
     """Nothing of the data is kept for validation unless the source keeps some: our default is a tenth."""
-    if facts.is_given("val_percent") and (percent := facts.take("val_percent")) and not facts.get("data.val_path"):
+    is_split = any(name in _VALIDATION for name in _splits_of(facts.get("data.path")))  # which a run takes by itself
+    if is_split and facts.is_given("val_percent"):
+        facts.say("val_percent", "dropped", "the dataset has a split for validation")
+    elif facts.is_given("val_percent") and (percent := facts.take("val_percent")) and not facts.get("data.val_path"):
         facts.put("data.val_fraction", percent / 100, "val_percent")
     if not facts.get("data.val_path"):
         facts.drop("data.val_path")
-        if facts.get("data.val_fraction") is None:
+        if facts.get("data.val_fraction") is None and not is_split:
             facts.put("data.val_fraction", 0)
     when, every = facts.take("eval_strategy"), _often(facts, "eval_steps")
     if when in ("no", "epoch") and facts.is_given("eval_steps"):
         facts.say("eval_steps", "dropped", _NOT_IN_STEPS.format(facts.key("eval_strategy"), when))
     if every is None and when == "steps" and "log_every" in facts.known:
         every = facts.known["log_every"].value
-    if not (facts.get("data.val_path") or facts.get("data.val_fraction")):
+    if not (facts.get("data.val_path") or facts.get("data.val_fraction") or is_split):
         named = ("val_enable",) if when in ("no", "epoch") else ("eval_steps", "val_enable", "eval_strategy")
         if given := [name for name in named if facts.is_given(name)]:
             facts.say(given[0], "changed", "nothing to validate on is named: data.val_path, or data.val_fraction")
@@ -179,7 +210,6 @@ def settle_validation(facts: Facts, steps: int | None) -> None:
 
 
 def settle_checkpoints(facts: Facts, steps: int | None) -> None:
-    """Checkpoints: how often, how many stay."""
     kind, every = facts.take("save_strategy", "steps"), _often(facts, "save_steps")
     if facts.take("ckpt_enable") is True:
         every = facts.take("ckpt_every", every)
@@ -205,7 +235,6 @@ def settle_checkpoints(facts: Facts, steps: int | None) -> None:
 
 
 def settle_figures(facts: Facts, steps: int | None) -> None:
-    """Loggers, and how often there is a line."""
     loggers = facts.take("report_to")
     loggers = [*loggers] if isinstance(loggers, list) else [loggers]
     if facts.has("wandb_on", "run_name_wandb"):

@@ -79,12 +79,13 @@ def _devices(own: Any) -> int | None:
 
 
 def settle_layout(facts: Facts, ranks: Ranks) -> bool:
-    """The layout; whether parameters are sharded."""
     for axis in ("pp", "ep", "sp"):
         facts.take(axis)  # more than one rank is refused by its row
     replicate, shard, dp = map(facts.number, ("replicate", "shard", "dp"))
     if mesh := facts.take("mesh2"):
-        replicate, shard = _two_numbers(facts, mesh)
+        if not (isinstance(mesh, list) and len(mesh) == 2 and all(isinstance(n, int) and n > 0 for n in mesh)):
+            raise RefusedError(facts.key("mesh2"), "it is two numbers: write [copies, shards]", mesh)
+        replicate, shard = mesh
     shard, tp = _split_by_machine(facts, ranks, shard, max(1, facts.number("tp") or 1))
     kind, cp = _kind(facts), max(1, facts.number("cp") or 1)
     ranks.tp = tp
@@ -110,12 +111,6 @@ def settle_layout(facts: Facts, ranks: Ranks) -> bool:
         names = ("reshard", "reshard_v2", "hpz", "strategy_v1", "zero", "strategy")
         facts.put("parallel.sharding.reshard_after_forward", is_freed, *names)
     return is_sharded
-
-
-def _two_numbers(facts: Facts, mesh: Any) -> tuple[int, int]:
-    if isinstance(mesh, list) and len(mesh) == 2 and all(isinstance(size, int) and size > 0 for size in mesh):
-        return mesh[0], mesh[1]
-    raise RefusedError(facts.key("mesh2"), "it is two numbers: write [copies, shards]", mesh)
 
 
 def _split_by_machine(facts: Facts, ranks: Ranks, shard: int | None, tp: int) -> tuple[int | None, int]:

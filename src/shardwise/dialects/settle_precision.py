@@ -21,9 +21,11 @@ _OF_SCALER = {  # option -> fact, and the value that is ours too
 
 
 def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
-    """``parallel.precision``: a word, or the record."""
     if not is_sharded and facts.table.head.get("policy") == "sharded":
-        _drop_policy(facts)
+        for name in ("param", "reduce", "out", "cast"):
+            if facts.is_given(name):
+                facts.say(name, "dropped", "only the sharded engine there reads it")
+            facts.known.pop(name, None)
     stored, word = _stored(facts, _mixed(facts))
     param, reduce, out = (
         _SHORT.get(str(facts.take(name)).removeprefix("torch.")) for name in ("param", "reduce", "out")
@@ -41,11 +43,15 @@ def settle_precision(facts: Facts, is_sharded: bool, ranks: Ranks) -> None:
         inputs = "none"
     record = _precision(facts, word, stored, inputs, param or word, reduce, out)
     if word and _engine(facts) == "zero" and facts.has("zero") and facts.table.head.get("zero") != "autocast":
-        _say_of_zero(facts, word, reduce)
+        more = f"gradients are accumulated and summed in fp32, there in {word}; to keep that: parallel.precision.reduce={word}"
+        if reduce is not None:
+            more = f"gradients as {facts.key('reduce')} says"
+        _say(facts, word, f"the same dtypes for parameters; {more}")  # beside a copy in fp32: nothing is autocast
     if record:
         facts.put("parallel.precision", record, *facts.named(*_OF_PRECISION))
     if word is not None and stored == word:
-        _say_of_low(facts, word)
+        text = "parameters have it already, and gradients are summed in it; there autocast computes norms, softmax and the loss in fp32"
+        _say(facts, word, text)
     is_of_adapters = "adapters_4bit" in facts.table.head and facts.take("in_4_bits") is True  # and said of them
     if stored not in (None, "fp32") and not is_of_adapters:
         text = "parameters and optimizer state are {}, without an fp32 copy"
@@ -82,31 +88,12 @@ def _engine(facts: Facts) -> str | None:
     return facts.known["engine"].value if facts.has("engine") else own
 
 
-def _say_of_low(facts: Facts, word: str) -> None:
-    """Where parameters are stored in the dtype of mixed precision, gradients have it too."""
-    for name in (f"mp_{word}", "mp_bf16_else", "mp"):
-        note = facts.note(name)
-        if note is not None and note.verdict == "changed":
-            note.say = "parameters have it already, and gradients are summed in it; there autocast computes norms, softmax and the loss in fp32"
-
-
-def _say_of_zero(facts: Facts, word: str, reduce: str | None) -> None:
-    """Under ZeRO parameters themselves have the dtype of compute, beside a copy in fp32: nothing is autocast."""
+def _say(facts: Facts, word: str, text: str) -> None:
+    """Says ``text`` of the switch of mixed precision that changes something."""
     for name in ("mp", f"mp_{word}", "mp_bf16_else"):
         note = facts.note(name)
         if note is not None and note.verdict == "changed":
-            note.say = "the same dtypes for parameters"
-            if reduce is None:
-                note.say += f"; gradients are accumulated and summed in fp32, there in {word}; to keep that: parallel.precision.reduce={word}"
-            else:
-                note.say += f"; gradients as {facts.key('reduce')} says"
-
-
-def _drop_policy(facts: Facts) -> None:
-    for name in ("param", "reduce", "out", "cast"):
-        if facts.is_given(name):
-            facts.say(name, "dropped", "only the sharded engine there reads it")
-        facts.known.pop(name, None)
+            note.say = text
 
 
 def _mixed(facts: Facts) -> str | None:
@@ -196,7 +183,6 @@ def settle_sharding(facts: Facts, is_sharded: bool) -> None:
 
 
 def _settle_offload(facts: Facts) -> bool:
-    """Whether shards are in host memory."""
     names = ("offload", "offload_target", "offload_obj")
     by_words = facts.get("parallel.sharding.offload")
     is_on, *_ = map(facts.take, names)
@@ -209,6 +195,5 @@ def _settle_offload(facts: Facts) -> bool:
 
 
 def class_names(value: Any) -> list[str]:
-    """Names of classes, without their modules."""
     given = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
     return [str(name).strip().rpartition(".")[2] for name in given]

@@ -30,7 +30,6 @@ _ANY_LENGTH = 997  # steps of a run whose length is not known, for comparing two
 
 @settles
 def settle_length(facts: Facts) -> int | None:
-    """The length of the run; its steps, if they are known."""
     steps, epochs = facts.number("steps"), facts.take("epochs")
     for name in ("steps", "steps_cap", "curve_steps", "steps_per_epoch"):
         value = facts.number(name) if name != "curve_steps" or facts.is_given(name) else None
@@ -100,7 +99,8 @@ def settle_optimizer(facts: Facts) -> None:
     if is_of_torch and not facts.is_given("decay"):
         decay = None if is_own else _DECAYS_OF_TORCH.get(str(said).lower().rpartition(".")[2], 0.0)
     if is_own:
-        args |= _given_of_class(facts, betas)
+        args |= {"betas": betas} if facts.is_given("betas") else {}
+        args |= {name: facts.take(name) for name in ("eps", "momentum", "amsgrad") if facts.is_given(name)}
     eps, more = facts.take("eps", 1e-8), {"amsgrad": True} if facts.take("amsgrad") else {}
     if eps != 1e-8 or (name == "adam" and decay):
         more = {"eps": eps, **more}
@@ -143,14 +143,7 @@ def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
             one.ours["optim.args"] = short(args)
 
 
-def _given_of_class(facts: Facts, betas: list[float]) -> dict[str, Any]:
-    """Arguments that have facts of their own, for a class that has no name here."""
-    given = {"betas": betas} if facts.is_given("betas") else {}
-    return given | {name: facts.take(name) for name in ("eps", "momentum", "amsgrad") if facts.is_given(name)}
-
-
 def _class_of(facts: Facts, said: str) -> tuple[str | None, str | None]:
-    """Our name of an optimizer, or the class to build."""
     module, dot, last = said.rpartition(".")
     name = _CLASSES.get(last.lower())
     if said.lower() == _FUSED:

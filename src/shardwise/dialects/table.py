@@ -104,7 +104,6 @@ class Table:
     rows: Mapping[str, Row] = field(repr=False)
 
     def words(self, line: str) -> tuple[str, ...]:
-        """The words of a line of the head."""
         return tuple(_split(self.head.get(line, ""), ","))
 
     def pairs(self, line: str) -> dict[str, str]:
@@ -175,7 +174,6 @@ class Table:
                 yield key, value
 
     def _is_leaf(self, key: str) -> bool:
-        """Whether the row takes a mapping as it is."""
         row = self.rows.get(key)
         takes_any = row is not None and bool({"map", "table", "any"} & {*row.takes})
         return row is not None and (bool(row.within) or (takes_any and not self.has_section(key)))
@@ -192,7 +190,6 @@ def exists(technique: str) -> bool:
 
 
 def names() -> tuple[str, ...]:
-    """The systems that there is a table of."""
     return tuple(sorted(path.stem for path in TABLES.glob("*.md") if path.stem != "words"))
 
 
@@ -211,7 +208,6 @@ def systems() -> list[str]:
 
 @cache
 def load(name: str) -> Table:
-    """The table of a system."""
     head = head_of(name).head
     rows = dict(load(head["extends"]).rows) if "extends" in head else {}
     for line in (TABLES / f"{name}.md").read_text(encoding="utf-8").splitlines():

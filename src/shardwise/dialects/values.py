@@ -33,11 +33,7 @@ class RefusedError(Exception):
 
 
 def coerced(value: Any, takes: tuple[str, ...], key: str, *, may_be_infinite: bool = False) -> Any:
-    """The value as its own type: words of YAML 1.1 and of an environment are switches and numbers too.
-
-    Raises:
-        RefusedError: it is none that ``takes`` has.
-    """
+    """The value as its own type: words of YAML 1.1 and of an environment are switches and numbers too."""
     fit = _text_as(value.strip(), takes) if isinstance(value, str) else _value_as(value, takes)
     if fit is not ABSENT:
         wrong = _not_countable(fit)

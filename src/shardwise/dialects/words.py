@@ -53,11 +53,6 @@ def _index() -> tuple[dict[str, list[tuple[Table, Row]]], dict[str, list[tuple[T
     return whole, last
 
 
-def rows_by_key() -> dict[str, list[tuple[Table, Row]]]:
-    """Key of the tables -> the rows that it has there, in the order in which meanings count."""
-    return _index()[0]
-
-
 def _rows_of(name: str, *, inside: bool = False) -> list[tuple[Table, Row]]:
     """The rows of an option, ``-`` and ``_`` being the same; in a section of ours, or as a bare word, by its last part too."""
     plain = name.lstrip("-").replace("-", "_").lower()
@@ -73,9 +68,7 @@ def hint(name: str, value: Any, place: Place, *, inside: bool = False) -> Hint |
     """The hint for an option ``name``; None if it is of no other tool.
 
     Args:
-        name: as it was written.
         value: as it was written; None: no value.
-        place: where it was written.
         inside: it is in a section that we have.
     """
     rows = _rows_of(name, inside=inside)
@@ -154,10 +147,7 @@ def command_line_error(
     """The error that shows what to write for all options of other tools in a command line; None if there are none.
 
     Args:
-        prog: the command.
-        words: its arguments.
         own: options that the command has.
-        sections: those of its configuration.
     """
     found: list[Hint] = []
     passed = False  # the word before was an option of another tool, whose value this is
@@ -196,7 +186,6 @@ def file_error(unknown: Mapping[str, Any], path: Sequence[str], origin: str) -> 
 
     Args:
         unknown: the keys of a section that we do not have.
-        path: the section.
         origin: where the first was written.
     """
     found = _hints_in(unknown, path, inside=bool(path))

@@ -31,7 +31,7 @@ def sums_of_copies(runtime: Runtime, local: Mapping[str, Tensor]) -> Sums:
         owners = runtime.view.owners(name) if name in runtime.recipe.params else (everyone,)
         for (_, part), holders in zip(runtime.parts(name, tensor), owners, strict=True):
             if len(holders) > 1:
-                sums[holders] = _checksum(part, sums.get(holders, 0))
+                sums[holders] = checksum_of(part, sums.get(holders, 0))
     return sums
 
 
@@ -82,7 +82,7 @@ def refuse_diverged(runtime: Runtime, what: str, names: Iterable[str] | None = N
     sums: dict[tuple[Any, ...], int] = {}  # where ranks are that hold the same -> a checksum of it
     for name, apart in axes.items():
         place = tuple((axis, here.index(axis)) for axis in apart)
-        sums[place] = _checksum(runtime.local_tensor_of(name), sums.get(place, 0))
+        sums[place] = checksum_of(runtime.local_tensor_of(name), sums.get(place, 0))
     told = runtime.world.agreement.gather(sums, f"{what}, comparing copies of parameters")
     if all(len({other[place] for other in told if place in other}) == 1 for known in told for place in known):
         return
@@ -105,7 +105,7 @@ def refuse_diverged(runtime: Runtime, what: str, names: Iterable[str] | None = N
                 )
 
 
-def _checksum(tensor: Tensor, before: int) -> int:
+def checksum_of(tensor: Tensor, before: int = 0) -> int:
     """A checksum of the tensor's bytes, which continues ``before``. On a device it is computed there."""
     blocks = bytes_of(tensor).split(_BLOCK)
     if tensor.device.type == "cpu":

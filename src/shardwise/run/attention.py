@@ -28,11 +28,7 @@ _HALF = {"bfloat16", "float16"}
 
 def check_attention_args(config: RunConfig, origins: Mapping[str, str]) -> None:
     """Refuses an implementation of attention that is not known, whose package is missing, or that cannot run as the run
-    computes.
-
-    Raises:
-        ConfigError: with what can be used.
-    """
+    computes."""
     given = config.model.args.get("attn_implementation")
     if config.model.hf is None or given is None:
         return

@@ -1,6 +1,7 @@
 """Builds the model of a training run with the weights it starts from, and its step, from the configuration."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -53,9 +54,6 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
     A model with an embedding is accepted without a trial. Another may look tokens up in a parameter, or make them
     one-hot, so it runs one forward of a sequence, in eval mode, without gradients. The random numbers of the run do not
     change.
-
-    Raises:
-        ConfigError: the forward of tokens failed.
     """
     if config.data.build is not None or config.train.forward is not None:
         return  # other batches, or called in another way
@@ -77,8 +75,7 @@ def check_takes_tokens(config: RunConfig, model: nn.Module) -> None:
             f"model.build={config.model.build!r}" if config.model.build else f"model.hf={config.model.hf!r}",
             why=f"shardwise train feeds tokens (input_ids [B, T], integers) and takes logits [B, T, V]; {recipe_of(model).module_class} has no embedding, "
             f"and its forward of tokens {raised}",
-            fix="give a model of tokens; to train any other, name its data and its loss: data.build=pkg.mod:fn, train.loss=pkg.mod:fn and "
-            "train.count=pkg.mod:fn",
+            fix="give a model of tokens; for any other name its data and its loss: data.build=pkg.mod:fn, train.loss=pkg.mod:fn, train.count",
         ) from error
     finally:
         if isinstance(model, FSDPModule):
@@ -111,11 +108,7 @@ def build_model(config: RunConfig, world: World, corpus: RunData | None = None) 
 
 
 def load_start(config: RunConfig, model: nn.Module) -> LoadReport | None:
-    """Loads the weights that the config names, if any, into the model; every rank must call it.
-
-    Raises:
-        CheckpointError: the weights cannot be read, or do not fit.
-    """
+    """Loads the weights that the config names, if any, into the model; every rank must call it."""
     given = config.model
     if given.start is None:
         return None
@@ -180,12 +173,7 @@ def set_tokenizer(config: RunConfig, model: nn.Module) -> None:
 
 def build_plain(config: RunConfig, world: World | None = None) -> nn.Module:
     """Builds the model of a config without sharding it, on the CPU: what its function returns, or the reference model
-    if the config names none, changed by the config's techniques; ``world`` is passed to transforms that ask for it.
-
-    Raises:
-        ConfigError: the function does not take the arguments, it returns no module, or a transform is not known.
-        UsageError: a transform failed.
-    """
+    if the config names none, changed by the config's techniques; ``world`` is passed to transforms that ask for it."""
     return prepared(_unprepared(config), config.parallel, world)
 
 
@@ -241,11 +229,7 @@ def make_step(config: RunConfig, model: nn.Module, steps: int | None = None) -> 
 
 def freeze_parameters(module: nn.Module, options: Model) -> None:
     """Calls ``requires_grad_(False)`` on the parameters that the config names. One that is shared is named by each of its
-    names.
-
-    Raises:
-        ConfigError: a pattern names no parameter; no parameter would be left to train.
-    """
+    names."""
     patterns = options.freeze or options.train_only
     if not patterns:
         return
@@ -275,37 +259,25 @@ def freeze_parameters(module: nn.Module, options: Model) -> None:
 # ---- the function after each step ------------------------------------------------------------------------------------
 
 
-class Callback:
-    """The function that ``train.callback`` names, called as ``fn(out)`` on every rank after every optimizer step.
+def make_callback(name: str | None) -> Callable[[Any], bool]:
+    """The function that ``train.callback`` names, called with the output of every step on every rank: whether the run ends after it, as
+    this rank sees it."""
+    function = (lambda out: None) if name is None else load_target(name, what="train.callback")
+    if not callable(function):
+        raise ConfigError(
+            f"train.callback={name!r}",
+            why=f"it is a {type(function).__name__}, and is called after each step",
+            fix="name a function that takes the step's output: def fn(out): ...",
+        )
 
-    Args:
-        name: ``pkg.mod:fn``; None: there is none, and a call does nothing.
-
-    Raises:
-        ConfigError: it is no function.
-    """
-
-    def __init__(self, name: str | None):
-        self.name = name
-        self._function = None if name is None else load_target(name, what="train.callback")
-        if name is not None and not callable(self._function):
-            raise ConfigError(
-                f"train.callback={name!r}",
-                why=f"it is a {type(self._function).__name__}, and is called after each step",
-                fix="name a function that takes the step's output: def fn(out): ...",
-            )
-
-    def __call__(self, out: Any) -> bool:
-        """Whether the run ends after this step, as this rank sees it.
-
-        Raises:
-            ConfigError: it returned something else than None, False or True.
-        """
-        answer = None if self._function is None else self._function(out)
+    def callback(out: Any) -> bool:
+        answer = function(out)
         if answer is None or isinstance(answer, bool):
             return bool(answer)
         raise ConfigError(
-            f"train.callback={self.name!r}: it returned {type(answer).__name__} {answer!r:.60} after step {out.step}",
+            f"train.callback={name!r}: it returned {type(answer).__name__} {answer!r:.60} after step {out.step}",
             why="only True ends the run, and None or False continues: another value may be a slip",
             fix="return True, False or nothing: bool(...) makes one of a number or a tensor",
         )
+
+    return callback

@@ -4,17 +4,19 @@ import contextlib
 import itertools
 import os
 import shutil
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwise.data.loader import Loader
 from shardwise.errors import CheckpointError
+from shardwise.parallel import runtime_of
 from shardwise.run.config import RunConfig
 from shardwise.run.resume_check import changes_since, texts_of
 from shardwise.state.checkpoint.manager import CheckpointManager
 from shardwise.state.integrity.manifest import folder_name, steps_in
-from shardwise.state.left_base import FROZEN
+from shardwise.state.left_base import FROZEN, refuse_lost_base
 from shardwise.step.step import TrainStep
 from shardwise.world import World
 from shardwise.world.collectively import collectively
@@ -24,10 +26,9 @@ class RunCheckpoints:
     """Saves and resumes the checkpoints in ``log.dir``. All ranks must make it and call it in the same way.
 
     Attributes:
-        folder: the directory of the checkpoints.
         are_there: whether there is a run to resume.
         changes: settings that differ from that run's, and take effect.
-        lack_base: they are without the frozen weights, which are loaded before.
+        lack_base: they, or those that the run will save, are without the frozen weights, which are loaded before.
         unsaved: why the last save failed; None if it did not. Equal on every rank.
 
     Raises:
@@ -50,6 +51,7 @@ class RunCheckpoints:
         if not self.config.checkpoint.resume or not self._are_some():
             return False, [], False
         lack_base = any((self.folder / folder_name(step) / FROZEN).is_file() for step in steps_in(self.folder))
+        lack_base |= self.config.checkpoint.frozen == "leave"
         return True, changes_since(self.folder, self.config), lack_base
 
     def _are_some(self) -> bool:
@@ -80,22 +82,27 @@ class RunCheckpoints:
         """Within, checkpoints are saved, if the run asks for them; afterwards they are complete on disk.
 
         Args:
-            step: the step that is saved.
             last: latest figures of the run; a resumed run has them from its beginning.
             emit: called for saves that failed: ``emit("trouble", text=...)``.
         """
         kept = self.config.checkpoint
         self._emit = emit
+        if not self.are_there:  # before older checkpoints are moved
+            self._refuse_lost_base(step)
         collectively(self.world, "moving older checkpoints aside", self._move_aside, on_main=True)
         if not kept.are_made and not self.are_there:
             yield
             return
+        kinds = ("loss", "val_loss", "num_skipped")
+        figures = types.SimpleNamespace(  # the last ones of the run
+            state_dict=lambda: {name: last[name] for name in kinds if name in last}, load_state_dict=last.update
+        )
         self._manager = CheckpointManager(
             self.folder,
             step,
             keep=kept.keep,
             keep_every=kept.keep_every,
-            extra={"figures": _Figures(last)},
+            extra={"figures": figures},
             async_save=kept.background,
             texts=texts_of(self.config) if self.world.is_main else {},
             stop_after_s=kept.stop_after_s,
@@ -112,20 +119,20 @@ class RunCheckpoints:
         if self._manager is None:
             return 0
         self._manager.resume(loader)
+        self._refuse_lost_base(self._manager.step)  # type: ignore[arg-type]  # before anything is trained
         return self._manager.step.num_steps  # type: ignore[attr-defined]
+
+    def _refuse_lost_base(self, step: TrainStep) -> None:
+        if self.config.checkpoint.frozen == "leave" and self.config.checkpoint.are_made:
+            refuse_lost_base(runtime_of(step.model), self.folder)
 
     def save(self, done: int, *, is_last: bool = False, is_over: bool = False) -> None:
         """Saves a checkpoint if one is due or asked for, and at the end of the run. A save that fails (a full disk) has
         changed nothing: the run continues, and the next save tries again.
 
         Args:
-            done: steps so far.
             is_last: the run ends with this step, as planned.
             is_over: the run has ended after that step, of which it has called this before.
-
-        Raises:
-            Stopped: the run was asked to stop, and has saved.
-            CheckpointError: the run was asked to stop, and could not save.
         """
         if self._manager is None:
             return
@@ -162,16 +169,3 @@ class RunCheckpoints:
         if not is_last:  # a failure of the last one is in the run's error
             then = "another SIGUSR1 tries again" if is_only else "the next save tries again"
             self._emit("trouble", text=f"{error.given}: {error.why}; training continues, and {then}")
-
-
-class _Figures:
-    """The run's last figures, with ``state_dict`` and ``load_state_dict`` for the checkpoint."""
-
-    def __init__(self, last: dict[str, Any]):
-        self.last = last
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: self.last[name] for name in ("loss", "val_loss", "num_skipped") if name in self.last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.last.update(state)

@@ -5,7 +5,7 @@ The defaults train a byte-level language model of 0.8 million parameters for 500
 :class:`RunConfig`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from shardwise.config.record import Options, default_of, doc
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import looks_like_target
 from shardwise.config.tokenizer import BYTES_MEANT, is_in_4_bits, is_tokens
+from shardwise.dialects import words
 from shardwise.errors import ConfigError
 from shardwise.layout import parse_layout
 from shardwise.run.data_config import MICRO_BATCH, Data
@@ -43,17 +44,10 @@ class Checkpoint(Options, frozen=True, kw_only=True):
         doc("dtype of the final weights; null: that of the files the run started from, else as they are stored"),
     ] = None
     adapter: Annotated[
-        str | None,
-        doc(
-            "with parallel.lora: folder for the adapters alone, in PEFT's files, inside log.dir unless absolute; null: none"
-        ),
+        str | None, doc("with parallel.lora: folder for the adapters alone, as PEFT's files, in log.dir; null: none")
     ] = "adapter"
     base: Annotated[
-        str | None,
-        doc(
-            "with parallel.quantize: folder for the frozen weights in 4 bits that the adapters are beside, in bitsandbytes' files, inside log.dir "
-            "unless absolute; null: none"
-        ),
+        str | None, doc("with parallel.quantize: folder for the frozen weights in 4 bits, for bitsandbytes; null: none")
     ] = None
     every: Annotated[Positive | None, doc("steps between checkpoints, from which an ended run resumes; null: none")] = (
         None
@@ -62,16 +56,10 @@ class Checkpoint(Options, frozen=True, kw_only=True):
     keep_every: Annotated[Positive | None, doc("also keep those whose step is a multiple of it; null: none")] = None
     background: Annotated[bool, doc("checkpoints are written while training continues")] = True
     frozen: Annotated[
-        Literal["save", "leave"],
-        doc(
-            "frozen weights in checkpoints: save; leave: not, a run that resumes loads them from where they were, and compares digests"
-        ),
+        Literal["save", "leave"], doc("save: frozen weights are in checkpoints; leave: not, a resume compares digests")
     ] = "save"
     resume: Annotated[
-        bool,
-        doc(
-            "resume from the newest checkpoint in log.dir; false: start from the beginning, and move those there aside"
-        ),
+        bool, doc("resume from the newest checkpoint in log.dir; false: from the beginning, those are moved aside")
     ] = True
     stop_after_s: Annotated[
         AboveZero | None,
@@ -113,10 +101,7 @@ class Log(Options, frozen=True, kw_only=True):
     every: Annotated[Positive, doc("steps between lines of metrics")] = 10
     plot: Annotated[bool, doc("draw the loss curve at the end (needs matplotlib)")] = True
     to: Annotated[
-        str | tuple[str, ...],
-        doc(
-            "loggers besides metrics.jsonl, as a list or with commas: csv, tensorboard, wandb, or pkg.mod:fn that returns one"
-        ),
+        str | tuple[str, ...], doc("besides metrics.jsonl: csv, tensorboard, wandb, pkg.mod:fn; a list, or commas")
     ] = ()
     project: Annotated[str, doc("with wandb: the project")] = "shardwise"
     name: Annotated[str | None, doc("with wandb: the name of the run; null: that of the folder")] = None
@@ -129,8 +114,8 @@ class Log(Options, frozen=True, kw_only=True):
     ] = None
 
     def check(self) -> None:
-        words = self.to.split(",") if isinstance(self.to, str) else self.to
-        msgspec.structs.force_setattr(self, "to", tuple(word.strip() for word in words if word.strip()))
+        named = self.to.split(",") if isinstance(self.to, str) else self.to
+        msgspec.structs.force_setattr(self, "to", tuple(word.strip() for word in named if word.strip()))
         for word in self.to:
             if word not in LOGGERS and not looks_like_target(word):
                 raise ConfigError(
@@ -327,26 +312,4 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
     >>> loaded.config.train.steps, loaded.origins["train.steps"], loaded.origins["train.seed"]
     (20, 'override --train.steps', 'default')
     """
-    return load(path, overrides, RunConfig, foreign=FOREIGN)
-
-
-class _Foreign:
-    """Answers keys of other systems from their tables, which are read when there is such a key."""
-
-    def whole(self, values: Mapping[str, Any], path: str) -> ConfigError | None:
-        from shardwise.dialects.words import foreign_file
-
-        return foreign_file(values, path)
-
-    def override(self, key: str, value: str, *, inside: bool) -> ConfigError | None:
-        from shardwise.dialects.words import override_error
-
-        return override_error(key, value, inside=inside)
-
-    def keys(self, unknown: Mapping[str, Any], path: Sequence[str], origin: str) -> ConfigError | None:
-        from shardwise.dialects.words import file_error
-
-        return file_error(unknown, path, origin)
-
-
-FOREIGN = _Foreign()
+    return load(path, overrides, RunConfig, foreign=words)

@@ -8,7 +8,7 @@ import msgspec
 
 from shardwise.config.limits import BelowOne, Count, Positive
 from shardwise.config.record import Options, default_of, doc
-from shardwise.config.target import split_target
+from shardwise.config.target import check_build
 from shardwise.config.tokenizer import BYTES_MEANT, is_tokens
 from shardwise.data.sft.records import is_records
 from shardwise.data.sft.saved import training_split
@@ -32,17 +32,11 @@ class Data(Options, frozen=True, kw_only=True):
         ),
     ] = None
     build: Annotated[
-        str | None,
-        doc(
-            "function that returns a dataset, or one to train on and one to validate: pkg.mod:fn or path/to/file.py:fn; null: path is read"
-        ),
+        str | None, doc("pkg.mod:fn, which returns a dataset, or two: to train on, to validate; null: path is read")
     ] = None
     args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
     val_path: Annotated[
-        str | None,
-        doc(
-            "validation data of the same kind; null: the split validation of path, if it has splits, else val_fraction of it"
-        ),
+        str | None, doc("validation data of that kind; null: the split validation of path, else val_fraction of it")
     ] = None
     tokenizer: Annotated[
         str | None,
@@ -61,10 +55,7 @@ class Data(Options, frozen=True, kw_only=True):
         Positive | None, doc("samples of one forward on one rank; null: 8, or as micro_tokens says")
     ] = None
     micro_tokens: Annotated[
-        Positive | None,
-        doc(
-            "of padded records, in place of micro_batch: a forward has as many samples as fit into so many positions, padding included"
-        ),
+        Positive | None, doc("of padded records, in place of micro_batch: positions that a forward has, with padding")
     ] = None
     pack: Annotated[
         bool, doc("of records: several of them share a sample of seq_len tokens, and none attends to another")
@@ -73,16 +64,10 @@ class Data(Options, frozen=True, kw_only=True):
         Literal["refuse", "drop"], doc("of records: one without an answer within seq_len is an error, or left out")
     ] = "refuse"
     chat_template: Annotated[
-        str | None,
-        doc(
-            "of records: a file with a chat template in Jinja, in place of the tokenizer's; saved with the final weights"
-        ),
+        str | None, doc("of records: a file with another chat template (Jinja), saved with the final weights too")
     ] = None
     eos_token: Annotated[
-        str | None,
-        doc(
-            "of records: the token that ends a text, in place of the tokenizer's; saved with the final weights, as for the model"
-        ),
+        str | None, doc("of records: another token that ends a text; saved with the final weights, for the model too")
     ] = None
     cache: Annotated[
         str | None,
@@ -179,15 +164,8 @@ class Data(Options, frozen=True, kw_only=True):
             )
 
     def _check_build(self) -> None:
-        if self.build is None:
-            if self.args:
-                raise ConfigError(
-                    f"data.args={self.args} without data.build",
-                    why="they are the arguments of that function, so they would have no effect",
-                    fix="add data.build, or remove data.args",
-                )
+        if not check_build("data", self.build, self.args):
             return
-        split_target(self.build, f"data.build={self.build!r}")
         for key in _OF_FILES:
             if getattr(self, key) != default_of(Data, key):
                 raise ConfigError(

@@ -77,14 +77,10 @@ def open_data(data: Data, *, vocab: int | None, tokenizer: Any = None, say: Say 
     """Opens the data a config names and splits it into training and validation.
 
     Args:
-        data: the section of the config.
         vocab: size of the model's vocabulary; None if it is not known.
         tokenizer: of transformers, where it is not as in its file: :func:`~shardwise.run.vocabulary.vocabulary_of`.
         say: called as ``say(kind, text)``: "trouble", tokens cannot be kept, or were damaged; "phase", whom this process
             waits for to make them; "progress", how far it is.
-
-    Raises:
-        ConfigError: as for :class:`~shardwise.data.corpus.TokenFile` and :func:`~shardwise.data.corpus.encode`.
     """
     if data.build is not None:
         return _own(data, data.build)
@@ -171,11 +167,7 @@ def vocab_of(config: RunConfig) -> int | None:
 
 def limit_to_model(corpus: RunData, model: nn.Module) -> None:
     """Refuses tokens outside the vocabulary of a user's model, if it states its size: by ``get_input_embeddings()`` or
-    ``config.vocab_size``, as models of transformers do.
-
-    Raises:
-        ConfigError: a token is too large.
-    """
+    ``config.vocab_size``, as models of transformers do."""
     size = rows_of(model)
     for part in (corpus.train, corpus.val):
         if isinstance(part, TokenWindows | SFTDataset) and part.vocab is None and size is not None:

@@ -37,8 +37,6 @@ class DeviceUse:
     """Of one run, for its log. On rank 0; other ranks have no figures.
 
     Args:
-        config: of the run.
-        world: its ranks.
         lengths: tokens of each sample, without padding; None: each has ``data.seq_len``.
     """
 
@@ -125,7 +123,6 @@ def flops_of_sample(model: nn.Module, seq_len: int) -> int | None:
 
     Args:
         model: the plain, whole model; it stays on meta.
-        seq_len: tokens of the sample.
 
     Returns:
         the number; None if the model cannot run on meta (it reads values of tensors).
@@ -134,15 +131,12 @@ def flops_of_sample(model: nn.Module, seq_len: int) -> int | None:
     with contextlib.suppress(Exception), no_anomaly, FlopCounterMode(display=False) as counter:
         model = model.to("meta").train()
         output = model(torch.zeros((1, seq_len), dtype=torch.long, device="meta"))
-        floating = [x for x in tree_flatten(_plain(output))[0] if isinstance(x, torch.Tensor) and x.requires_grad]
+        if hasattr(output, "to_tuple"):  # of transformers: it begins with the logits where no labels were given
+            output = output.to_tuple()
+        floating = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and x.requires_grad]
         torch.autograd.backward([floating[0].sum()])
         return counter.get_total_flops()
     return None
-
-
-def _plain(output: Any) -> Any:
-    """An output of a Hugging Face model as a tuple, which begins with the logits where no labels were given."""
-    return output.to_tuple() if hasattr(output, "to_tuple") else output
 
 
 class _CollectiveBytes(TorchDispatchMode):
@@ -152,7 +146,7 @@ class _CollectiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes = self.num_calls = 0
+        self.num_bytes = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -164,5 +158,4 @@ class _CollectiveBytes(TorchDispatchMode):
             sides = [tree_flatten(arg)[0] for arg in args]
             sizes = [sum(x.numel() * x.element_size() for x in side if isinstance(x, torch.Tensor)) for side in sides]
             self.num_bytes += max(sizes, default=0)
-            self.num_calls += 1
         return func(*args, **(kwargs or {}))

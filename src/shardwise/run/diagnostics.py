@@ -17,11 +17,7 @@ from shardwise.world import World
 
 @contextlib.contextmanager
 def arithmetic(train: Train, world: World) -> Iterator[None]:
-    """Within: the run's arithmetic is as ``train.tf32``, ``train.deterministic`` and ``train.anomaly`` say.
-
-    Raises:
-        ConfigError: tf32 without cuda.
-    """
+    """Within: the run's arithmetic is as ``train.tf32``, ``train.deterministic`` and ``train.anomaly`` say."""
     if train.tf32 is not None and world.device.type != "cuda":
         raise ConfigError(
             f"train.tf32={str(train.tf32).lower()} on {world.device.type}",
@@ -51,14 +47,8 @@ class Diagnostics:
     """The profiler and the memory snapshot of one rank.
 
     Args:
-        train: the section of the configuration.
-        world: the open world.
-        folder: of the run.
         tell: called with the path of each file, on the rank that wrote it.
         trouble: called with a sentence where one cannot be written, as on a full disk; the run goes on.
-
-    Raises:
-        ConfigError: a memory snapshot without cuda.
     """
 
     def __init__(
@@ -104,7 +94,6 @@ class Diagnostics:
             record_history(True)
 
     def end(self, step: int) -> None:
-        """Called after it."""
         if self._profiler is not None and self._window is not None and step == self._window.stop - 1:
             self._end_profile()
         if self._snapshot == step:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardwise.config.folders import check_place, check_writable, refuse_within_checkpoint
+from shardwise.config.folders import check_place, check_writable, refuse_within_checkpoint, spare_bytes
 from shardwise.errors import ConfigError
 from shardwise.recipe import human_bytes
 from shardwise.run.config import RunConfig
@@ -39,14 +39,10 @@ def check_space(
     meanwhile.
 
     Args:
-        config: the configuration of the run.
         at_the_end: key in ``AT_THE_END`` -> size of what the run leaves there; None if the model is not built yet.
         checkpoint_bytes: size of a checkpoint; None likewise. One must fit in addition to what a save leaves free: with
             less space, none would ever be written.
         steps: of a run of epochs, once they are counted.
-
-    Raises:
-        ConfigError: the files do not fit; with what is needed and what is free.
     """
     folder, kept, small = Path(config.log.dir), config.checkpoint, small_files_bytes(config, steps)
     needs = [(folder, small, f"{human_bytes(small)} of metrics, picture and texts", "log.dir")]
@@ -63,7 +59,7 @@ def check_space(
         has_checkpoints = folder / "checkpoints" in (need[0] for need in here)
         path, total = here[0][0], sum(need[1] for need in here)
         size, _, free = shutil.disk_usage(_standing(path))
-        spare = _spare_bytes(size) if has_checkpoints else 0
+        spare = spare_bytes(size) if has_checkpoints else 0
         # A file system of size 0 (/proc) is not checked: writing there gives the right error.
         if size and free < total + spare:
             raise ConfigError(
@@ -75,13 +71,6 @@ def check_space(
             )
 
 
-def _spare_bytes(disk_bytes: int) -> int:
-    # Imported here: this needs torch, which is imported anyway where a checkpoint will be written.
-    from shardwise.state.checkpoint.commit import spare_bytes
-
-    return spare_bytes(disk_bytes)
-
-
 def written_folders(config: RunConfig, has_adapters: bool) -> dict[str, tuple[Path, str]]:
     """The folders that a run writes at its end, and the kind of each (:mod:`shardwise.config.folders`), by key of ``checkpoint``."""
     keys = (("export", "weights"), *((("adapter", "adapter"), ("base", "weights")) if has_adapters else ()))
@@ -91,11 +80,7 @@ def written_folders(config: RunConfig, has_adapters: bool) -> dict[str, tuple[Pa
 
 def check_folders(config: RunConfig, has_adapters: bool) -> None:
     """Refuses folders that cannot be written, or where something else would be lost. They are written last, when the whole run would be
-    lost.
-
-    Raises:
-        CheckpointError: with the reason.
-    """
+    lost."""
     root = Path(config.log.dir).resolve()
     given = f"log.dir={config.log.dir!r}"
     check_writable(root, given, "--log.dir=")

@@ -62,19 +62,15 @@ def generate_text(
     """Generates a text, and passes it to ``write`` as it comes.
 
     Args:
-        source: the model.
         prompt: what it continues; with ``is_chat`` a user's message, which the chat template makes a prompt of.
         max_tokens: tokens to make at most; fewer where the model's end token comes, or its context is full.
         temperature, seed: 0 takes the most likely token; otherwise tokens are drawn, after the seed.
-        device: "auto", "cpu" or "cuda".
         dtype: in which it is computed; None: as the weights are stored.
-        write: called with pieces of the text.
         adapter: a directory of adapters to merge into the model.
-
-    Raises:
-        ConfigError: the model cannot be opened, or the prompt cannot be used.
     """
-    place = _device_of(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda", why="PyTorch sees no CUDA device", fix="use --device cpu, or leave it out")
+    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     text = _Bytes() if source.tokenizer == "bytes" else _Tokenizer(source.tokenizer)
     ids = text.encode(prompt, is_chat=is_chat)
     if not ids:
@@ -102,7 +98,8 @@ def _generate_hf(
     model: Any, prompt: Tensor, text: "_Bytes | _Tokenizer", stream: "_Stream", max_tokens: int, temperature: float
 ) -> str:
     """Generates by ``generate`` of transformers, and returns why it ended."""
-    most, ends = _room(model, prompt.shape[1], max_tokens), _ends_of(model, text)
+    most, named = _room(model, prompt.shape[1], max_tokens), model.generation_config.eos_token_id
+    ends = {end for end in (*(named if isinstance(named, list) else [named]), text.end) if end is not None}
     options = _options_of(model, text, ends, most, temperature)
     model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=options, streamer=stream)
     if {*stream.tokens[-1:]} & ends:
@@ -126,12 +123,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_bars:
             logging.enable_progress_bar()
-
-
-def _device_of(word: str) -> torch.device:
-    if word == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda", why="PyTorch sees no CUDA device", fix="use --device cpu, or leave it out")
-    return torch.device("cuda" if word != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -166,7 +157,6 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
 
 @torch.no_grad()
 def _merge(model: nn.Module, adapter: Path) -> None:
-    """Merges the adapters of a directory into a model's weights."""
     params = dict(model.named_parameters())
     base = {name: InMemoryTensor.of(param) for name, param in params.items()}
     merged = with_adapter(Source(place="the model", kind="a model", tensors=base), adapter, lambda: model)
@@ -222,14 +212,7 @@ def _room(model: Any, num: int, max_tokens: int) -> int:
     return min(max_tokens, most - num)
 
 
-def _ends_of(model: Any, text: "_Bytes | _Tokenizer") -> frozenset[int]:
-    """Tokens that end a text: those of the generation configuration, and the tokenizer's."""
-    named = model.generation_config.eos_token_id
-    ends = named if isinstance(named, list) else [named]
-    return frozenset(end for end in (*ends, text.end) if end is not None)
-
-
-def _options_of(model: Any, text: "_Bytes | _Tokenizer", ends: frozenset[int], most: int, temperature: float) -> Any:
+def _options_of(model: Any, text: "_Bytes | _Tokenizer", ends: set[int], most: int, temperature: float) -> Any:
     """The generation configuration of the directory with what was asked for: one sequence, greedy or drawn."""
     options = copy.deepcopy(model.generation_config)
     options.max_length, options.max_new_tokens = None, most
@@ -263,30 +246,23 @@ class _Stream:
         self._has_prompt = True
 
     def put_token(self, token: Tensor) -> None:
-        """Takes the next token."""
         self.tokens.append(int(token.flatten()[-1]))
         self._write(self._decode(self.tokens, False))
 
     def end(self) -> None:
-        """Writes what is left."""
         self._write(self._decode(self.tokens, True))
 
 
 class _Bytes:
-    """Bytes as tokens."""
-
     end = pad = None
 
     def encode(self, prompt: str, *, is_chat: bool) -> list[int]:
-        """The tokens of a prompt."""
         return list(prompt.encode())
 
     def name(self, token: int) -> str:
-        """A token as a text."""
         return repr(bytes([min(token, 255)]))
 
     def stream(self, write: Write) -> _Stream:
-        """What takes the tokens of a text."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def decode(tokens: list[int], is_over: bool) -> str:
@@ -297,8 +273,6 @@ class _Bytes:
 
 
 class _Tokenizer:
-    """A tokenizer of transformers."""
-
     def __init__(self, path: Path):
         tokenizer = load_tokenizer(path, f"the tokenizer in {path}")
         self._of: Any = tokenizer
@@ -314,7 +288,6 @@ class _Tokenizer:
         return [*self._of(text, add_special_tokens=False)["input_ids"]]
 
     def name(self, token: int) -> str:
-        """A token as a text."""
         return repr(self._of.convert_ids_to_tokens(token))
 
     def stream(self, write: Write) -> _Stream:

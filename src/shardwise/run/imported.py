@@ -11,6 +11,8 @@ from shardwise.dialects.answers import Imported, imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.run.config import RunConfig
 
+_STAND_INS = {"checkpoint.every": 1}  # whose default, none, makes other keys wrong
+
 
 @public_call()
 def from_config(
@@ -56,21 +58,33 @@ def from_config(
         exact=exact,
         environ=environ,
     )
+    return checked(made)
+
+
+def checked(made: Imported) -> Imported:
+    """With the run file as ``train`` would read it once what it leaves open is written.
+
+    Raises:
+        ConfigError: ``train`` would refuse it, whatever is written; ``given`` names the keys of the source.
+    """
     try:
-        return replace(made, config=checked(made.run, origin=made.dialect))
+        return replace(made, config=load_values(_written(made.run), RunConfig, origin=made.dialect).config)
     except ShardwiseError as error:
         named = [one.key for one in made.findings if one.given and any(_is_about(ours, error) for ours in one.ours)]
         about = ", ".join(dict.fromkeys(named)) or made.dialect
         raise ConfigError(f"{about}: {error.given}", why=error.why, fix=error.fix) from None
 
 
-def checked(run: Mapping[str, Any], *, origin: str) -> RunConfig:
-    """A run file as ``train`` would read it once what it leaves open is written: that has its default."""
-    return load_values(_written(run), RunConfig, origin=origin).config
-
-
-def _written(values: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {key: _written(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+def _written(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """With what stands for the keys that are left open: their default, or a value that no other key contradicts."""
+    plain = {
+        key: _written(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping)
+        else _STAND_INS.get(prefix + key, UNWRITTEN)
+        if value == UNWRITTEN
+        else value
+        for key, value in values.items()
+    }
     return {key: value for key, value in plain.items() if value != UNWRITTEN}
 
 

@@ -18,12 +18,12 @@ from shardwise.errors import ConfigError
 from shardwise.model.calling import call
 from shardwise.parallel import recipe_of, runtime_of
 from shardwise.run.build import (
-    Callback,
     build_model,
     check_takes_tokens,
     functions_of,
     load_start,
     loaded_text,
+    make_callback,
     make_step,
     set_tokenizer,
 )
@@ -51,7 +51,6 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
     """Runs the training that ``config`` describes; every rank must call it, with the same config.
 
     Args:
-        config: the configuration of the run.
         world: the open world; it stays open.
         emit: called as ``emit(kind, **fields)`` on rank 0 with the events above.
 
@@ -94,7 +93,10 @@ def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
             run.complete("before")
             if not run.done and (corpus.records is not None or not steps):
                 run.validate(0)  # what a pretrained model knows already
-            run.all_steps(checkpoints)
+            try:
+                run.planned_steps(checkpoints)
+            except EndOfRun:  # train.callback has ended it
+                run.end_early(checkpoints)
             checkpoints.settle(is_over=True)
         run.complete("after")
         run.output.export(checkpoints.unsaved, run.last["steps"])
@@ -117,11 +119,7 @@ def _built(config: RunConfig, world: World, corpus: RunData, checkpoints: RunChe
 
 
 def _num_steps(config: RunConfig, corpus: RunData) -> int:
-    """Optimizer steps of the run, from its beginning; they are counted for a run of epochs.
-
-    Raises:
-        ConfigError: epochs of a dataset that has no length, or what depends on the number of steps does not fit into them.
-    """
+    """Optimizer steps of the run, from its beginning; they are counted for a run of epochs."""
     if config.train.steps is not None:
         return config.train.steps
     epochs, (num_samples, _) = config.train.epochs, corpus.num_samples
@@ -177,7 +175,7 @@ class _Run:
             tell=lambda path: self.emit("trace", path=path),
             trouble=lambda text: self.emit("trouble", text=text),
         )
-        self.callback = Callback(self.config.train.callback)
+        self.callback = make_callback(self.config.train.callback)
         self.unlogged: dict[str, Any] | None = None  # figures of the last step, if they are not in the metrics
         self.num_validated = 0  # the step of the last validation
 
@@ -234,16 +232,8 @@ class _Run:
         """What is said of a phase until a step was taken: forwards and the first step compile the blocks, which takes long."""
         return ", after compiling the blocks" if self.config.parallel.compile and "loss" not in self.last else ""
 
-    def all_steps(self, checkpoints: RunCheckpoints) -> None:
-        """Runs the optimizer steps that are left, with validation and checkpoints in between; fewer if ``train.callback``
-        ends the run."""
-        try:
-            self.planned_steps(checkpoints)
-        except EndOfRun:
-            self.end_early(checkpoints)
-
     def planned_steps(self, checkpoints: RunCheckpoints) -> None:
-        """Runs the optimizer steps that are left, over one or more epochs."""
+        """Runs the optimizer steps that are left, over one or more epochs, with validation and checkpoints in between."""
         train, steps = self.config.train, self.steps
         pace, first = Pace(steps, done=self.done), self.done + 1
         self.emit("phase", text=f"training{self._and_compiling()}")
@@ -275,7 +265,7 @@ class _Run:
         """Ends the run after the step that was the last, as after the last of the plan; all ranks must call it."""
         self.world.stop.settle()
         self.last["steps"] = self.done
-        self.emit("ended", step=self.done, callback=str(self.callback.name))
+        self.emit("ended", step=self.done, callback=str(self.config.train.callback))
         if self.unlogged is not None:
             self.output.tell("step", **self.unlogged, memory=memory_of(self.model, self.step.optim).as_dict())
         if self.num_validated != self.done:

@@ -125,9 +125,7 @@ class WandbLogger:
     """A run of Weights & Biases, in ``wandb`` below the run's folder; one that resumes goes on with the same one.
 
     Args:
-        folder: of the run.
         config: the configuration; ``log.project``, ``log.name`` and ``log.wandb_mode`` are read.
-        done: steps done before.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done: int):
@@ -171,11 +169,7 @@ _KNOWN: dict[str, tuple[str, Callable[..., Logger]]] = {  # word -> the package 
 
 def check_loggers(to: Sequence[str], wandb_mode: str | None, origin: str) -> None:
     """Refuses a logger whose package is not installed, a function that does not exist, and Weights & Biases online where
-    no key is known: it would ask for one.
-
-    Raises:
-        ConfigError: as above.
-    """
+    no key is known: it would ask for one."""
     for word in to:
         if word not in _KNOWN:
             check_target(word, what="log.to", origin=origin)
@@ -206,9 +200,6 @@ class Loggers:
     """The loggers of a run, on rank 0. One that fails is left out from then on, and told once.
 
     Args:
-        config: of the run.
-        folder: of the run.
-        done: steps done before.
         trouble: called with a text about a logger that failed.
     """
 

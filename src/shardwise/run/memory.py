@@ -3,14 +3,13 @@
 import math
 import resource
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.model.pytrees import leaves_of
 from shardwise.parallel import runtime_of
 
 
@@ -44,7 +43,8 @@ def memory_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> M
     """
     params = {id(p): p for p in model.parameters()}.values()
     grads = [p.grad for p in params if p.grad is not None]
-    state = [] if optim is None else list(_tensors(optim.state))
+    kept = [] if optim is None else leaves_of(list(optim.state.values()))
+    state = [value for value in kept if isinstance(value, Tensor)]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
     return MemoryUse(
         rss=rss_bytes(),
@@ -81,17 +81,6 @@ def local_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor on this rank: of its local shard, if it is sharded."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from _tensors(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _tensors(value)
 
 
 def rss_bytes() -> int:

@@ -37,11 +37,7 @@ FIGURES = frozenset(
 
 
 def refuse_taken_names(names: Iterable[str]) -> None:
-    """Refuses entries of a loss with the name of a figure of the run.
-
-    Raises:
-        ConfigError: one has.
-    """
+    """Refuses entries of a loss with the name of a figure of the run."""
     taken = next((name for name in names if name in FIGURES), None)
     if taken is not None:
         raise ConfigError(
@@ -61,9 +57,6 @@ class MetricsWriter:
 
     Args:
         path: the file; missing parent folders are made.
-
-    Raises:
-        CheckpointError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path):
@@ -101,12 +94,6 @@ class MetricsWriter:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError(
             f"metrics file {str(self.path)!r}",
@@ -131,11 +118,7 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
     """Reads the file of a :class:`MetricsWriter`; a line that a crash cut off is left out, and reported.
 
     Args:
-        path: the file.
         say: called with the message about lines left out; None: it becomes a Python warning.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     rows, torn = [], []
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -154,11 +137,7 @@ def read_metrics(path: str | Path, *, say: Callable[[str], None] | None = None) 
 
 def cut_metrics(path: Path, last: int) -> None:
     """Removes the lines of steps after ``last``: a run resumed from there writes them again. The file is replaced
-    atomically.
-
-    Raises:
-        OSError: the file cannot be read or written.
-    """
+    atomically."""
     if not path.exists():
         return
     rows = [row for row in read_metrics(path, say=lambda text: None) if row.get("step", 0) <= last]
@@ -172,8 +151,6 @@ class Pace:
     forgotten.
 
     Args:
-        num_steps: steps of the whole run.
-        done: steps done before.
         span: number of last steps to measure over.
         clock: returns seconds, and never goes back.
     """
@@ -233,7 +210,6 @@ def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, un
         curves: name -> points (step, loss). Points that are not finite leave a gap. Curves of up to 20 points get
             markers.
         path: the picture; its folder must exist.
-        title: text above the picture.
         unit: of the loss, on the vertical axis.
 
     Returns:
@@ -269,7 +245,6 @@ def plot_losses(curves: Mapping[str, Curve], path: str | Path, *, title: str, un
 
 
 def unit_of(config: RunConfig) -> str:
-    """The unit of the loss."""
     data = config.data
     if config.train.loss is not None:
         return "per item counted"

@@ -19,43 +19,26 @@ class Model(Options, frozen=True, kw_only=True):
         doc("function that returns the nn.Module: pkg.mod:fn or path/to/file.py:fn; null: the reference model"),
     ] = None
     hf: Annotated[
-        str | None,
-        doc(
-            "Hugging Face model directory: the class that its config.json names, and its weights; nothing is downloaded"
-        ),
+        str | None, doc("Hugging Face directory: the class in its config.json, and its weights; nothing is downloaded")
     ] = None
     args: Annotated[dict[str, Any], doc("keyword arguments of build; with hf: fields of its config.json to change")] = (
         msgspec.field(default_factory=dict)
     )
     weights: Annotated[
-        str | None,
-        doc(
-            "start from these: a Hugging Face directory, a safetensors or torch file, a DCP directory; null: those of hf"
-        ),
+        str | None, doc("start from a Hugging Face or DCP directory, a safetensors or torch file; null: those of hf")
     ] = None
     adapter: Annotated[
-        str | None,
-        doc(
-            "start from these adapters: a directory with adapter_config.json, of PEFT or of a run; parallel.lora is then as it says, if not given"
-        ),
+        str | None, doc("start from these adapters, of PEFT or a run; parallel.lora is as they say, if not given")
     ] = None
     rename: Annotated[
         dict[str, str | None],
         doc("regex -> replacement, for the names in weights, in order; null: leave the tensor out"),
     ] = msgspec.field(default_factory=dict)
     cast: Annotated[
-        bool | None,
-        doc(
-            "weights of another floating dtype than the model stores. null: converted where nothing is rounded, such as bfloat16 to float32; true: "
-            "converted; false: refused"
-        ),
+        bool | None, doc("of another dtype. null: converted where nothing is rounded; true: converted; false: refused")
     ] = None
     add_tokens: Annotated[
-        str | tuple[str, ...],
-        doc(
-            "with hf: special tokens to add to the tokenizer that reads the data, as a list or with commas, such as '<|im_start|>,<|im_end|>'; the "
-            "model gets rows for them"
-        ),
+        str | tuple[str, ...], doc("with hf: special tokens to add, with rows for them; a list, or with commas")
     ] = ()
     vocab: Annotated[
         Positive | Literal["tokenizer"] | None,

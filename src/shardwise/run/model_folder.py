@@ -31,11 +31,7 @@ class ModelFolder:
 
 
 def find_model(given: str) -> ModelFolder:
-    """Finds the model in ``given``: a model directory, the folder of a run, or that of its final weights or a checkpoint.
-
-    Raises:
-        ConfigError: there is none, or it has no tokenizer.
-    """
+    """Finds the model in ``given``: a model directory, the folder of a run, or that of its final weights or a checkpoint."""
     folder = Path(given)
     if not folder.is_dir():
         raise ConfigError(
@@ -105,7 +101,6 @@ def _tokenizer_of(given: str, weights: Path, run: RunConfig | None, *, is_hf: bo
 
 
 def has_template(tokenizer: Path | Literal["bytes"]) -> bool:
-    """Whether a tokenizer has a chat template."""
     if tokenizer == "bytes":
         return False
     return template_in(tokenizer if tokenizer.is_dir() else tokenizer.parent) is not None

@@ -18,8 +18,6 @@ class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` for some parameter groups and ``torch.optim.AdamW`` for the others, which step together.
 
     Args:
-        hidden: groups of matrices, for Muon.
-        others: groups for AdamW.
         lr: learning rate of groups without one.
         weight_decay: weight decay of groups without one.
         betas: of AdamW.

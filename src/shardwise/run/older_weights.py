@@ -1,6 +1,7 @@
 """Keeps what an older run has written at its end where a new run uses its folder: once, next to where its own will be. Torch-free to
 import: launchers use it too."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,22 +36,15 @@ def keep_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> Path 
     if not (files := check_older(folder, kind, used)):
         return None
     place = place_of_older(folder)
-    staged = Staged(place)
-    try:
+    with contextlib.closing(Staged(place)) as staged:
         for entry in files:
             link(entry, staged.path / entry.name)
         staged.commit(kind)
-    finally:
-        staged.close()
     return place
 
 
 def check_older(folder: Path, kind: str, used: Mapping[str, str | None]) -> list[Path]:
-    """The files that :func:`keep_older` keeps.
-
-    Raises:
-        CheckpointError: they cannot be.
-    """
+    """The files that :func:`keep_older` keeps."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     own = KINDS[kind].replaced

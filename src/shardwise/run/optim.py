@@ -33,11 +33,7 @@ def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | N
 
 def make_optimizer(optim: Optim, model: nn.Module) -> torch.optim.Optimizer:
     """Builds the optimizer of a config over the trained parameters, in the groups of the model's method
-    ``make_parameter_groups()`` if it has one, else of the config; fused unless the config says otherwise.
-
-    Raises:
-        ConfigError: groups that have no effect, or both kinds of them.
-    """
+    ``make_parameter_groups()`` if it has one, else of the config; fused unless the config says otherwise."""
     lr, decay = optim.settled_lr(is_pretrained=False), optim.settled_decay
     groups = _groups_of(optim, model)
     given: dict[str, Any] = {key: value for key, value in (("lr", lr), ("weight_decay", decay)) if value is not None}
@@ -138,11 +134,7 @@ def make_scheduler(
     schedule: Schedule, optim: torch.optim.Optimizer, num_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
     """The learning rate scheduler: a linear rise, then constant, or down to the floor at the last step: as a cosine, as a line, or
-    as a line at the end of the run (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395); or a curve of the user's own.
-
-    Raises:
-        ConfigError: ``schedule.build`` does not take its arguments, or gives no learning rate.
-    """
+    as a line at the end of the run (warm-up, stable, decay; Hu et al. 2024, arXiv:2404.06395); or a curve of the user's own."""
     return torch.optim.lr_scheduler.LambdaLR(optim, _factor(schedule, num_steps))
 
 

@@ -7,7 +7,7 @@ import msgspec
 
 from shardwise.config.limits import AboveOne, AboveZero, BelowOne, Count, Fraction, NotNegative, Positive, Shrink
 from shardwise.config.record import Options, default_of, doc
-from shardwise.config.target import split_target
+from shardwise.config.target import check_build
 from shardwise.errors import ConfigError
 
 _FROM_SCRATCH, _FINE_TUNING, _ADAPTERS, _DECAY = 3e-3, 2e-5, 2e-4, 0.1
@@ -42,22 +42,15 @@ class Optim(Options, frozen=True, kw_only=True):
 
     name: Annotated[
         Literal["adamw", "sgd", "adafactor", "muon"],
-        doc(
-            "adamw, sgd, adafactor (no state as large as the parameters) or muon (for matrices between layers; adamw for the rest), as in torch.optim"
-        ),
+        doc("adafactor: no state as large as the parameters; muon: matrices between layers, adamw for the rest"),
     ] = "adamw"
     build: Annotated[
-        str | None,
-        doc(
-            "another optimizer: a class or function of parameter groups, pkg.mod:fn, such as torch.optim:NAdam; null: name"
-        ),
+        str | None, doc("pkg.mod:fn, a class or function of parameter groups, as torch.optim:NAdam; null: name")
     ] = None
     args: Annotated[dict[str, Any], doc("keyword arguments of build")] = msgspec.field(default_factory=dict)
     lr: Annotated[
         AboveZero | None,
-        doc(
-            "learning rate at its highest; null: 3e-3, 2e-5 with model.hf, 2e-4 with parallel.lora; with build: that of its own"
-        ),
+        doc("the highest; null: 3e-3, 2e-5 with model.hf, 2e-4 with parallel.lora; with build: its own"),
     ] = None
     betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
     weight_decay: Annotated[NotNegative | None, doc("weight decay; null: 0.1; with build: that of its own")] = None
@@ -67,10 +60,7 @@ class Optim(Options, frozen=True, kw_only=True):
     ] = "all"
     groups: Annotated[
         dict[str, dict[str, Any]],
-        doc(
-            "parameters with other settings: pattern of names (lm_head.*, *.bias) -> {lr or lr_scale, weight_decay}; the first that "
-            "matches holds"
-        ),
+        doc("pattern of names (lm_head.*, *.bias) -> {lr or lr_scale, weight_decay}; the first that matches holds"),
     ] = msgspec.field(default_factory=dict)
     momentum: Annotated[BelowOne, doc("momentum (sgd)")] = 0.9
     fused: Annotated[bool | None, doc("torch's fused kernel; null: where the device has it")] = None
@@ -93,15 +83,8 @@ class Optim(Options, frozen=True, kw_only=True):
                 raise
 
     def _check_build(self) -> None:
-        if self.build is None:
-            if self.args:
-                raise ConfigError(
-                    f"optim.args={self.args} without optim.build",
-                    why="they are the arguments of that function, so they would have no effect",
-                    fix="add optim.build, or remove optim.args",
-                )
+        if not check_build("optim", self.build, self.args, "; such as torch.optim:NAdam"):
             return
-        split_target(self.build, f"optim.build={self.build!r}", "; such as torch.optim:NAdam")
         for key in ("name", *_OF_OPTIMIZERS):
             if getattr(self, key) != default_of(Optim, key):
                 raise ConfigError(
@@ -141,9 +124,7 @@ class Schedule(Options, frozen=True, kw_only=True):
 
     name: Annotated[
         Literal["cosine", "linear", "constant", "wsd"],
-        doc(
-            "after warm-up: down to the floor as a cosine or a line, constant, or wsd: constant, then a line at the end"
-        ),
+        doc("after warm-up: a cosine or a line down to the floor, constant, or wsd: constant, then a line at the end"),
     ] = "cosine"
     warmup_steps: Annotated[Count | None, doc("steps of linear rise from 0; null: a tenth of the run, at most 50")] = (
         None
@@ -154,10 +135,7 @@ class Schedule(Options, frozen=True, kw_only=True):
         0.2
     )
     build: Annotated[
-        str | None,
-        doc(
-            "another curve: pkg.mod:fn, a function (done, steps, **args) -> part of optim.lr in the step after done of steps; null: name"
-        ),
+        str | None, doc("pkg.mod:fn, (done, steps, **args) -> part of optim.lr after done of steps; null: name")
     ] = None
     args: Annotated[dict[str, Any], doc("keyword arguments of build; steps: length of the curve, if not the run's")] = (
         msgspec.field(default_factory=dict)
@@ -182,15 +160,8 @@ class Schedule(Options, frozen=True, kw_only=True):
             )
 
     def _check_build(self) -> None:
-        if self.build is None:
-            if self.args:
-                raise ConfigError(
-                    f"schedule.args={self.args} without schedule.build",
-                    why="they are the arguments of that function, so they would have no effect",
-                    fix="add schedule.build, or remove schedule.args",
-                )
+        if not check_build("schedule", self.build, self.args, "; a function of your own"):
             return
-        split_target(self.build, f"schedule.build={self.build!r}", "; a function of your own")
         for key in ("name", "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio"):
             if getattr(self, key) != default_of(Schedule, key):
                 raise ConfigError(

@@ -24,7 +24,7 @@ from torch import nn
 
 from shardwise.config.folders import free_place
 from shardwise.config.render import dump_config
-from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
+from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.parallel import describe, recipe_of, runtime_of
 from shardwise.run.config import RunConfig
 from shardwise.run.datasets import RunData
@@ -36,23 +36,21 @@ from shardwise.run.older_weights import check_older, keep_older
 from shardwise.run.steps import epochs_text
 from shardwise.run.stored_dtype import export_dtype
 from shardwise.state import check_adapter, check_dtypes, check_packed, save_adapter, save_weights, weights_bytes
+from shardwise.state.files import writing
 from shardwise.state.left_base import frozen_names
 from shardwise.techniques import fold
 from shardwise.techniques.lora.rule import lines as adapter_lines
 from shardwise.world import World
+from shardwise.world.collectively import collectively
 
 
 class RunOutput:
     """Writes the files of a run and emits its events; all ranks make one, and rank 0 writes.
 
     Args:
-        config: of the run.
-        world: its ranks.
         model: whose weights are written at the end.
-        emit: called as ``emit(kind, **fields)``.
 
     Attributes:
-        folder: of the run.
         dtype: of the final weights; None: as they are stored.
     """
 
@@ -67,25 +65,17 @@ class RunOutput:
     def check_space(self, steps: int, *, resumes: bool) -> None:
         """Refuses a run for which the disk has no room, or whose weights cannot be written; all ranks must call it."""
         sizes = self._check_export()
-        problem: ConfigError | CheckpointError | None = None
-        if self.world.is_main:
-            try:
-                check_space(self.config, sizes, self._checkpoint_bytes(), steps)
-                check_folders(self.config, self._has_adapters)
-                for folder, kind in () if resumes else written_folders(self.config, self._has_adapters).values():
-                    check_older(folder, kind, self._used)
-            except (ConfigError, CheckpointError) as error:
-                problem = error
-        problem = self.world.broadcast(problem)
-        if problem is not None:
-            raise problem
+
+        def check() -> None:
+            check_space(self.config, sizes, self._checkpoint_bytes(), steps)
+            check_folders(self.config, self._has_adapters)
+            for folder, kind in () if resumes else written_folders(self.config, self._has_adapters).values():
+                check_older(folder, kind, self._used)
+
+        collectively(self.world, "looking at the folders of the run", check, on_main=True)
 
     def _check_export(self) -> dict[str, int]:
-        """Refuses what could not be written at the end, before the first step. Returns the bytes of each, by its key in ``checkpoint``.
-
-        Raises:
-            UnsupportedError: the format has no place for it, or adapters cannot be merged.
-        """
+        """Refuses what could not be written at the end, before the first step. Returns the bytes of each, by its key in ``checkpoint``."""
         kept, has_adapters, sizes = self.config.checkpoint, self._has_adapters, dict[str, int]()
         for key, path, check in (
             ("export", kept.export, self._export_bytes),
@@ -114,7 +104,6 @@ class RunOutput:
         return "lora" in recipe_of(self.model).techniques
 
     def _checkpoint_bytes(self) -> int:
-        """Estimates the size of a checkpoint in bytes."""
         trained = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         optim = self.config.optim
         # Of an optimizer of the user's own it is not known: as of AdamW.
@@ -122,7 +111,7 @@ class RunOutput:
             2 if optim.build else {"adamw": 2, "sgd": int(optim.momentum > 0), "adafactor": 0, "muon": 2}[optim.name]
         )
         left = frozen_names(runtime_of(self.model)) if self.config.checkpoint.frozen == "leave" else ()
-        return weights_bytes(self.model, as_stored=True, without=left) + moments * trained
+        return weights_bytes(self.model, form="stored", without=left) + moments * trained
 
     def open(self, done: int) -> None:
         """Writes the resolved configuration and the recipe, and opens the metrics file: those of a resumed run are
@@ -132,30 +121,23 @@ class RunOutput:
         """
         if not self.world.is_main:
             return
-        file = self.folder / "config.yaml"
-        try:
+        file = self.folder / "metrics.jsonl"
+        with writing(f"the files of the run in {self.folder}", "free space, or name another folder: --log.dir=PATH"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = dump_config(self.config)
-            if file.exists() and file.read_bytes() != text.encode():  # it may be what the user wrote
-                file.replace(self.folder / "config.previous.yaml")
-            file.write_text(text, encoding="utf-8")
-            file = self.folder / "recipe.txt"
-            file.write_text(describe(self.model), encoding="utf-8")
-            file = self.folder / "metrics.jsonl"
+            text, config = dump_config(self.config), self.folder / "config.yaml"
+            if config.exists() and config.read_bytes() != text.encode():  # it may be what the user wrote
+                config.replace(self.folder / "config.previous.yaml")
+            config.write_text(text, encoding="utf-8")
+            (self.folder / "recipe.txt").write_text(describe(self.model), encoding="utf-8")
             if done:
                 cut_metrics(file, done)
             else:
                 with contextlib.suppress(FileNotFoundError):
                     file.replace(self.folder / "metrics.previous.jsonl")
-                for file, kind in written_folders(self.config, self._has_adapters).values():
-                    self._keep_older(file, kind)
-            file = self.folder / "metrics.jsonl"
-        except OSError as error:
-            raise CheckpointError(
-                f"the file {file}",
-                why=f"writing failed: {error.strerror or error}",
-                fix="free space, or name another folder: --log.dir=PATH",
-            ) from error
+                for folder, kind in written_folders(self.config, self._has_adapters).values():
+                    if (place := keep_older(folder, kind, self._used)) is not None:
+                        what = "adapters" if kind == "adapter" else "weights"
+                        self.emit("older", text=f"the {what} of the run before stay in {place}")
         self._metrics = MetricsWriter(file)
         self._loggers = Loggers(self.config, self.folder, done, lambda text: self.emit("trouble", text=text))
 
@@ -165,14 +147,6 @@ class RunOutput:
         model, data = self.config.model, self.config.data
         found = {f"model.{key}": getattr(model, key) for key in ("hf", "weights", "adapter")}
         return {**found, "data.tokenizer": data.tokenizer}
-
-    def _keep_older(self, folder: Path, kind: str) -> None:
-        """Keeps what an older run has written there, of which this run does not continue the training, and says where."""
-        place = keep_older(folder, kind, self._used)
-        if place is not None:
-            self.emit(
-                "older", text=f"the {'adapters' if kind == 'adapter' else 'weights'} of the run before stay in {place}"
-            )
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Writes a line of metrics and emits the event. A full disk ends the metrics but not the training, whose
@@ -188,7 +162,6 @@ class RunOutput:
         self.emit(kind, **fields)
 
     def introduce(self, corpus: RunData, steps: int) -> None:
-        """Emits the events that describe the data and the model."""
         data, (num_train, num_val) = self.config.data, corpus.num_samples
         self.emit(
             "data",

@@ -136,11 +136,7 @@ def _ranks_per_node() -> int:
 
 
 def _check_data_files(data: Data, origins: Mapping[str, str]) -> None:
-    """Refuses a ``data.path`` or ``data.val_path`` that is neither a file nor the directory of a saved dataset.
-
-    Raises:
-        ConfigError: with the key and where its value is from.
-    """
+    """Refuses a ``data.path`` or ``data.val_path`` that is neither a file nor the directory of a saved dataset."""
     for key, path in (("path", data.path), ("val_path", data.val_path)):
         if path is None or Path(path).is_file():
             continue
@@ -177,11 +173,7 @@ def _missing(key: str, path: str, origin: str) -> ConfigError:
 
 
 def _check_positions(config: RunConfig, origins: Mapping[str, str]) -> None:
-    """Refuses ``data.seq_len`` beyond the positions of a model directory that has a table of them. Torch-free.
-
-    Raises:
-        ConfigError: with the number of positions.
-    """
+    """Refuses ``data.seq_len`` beyond the positions of a model directory that has a table of them. Torch-free."""
     if config.model.hf is None or config.data.build is not None:
         return
     folder = Path(config.model.hf)

@@ -1,12 +1,12 @@
 """Builds a model from a Hugging Face directory: the class that its ``config.json`` names, without loading weights. Does
 not import torch before that."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config.suggest import did_you_mean
+from shardwise.config.tokenizer import json_object
 from shardwise.errors import ConfigError, first_line
 from shardwise.run.attention import IMPLEMENTATIONS
 
@@ -24,9 +24,6 @@ def build_pretrained(
         changes: fields of the configuration to change, and their values.
         rows: of its embedding, and of its head; None: as in the configuration.
         eos: the token that ends a text; None: as in the configuration.
-
-    Raises:
-        ConfigError: as for :func:`check_pretrained`; and rows were to be added to something that is no plain table.
     """
     kind, config = check_pretrained(folder, changes)
     for key, value in (("vocab_size", rows), ("eos_token_id", eos)):
@@ -82,8 +79,7 @@ def _refuse_no_table(model: Any, rows: int, given: str) -> None:
             why=f"its {what}{place} is not a plain {kind.__name__} with a row for each of {rows:,} tokens"
             if module is not None
             else f"it does not say what its {what} is",
-            fix="add the rows by transformers, if it can (model.resize_token_embeddings), and save the model; or use the tokens that it "
-            "has: without model.add_tokens and model.vocab",
+            fix="add them by transformers (model.resize_token_embeddings), and save it; or leave out model.add_tokens and model.vocab",
         )
 
 
@@ -95,10 +91,6 @@ def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "mo
         folder: a directory with a ``config.json``.
         changes: fields of the configuration to change, and their values.
         what: the option that named the directory, for messages.
-
-    Raises:
-        ConfigError: there is no configuration, transformers does not have the class, or the configuration does not have
-            a field.
     """
     given = f"{what}={folder!r}"
     try:
@@ -140,7 +132,6 @@ def check_pretrained(folder: str, changes: Mapping[str, Any], *, what: str = "mo
 
 
 def vocab_in(folder: str) -> int | None:
-    """Size of the vocabulary in a directory's ``config.json``."""
     content = _content(folder, f"model.hf={folder!r}")
     size = content.get("vocab_size", (content.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
@@ -148,15 +139,4 @@ def vocab_in(folder: str) -> int | None:
 
 def _content(folder: str, given: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else f"it is no JSON: {error}"
-        raise ConfigError(
-            f"{given}: {path}", why=why, fix="name a directory that save_pretrained has written"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{given}: {path}", why="it holds no configuration", fix="name a directory that save_pretrained has written"
-        )
-    return content
+    return json_object(path, f"{given}: {path}", "name a directory that save_pretrained has written")

@@ -68,9 +68,6 @@ def check_reference_args(
 
     Returns:
         the arguments, converted to their types.
-
-    Raises:
-        ConfigError: with the name of the argument, and similar names.
     """
     kinds = {int: Annotated[int, msgspec.Meta(ge=1)], float: Annotated[float, msgspec.Meta(gt=0)], bool: bool}
     hints = {field.name: kinds[field.type] for field in dataclasses.fields(ReferenceConfig)}  # type: ignore[index]

@@ -46,6 +46,7 @@ START = dict.fromkeys(
     ("model.weights", "model.adapter", "model.rename", "model.cast", "model.strict", "parallel.init"), _START
 )
 """Keys for a run's initial values: the command that resumes it may leave them out."""
+_BASE = {key: START[key] for key in ("model.weights", "model.rename", "model.cast", "model.strict")}
 FIXED = {
     "model.": _MODEL,
     "parallel.lora": _MODEL,
@@ -61,12 +62,18 @@ MAY_CHANGE = tuple(
 read. A key that is added to ``data`` is refused until it is listed here."""
 _OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "schedule.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
+_OF_TOKENIZER = "data.tokenizer/"
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+"""What is beside a tokenizer.json, and says which tokens the records of conversations become."""
 _WHOLE = ("optim.groups",)
 """Mappings whose keys are patterns, not parts of a key."""
 OF_A_NODE = ("log.", "launch.", "data.cache")
 """Prefixes of keys in which the nodes of a run may differ: what they say is of one machine."""
 _UNREPORTED = (*OF_A_NODE, "checkpoint.")
 """Prefixes of keys that may change without a word: they change nothing in what is trained."""
+_REPORTED = ("checkpoint.frozen",)
+"""Keys of these that are reported: what is in the checkpoints from here on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,16 +91,16 @@ def texts_of(config: RunConfig) -> dict[str, str]:
 
 
 def changes_since(root: Path, config: RunConfig) -> list[str]:
-    """The settings that differ from those of the newest checkpoint below ``root`` and take effect: ``KEY OLD -> NEW``.
-
-    Raises:
-        ConfigError: settings that differ and cannot take effect, or would make it another run.
-    """
+    """The settings that differ from those of the newest checkpoint below ``root`` and take effect: ``KEY OLD -> NEW``."""
     saved = _newest(root)
     if saved is None:
         return []  # not of `shardwise train`, or not readable: reported when the run is restored
     now, was, default = flat(config), saved.values, flat(RunConfig())
     files = files_of(config)
+    for key in files:
+        if key.startswith(_OF_TOKENIZER) and key in saved.files:  # an earlier version did not note them
+            now[key] = default[key] = key.removeprefix(_OF_TOKENIZER)
+    leaves = "leave" in (now.get("checkpoint.frozen"), was.get("checkpoint.frozen"))
     refused: dict[str, str] = {}
     changed: list[str] = []
     for key in dict.fromkeys((*now, *was)):
@@ -101,17 +108,23 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
         if key not in now and key not in default and not key.startswith(_OPEN):
             continue  # a key of another version of Shardwise
         if key in files or key in saved.files:
-            same = _same_files(key, old, files, saved.files)
+            identity = saved.files.get(key)
+            if identity is None:  # the checkpoint does not have it: compare with the file as it is now
+                with contextlib.suppress(OSError, ConfigError):  # not there any more, or no saved dataset
+                    identity = _identity_of(key, old)
+            same = identity is not None and identity == files.get(key)
         else:
             same = old == new or (key == "model.build" and _file_name(old) == _file_name(new))
         if key == "data.tokenizer" and {old, new} <= {None, BYTES_MEANT}:
             continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
             continue
+        if leaves and _of(_BASE, key):
+            continue  # it is loaded beside the checkpoint, which compares its values
         why = _refused(key)
         if why is not None:
             refused[key] = why
-        elif not key.startswith(_UNREPORTED):
+        elif not key.startswith(_UNREPORTED) or key in _REPORTED:
             changed.append(f"{key} {flow_text(old)} -> {flow_text(new)}")
     if refused:
         raise _refusal(saved, config, refused, now, default)
@@ -155,11 +168,8 @@ def _newest(root: Path) -> _Saved | None:
 
 def _refused(key: str) -> str | None:
     """Why another value of a key is refused; None: it takes effect."""
-    return (
-        None
-        if key in (*MAY_CHANGE, "parallel.lora.dropout")
-        else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
-    )
+    takes_effect = key in (*MAY_CHANGE, "parallel.lora.dropout")
+    return None if takes_effect else _of(RESTORED, key) or _of(START, key) or _of(FIXED, key)
 
 
 def _of(kinds: Mapping[str, str], key: str) -> str | None:
@@ -194,11 +204,19 @@ def files_of(config: RunConfig) -> dict[str, str]:
     tokenizer = tokenizer_path(config.data.tokenizer)
     if tokenizer is not None:
         files["data.tokenizer"] = file_sample(tokenizer)
+        if config.data.has_records:
+            files |= _beside(tokenizer.parent, has_template=config.data.chat_template is None)
     if config.data.chat_template is not None:
         files["data.chat_template"] = file_sample(Path(config.data.chat_template))
     if config.model.hf is not None:
         files["model.hf"] = _identity_of("model.hf", config.model.hf)
     return files
+
+
+def _beside(folder: Path, *, has_template: bool) -> dict[str, str]:
+    """The files of a tokenizer's directory by which records become tokens: of its chat template if that is used."""
+    names = (*_SETTINGS, *(_TEMPLATES if has_template else ()))
+    return {f"{_OF_TOKENIZER}{n}": file_sample(folder / n) if (folder / n).is_file() else "no such file" for n in names}
 
 
 def _identity_of(key: str, path: str | None) -> str:
@@ -208,23 +226,14 @@ def _identity_of(key: str, path: str | None) -> str:
     return file_sample(Path(path) / "config.json" if key == "model.hf" else Path(path))
 
 
-def _same_files(key: str, old: Any, files: Mapping[str, str], saved: Mapping[str, str]) -> bool:
-    identity = saved.get(key)
-    if identity is None:  # the checkpoint does not have it: compare with the file as it is now
-        try:
-            identity = _identity_of(key, old) if key in files else None
-        except (OSError, ConfigError):  # not there any more, or no saved dataset
-            identity = None
-    return identity is not None and identity == files.get(key)
-
-
 def _file_name(build: Any) -> Any:
     """``file.py:fn`` of a function in a file, without folders: the file may have moved."""
     return build.rpartition("/")[2] if isinstance(build, str) else build
 
 
 def file_sample(path: Path, blocks: int = 16, block_bytes: int = 1 << 16) -> str:
-    """A file's size and a digest of 1 MiB of it, evenly spaced, as text: all of a large file would take minutes. For a directory of
+    """A file's size and a digest of 1 MiB of it, evenly spaced, as text: all of a large file would take minutes. A file of up to 1 MiB is
+    read whole. For a directory of
     a saved dataset, of each of the files of its rows, in their order, and of the columns it shows."""
     total, digest, files = 0, hashlib.sha256(), [path]
     if path.is_dir():

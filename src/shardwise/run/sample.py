@@ -42,18 +42,13 @@ def generate(
     Args:
         model: ``model(input_ids [B, T]) -> logits [B, T, V]``.
         prompt: integers [B, T], T >= 1, on the model's device.
-        num_tokens: tokens to add.
         context: most positions that the model may see at once; the last ones are used.
         temperature: 0 takes the most likely token; larger values draw from softmax(logits / temperature).
-        seed: of the generator.
         stop: a token after which no more are made, once it has come in each sequence.
         on_token: called with each token of the sequences, [B, 1].
 
     Returns:
         integers [B, T + num_tokens], including the prompt; fewer columns where ``stop`` ended it.
-
-    Raises:
-        ConfigError: an empty prompt, a negative temperature, or no context.
     """
     if prompt.dim() != 2 or prompt.shape[1] < 1 or temperature < 0 or context < 1:
         raise ConfigError(

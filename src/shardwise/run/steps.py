@@ -18,9 +18,6 @@ def steps_left(epochs: float, num_samples: int, global_batch: int, *, epoch: int
     of an epoch may be smaller. A part of an epoch is rounded up to a whole window.
 
     Args:
-        epochs: of the whole run.
-        num_samples: samples of an epoch.
-        global_batch: samples of a window.
         epoch, position: the sample that comes next, as a Loader counts.
 
     >>> steps_left(1.5, num_samples=10, global_batch=4)
@@ -48,11 +45,7 @@ def epochs_text(epochs: float, num_samples: int, steps: int) -> str:
 
 
 def check_steps(config: "RunConfig", steps: int) -> None:
-    """Refuses a schedule that does not fit into ``steps``, and steps to look at that are after the last.
-
-    Raises:
-        ConfigError: as above.
-    """
+    """Refuses a schedule that does not fit into ``steps``, and steps to look at that are after the last."""
     train, schedule = config.train, config.schedule
     given = f"train.steps={steps}" if train.epochs is None else f"train.epochs={train.epochs:g}, {steps} steps"
     for key, last in (("profile", (train.profiled_steps or [0])[-1]), ("memory_snapshot", train.memory_snapshot or 0)):

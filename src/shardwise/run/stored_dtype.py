@@ -22,15 +22,16 @@ _LONGEST = 100 << 20  # bytes of a header, as the format allows
 
 def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
     """Refuses ``model.hf`` whose weights would be rounded where the run stores them, unless ``model.cast`` allows it. What
-    may change that (transforms, renamed tensors, parts with a precision of their own) is left to the ranks.
-
-    Raises:
-        ConfigError: with the key that converts.
-    """
+    may change that (transforms, renamed tensors, parts with a precision of their own) is left to the ranks."""
     model, parallel = config.model, config.parallel
     for key, folder in (("hf", model.hf), ("weights", model.weights)):
         if folder is not None and is_in_4_bits(folder):
-            _refuse_no_choice(f"model.{key}={folder!r} ({origins[f'model.{key}']})", parallel.quantize)
+            if parallel.quantize is None:
+                raise ConfigError(
+                    f"model.{key}={folder!r} ({origins[f'model.{key}']}): its weights are in 4 bits",
+                    why="they can stay so, frozen, with adapters beside them; or be unpacked, and trained",
+                    fix="train adapters: --parallel.lora.rank=16; or unpack them: --parallel.quantize=none",
+                )
         elif folder is not None:
             _refuse_quantised(Path(folder), f"model.{key}={folder!r} ({origins[f'model.{key}']})")
     precision = precision_of(parallel.precision)
@@ -57,16 +58,6 @@ def check_stored_dtype(config: RunConfig, origins: Mapping[str, str]) -> None:
     )
 
 
-def _refuse_no_choice(given: str, quantize: object) -> None:
-    """Refuses a directory in 4 bits of which is not said whether it stays so."""
-    if quantize is None:
-        raise ConfigError(
-            f"{given}: its weights are in 4 bits",
-            why="they can stay so, frozen, with adapters beside them; or be unpacked, and trained",
-            fix="train adapters: --parallel.lora.rank=16; or unpack them: --parallel.quantize=none",
-        )
-
-
 def _refuse_quantised(folder: Path, given: str) -> None:
     """Refuses a directory whose weights are packed numbers beside their scales: a run would take them for plain ones."""
     settings = read_json(folder / "config.json").get("quantization_config")
@@ -76,8 +67,7 @@ def _refuse_quantised(folder: Path, given: str) -> None:
     maker = _DEQUANTISED.get(method)
     raise ConfigError(
         f"{given}: its weights are quantised",
-        why=f"quantization_config in its config.json names {method}: tensors are small numbers beside their scales, which no cast makes the "
-        "model's weights",
+        why=f"quantization_config in its config.json names {method}: small numbers beside their scales, which no cast makes weights",
         fix="train a directory of the model with plain weights, which its publisher may have"
         + (
             f"; or make one by transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r}, quantization_config=transformers.{maker}"

@@ -24,11 +24,7 @@ _INSTALL = "pip install 'shardwise[hf]'"
 
 def check_tokens(config: RunConfig, origins: Mapping[str, str]) -> None:
     """Refuses a text for a model that has a tokenizer unless ``data.tokenizer`` is set; and a data file that is not
-    text.
-
-    Raises:
-        ConfigError: with the option to set.
-    """
+    text."""
     data = config.data
     check_vocabulary(config, origins)
     if data.build is not None:
@@ -85,8 +81,7 @@ def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:
             has_file = found[0].name == "tokenizer.json"
             raise ConfigError(
                 f"a text ({text}) for model.{key}={folder!r} ({origins[f'model.{key}']}), which has a tokenizer ({found[0].name})",
-                why="without data.tokenizer each byte of the text is a token, and the model knows the tokens of its tokenizer: it would "
-                "learn other ones in their place",
+                why="without data.tokenizer each byte of the text is a token, and the model knows those of its tokenizer",
                 fix=f"use its tokenizer: --data.tokenizer={'hf' if key == 'hf' and has_file else folder}; or give its tokens as .npy or .bin; "
                 "or, if bytes are meant, --data.tokenizer=bytes",
             )
@@ -95,8 +90,7 @@ def _refuse_bytes(config: RunConfig, origins: Mapping[str, str]) -> None:
         raise ConfigError(
             f"a text ({text}) for model.hf={model.hf!r} ({origins['model.hf']}), with a vocabulary of {size:,} tokens",
             why="without data.tokenizer each byte of the text is a token, which are 256; no tokenizer is in the directory",
-            fix="give the tokenizer that the model was made with: --data.tokenizer=DIRECTORY; or its tokens as .npy or .bin; "
-            "or, if bytes are meant, --data.tokenizer=bytes",
+            fix="give its tokenizer: --data.tokenizer=DIRECTORY; or tokens as .npy or .bin; if bytes are meant: --data.tokenizer=bytes",
         )
 
 

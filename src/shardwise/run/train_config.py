@@ -42,10 +42,7 @@ class Train(Options, frozen=True, kw_only=True):
         ),
     ] = None
     count: Annotated[
-        str | None,
-        doc(
-            "pkg.mod:fn, batch -> what the loss is divided by; null: the loss's own count, else labels that are not -100"
-        ),
+        str | None, doc("pkg.mod:fn, batch -> what the loss is divided by; null: the loss's own, else labels not -100")
     ] = None
     forward: Annotated[
         str | None, doc("pkg.mod:fn, (model, batch) -> output; null: the batch's keys that the model's forward names")
@@ -76,10 +73,7 @@ class Train(Options, frozen=True, kw_only=True):
         Positive | None, doc("on cuda, the step whose allocations are written, for pytorch.org/memory_viz; null: none")
     ] = None
     prove: Annotated[
-        bool,
-        doc(
-            "after the last step three steps are compared with one plain process, in float64 on the CPU; false: that is left out"
-        ),
+        bool, doc("after the last step, three steps are compared with one plain process, float64 on the CPU")
     ] = True
     timeout_s: Annotated[
         AboveZero, doc("seconds a rank waits for the others before it gives up; after 10 it says whom for")
@@ -87,15 +81,18 @@ class Train(Options, frozen=True, kw_only=True):
 
     @property
     def profiled_steps(self) -> range | None:
-        """The steps of ``profile``."""
         if self.profile is None:
             return None
         first, _, last = str(self.profile).partition(":")
         return range(int(first), int(last or int(first) + 1))
 
     def check(self) -> None:
-        if self.epochs is not None:
-            self._check_epochs(self.epochs)
+        if self.epochs is not None and self.steps is not None:
+            raise ConfigError(
+                f"train.epochs={self.epochs:g} with train.steps={self.steps}",
+                why="each of them says how long the run is",
+                fix="remove one; on the command line, over a file that has it: --train.steps=null or --train.epochs=null",
+            )
         for key in ("loss", "count", "forward", "callback"):
             target = getattr(self, key)
             if target is not None and (key, target) != ("loss", MODEL_LOSS):
@@ -119,12 +116,4 @@ class Train(Options, frozen=True, kw_only=True):
                 f"train.profile={self.profile!r}",
                 why="it is neither a step, from 1, nor FIRST:LAST, a first one and a later one, which is not included",
                 fix="write 10:13 for steps 10, 11 and 12",
-            )
-
-    def _check_epochs(self, epochs: float) -> None:
-        if self.steps is not None:
-            raise ConfigError(
-                f"train.epochs={epochs:g} with train.steps={self.steps}",
-                why="each of them says how long the run is",
-                fix="remove one; on the command line, over a file that has it: --train.steps=null or --train.epochs=null",
             )

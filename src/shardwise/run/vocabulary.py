@@ -26,11 +26,9 @@ class Vocabulary:
 
     Attributes:
         tokenizer: what reads the data, of transformers; None: the one in the file ``data.tokenizer``, as it is.
-        added: tokens that were added to it.
         there: tokens that were to be added, and were there.
         num_tokens: numbers that it gives to tokens, from 0 on; None: not counted.
         stored: rows of the embedding in the model's directory; None: not known.
-        rows: rows of the embedding in the model.
         eos: number of the token that ends a text, if that was set.
     """
 
@@ -59,11 +57,7 @@ class Vocabulary:
 
 
 def vocabulary_of(config: RunConfig) -> Vocabulary:
-    """The tokens and rows of a run. It reads the tokenizer only where the configuration changes or counts it.
-
-    Raises:
-        ConfigError: transformers cannot read the tokenizer, or the rows are too few for it.
-    """
+    """The tokens and rows of a run. It reads the tokenizer only where the configuration changes or counts it."""
     model, data = config.model, config.data
     stored = vocab_of_folder(model.hf, model.args)
     is_changed = bool(model.add_tokens or data.chat_template or data.eos_token)
@@ -129,11 +123,7 @@ def vocab_of_folder(folder: str | None, changes: Mapping[str, object]) -> int | 
 
 
 def check_vocabulary(config: RunConfig, origins: Mapping[str, str]) -> None:
-    """Refuses a template that cannot be read, and rows that are too few, as far as that is certain.
-
-    Raises:
-        ConfigError: with the key.
-    """
+    """Refuses a template that cannot be read, and rows that are too few, as far as that is certain."""
     if config.data.chat_template is not None:
         template_in(config.data.chat_template, origins["data.chat_template"])
     if config.model.may_grow:
@@ -143,7 +133,6 @@ def check_vocabulary(config: RunConfig, origins: Mapping[str, str]) -> None:
 
 
 def _file_of(config: RunConfig) -> Path | None:
-    """The tokenizer file that reads the data, if one does."""
     data = config.data
     return None if data.build is not None or is_tokens(data.path) else tokenizer_path(data.tokenizer)
 
@@ -190,11 +179,7 @@ def _rows(config: RunConfig, stored: int | None, num_tokens: int | None) -> int 
 
 
 def template_in(path: str, origin: str = "") -> str:
-    """The text of a file with a chat template.
-
-    Raises:
-        ConfigError: it cannot be read, or is empty.
-    """
+    """The text of a file with a chat template."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         why = "" if text.strip() else "it is empty"

@@ -1,6 +1,7 @@
 """Saves and loads the adapters of a sharded model without its base, in the files of PEFT: ``adapter_model.safetensors`` and
 ``adapter_config.json``."""
 
+import contextlib
 import functools
 import json
 import math
@@ -23,16 +24,16 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.copies import refuse_diverged
 from shardwise.parallel.init.values import scatter_values
 from shardwise.recipe import Slice
-from shardwise.state.files import OpenFiles
+from shardwise.state.files import OpenFiles, writing
 from shardwise.state.formats.safetensors import place_tensors, tensors_in
-from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
+from shardwise.state.load_transaction import load_transaction, refuse_left_half
 from shardwise.state.misfits import may_be
 from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.origin import Origin, others
 from shardwise.state.report import LoadReport
-from shardwise.state.sidecars import Origin
-from shardwise.state.staging import Staged
+from shardwise.state.staging import Staged, StagedSave, resolved
 from shardwise.state.to_rank0 import full_tensors
-from shardwise.state.writing import opened, write_at
+from shardwise.state.writing import opened, write_at, write_file
 from shardwise.techniques.fold import acts
 from shardwise.techniques.technique import AdapterFiles
 from shardwise.world.collectively import collectively
@@ -66,13 +67,14 @@ def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     files = collectively(runtime.world, "save_adapter, before it begins", lambda: _files_of(runtime, "save_adapter"))
     refuse_diverged(runtime, "save_adapter", dict.fromkeys(files.keys.values()))
     values = full_tensors(runtime, dict.fromkeys(files.keys.values()))
-    origin = runtime.memory(Origin).folder
-    config = {**files.config, "base_model_name_or_path": None if origin is None else str(origin)}
+    base, note = _base_of(runtime)
+    config = {**files.config, "base_model_name_or_path": base}
     tensors = {key: values[name] for key, name in files.keys.items()} if runtime.world.is_main else {}
     write = functools.partial(_write, Path(folder), tensors, config)
     collectively(runtime.world, "save_adapter, writing", write, on_main=True)
-    if runtime.world.is_main and files.note:
-        warnings.warn(files.note, stacklevel=level_of_caller())
+    for text in (files.note, note) if runtime.world.is_main else ():
+        if text:
+            warnings.warn(text, stacklevel=level_of_caller())
     return Path(folder) / WEIGHTS
 
 
@@ -112,7 +114,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> LoadReport
     def part_of(name: str, piece: Slice) -> Tensor:
         return values[name][piece.full_index]
 
-    with LoadTransaction(runtime, local, names):
+    with load_transaction(runtime, local, names):
         scatter_values(runtime, part_of, {name: local[name] for name in names})
     num_bytes = sum(local[name].numel() * local[name].itemsize for name in names)
     seconds = time.perf_counter() - start
@@ -128,11 +130,7 @@ def check_adapter(model: nn.Module) -> int:
 
 
 def _files_of(runtime: Runtime, call: str) -> AdapterFiles:
-    """How the adapters of a model are stored.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """How the adapters of a model are stored."""
     prefix = naming_of(runtime.module, shapes_of(runtime)).prefix
     files = next((files for act in acts() if (files := act.adapter_files(runtime, prefix)) is not None), None)
     if files is None:
@@ -144,17 +142,23 @@ def _files_of(runtime: Runtime, call: str) -> AdapterFiles:
     return files
 
 
+def _base_of(runtime: Runtime) -> tuple[str | None, str]:
+    """The directory of the base beside which the adapters are, if its frozen weights are as they came from there; and a note for the user."""
+    folder = runtime.memory(Origin).folder
+    found = others(runtime) if folder is not None else []
+    if found:
+        return None, (
+            f"the adapters are beside a base that is in no directory, and adapter_config.json names none: {found[0]}, one of {len(found)}, "
+            f"does not have the value of {folder}; sw.save_weights(model, DIRECTORY) saves the base too"
+        )
+    return str(folder) if folder is not None and folder.is_dir() else None, ""
+
+
 def _write(dest: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
     """On rank 0: writes both files, and moves the directory to its place."""
-    try:
-        dest = dest.resolve()
-        check_place(dest, "adapter")
-        staged = Staged(dest)
-    except (OSError, RuntimeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"adapters to {dest}", why=str(error), fix="name another folder") from error
-    try:
+    dest = resolved(dest, "adapters")
+    check_place(dest, "adapter")
+    with writing(f"adapters to {dest}", StagedSave.then), contextlib.closing(Staged(dest)) as staged:
         facts = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
         head, placed, _ = place_tensors(facts)
         with opened(staged.path / WEIGHTS, os.O_CREAT) as descriptor:
@@ -162,18 +166,8 @@ def _write(dest: Path, tensors: Mapping[str, Tensor], config: Mapping[str, objec
             for place in placed:
                 write_at(descriptor, bytes_of(tensors[place.name].contiguous()).numpy().data, place.offset)
             os.fsync(descriptor)
-        with opened(staged.path / CONFIG, os.O_CREAT) as descriptor:
-            write_at(descriptor, memoryview(json.dumps(config, indent=2, sort_keys=True).encode()), 0)
-            os.fsync(descriptor)
+        write_file(staged.path / CONFIG, json.dumps(config, indent=2, sort_keys=True).encode())
         staged.commit("adapter")
-    except OSError as error:
-        raise CheckpointError(
-            f"adapters to {dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space or choose a directory you can write to; an older one there is as it was",
-        ) from error
-    finally:
-        staged.close()
 
 
 def _read(folder: Path, files: AdapterFiles, runtime: Runtime) -> tuple[dict[str, Tensor], dict[str, tuple[str, str]]]:

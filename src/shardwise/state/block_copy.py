@@ -26,10 +26,8 @@ class BlockCopy:
     """Writes the files of a conversion.
 
     Args:
-        plan: of the files.
         items: the tensors that the plan's pieces are parts of.
         sidecars: further files: name -> content.
-        folder: where they are written.
     """
 
     def __init__(
@@ -41,12 +39,7 @@ class BlockCopy:
         self._checksums = Sums() if plan.manifest is not None else None
 
     def values(self, reader: VerifiedFiles, progress: Progress) -> None:
-        """Writes every piece. A block is read into one buffer while the one before it is written from the other.
-
-        Raises:
-            CheckpointError: the source cannot be read, or fails its checksums.
-            OSError: a file cannot be written.
-        """
+        """Writes every piece. A block is read into one buffer while the one before it is written from the other."""
         plan = self._plan
         for name, size in plan.files.items():
             with opened(self._folder / name, os.O_CREAT) as descriptor:
@@ -80,25 +73,17 @@ class BlockCopy:
             write_at(descriptor, memory, piece.offset + position)
 
     def rest(self) -> None:
-        """Writes headers, indices and further files, and a manifest last. All of it is on disk on return.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Writes headers, indices and further files, and a manifest last. All of it is on disk on return."""
         fixed = self._plan.finish(self._sums)
         fixed += [Fixed(name, 0, data) for name, data in self._sidecars.items()]
         if self._plan.manifest is not None and self._checksums is not None:
-            fixed.append(self._plan.manifest(*self._with_checksums(fixed, self._checksums)))
+            sizes = {**self._plan.files, **{name: len(data) for name, data in self._sidecars.items()}}
+            for part in fixed:
+                self._checksums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
+            fixed.append(self._plan.manifest(sizes, self._checksums))
         for part in fixed:
             with opened(self._folder / part.file, os.O_CREAT) as descriptor:
                 write_at(descriptor, memoryview(part.data), part.offset)
         for name in {**self._plan.files, **dict.fromkeys(part.file for part in fixed)}:
             with opened(self._folder / name) as descriptor:
                 os.fsync(descriptor)
-
-    def _with_checksums(self, fixed: Sequence[Fixed], sums: Sums) -> tuple[dict[str, int], Sums]:
-        """The sizes and checksums of all files written."""
-        sizes = {**self._plan.files, **{name: len(data) for name, data in self._sidecars.items()}}
-        for part in fixed:
-            sums.add_part(part.file, sizes[part.file], part.offset, memoryview(part.data))
-        return sizes, sums

@@ -23,9 +23,6 @@ class GrownTable(TensorSource):
     The mean is computed in float64, by additions of whole rows in an order that depends on nothing but their number. So
     every element of it has the same bits whichever columns a rank reads, on any number of threads. A rank reads the table
     for it only if it holds an added row, and only the columns that it holds, a block of rows at a time.
-
-    Attributes:
-        table: as it is stored.
     """
 
     table: TensorSource
@@ -65,8 +62,6 @@ def with_added_rows(stored: TensorSource, shape: tuple[int, ...], rows: tuple[in
     """``stored`` with the rows that ``shape``, the model's, has more; itself where it is no table of a vocabulary that has grown.
 
     Args:
-        stored: the tensor as it is stored.
-        shape: of the model's tensor.
         rows: of the vocabulary, as stored and in the model; None: it has not grown.
     """
     fits = rows is not None and (stored.shape[:1], shape[:1]) == ((rows[0],), (rows[1],))

@@ -4,26 +4,27 @@ Memory use is a few buffers of 8 MiB and the list of tensors, whatever the model
 before all of it is on disk; what a killed conversion leaves beside it is removed by the next one.
 """
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.config.conversion import Conversion
 from shardwise.config.folders import KINDS, SIDECARS, check_place, refuse_other_kind, refuse_within_checkpoint, step_of
+from shardwise.config.tokenizer import json_object
 from shardwise.errors import CheckpointError, ConfigError, VerifyError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import blocks, whole
 from shardwise.state.block_copy import BlockCopy, Progress
 from shardwise.state.converted import ConvertedTensor, config_of, converted_tensors, ties_among
 from shardwise.state.file_layout import SHARD_BYTES
-from shardwise.state.files import BUFFER
+from shardwise.state.files import BUFFER, writing
 from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.integrity.reading import VerifiedCheckpoint, VerifiedFiles
 from shardwise.state.merged import with_adapter
@@ -33,7 +34,7 @@ from shardwise.state.staging import Staged, sync_folder
 from shardwise.state.stored import Source, compare_sums, refuse_changed
 from shardwise.state.targets.dcp import plan_dcp
 from shardwise.state.targets.plan import ConversionPlan
-from shardwise.state.targets.safetensors import plan_checkpoint, plan_folder, plan_safetensors
+from shardwise.state.targets.safetensors import plan_checkpoint, plan_safetensors
 from shardwise.state.targets.torch_file import plan_torch_file
 
 _KIND = {"hf": "weights", "shardwise": "checkpoint", "dcp": "dcp"}
@@ -57,14 +58,7 @@ def convert(
     model_of: Callable[[], nn.Module | None] = lambda: None,
 ) -> Converted:
     """Converts the weights in ``job.source`` to ``job.dest``; see :class:`Conversion`. ``model_of`` makes the model that they are of, where that
-    is known: it is asked for adapters of parameters alone.
-
-    Raises:
-        CheckpointError: the source cannot be read completely, or the destination cannot be written or exists already.
-        ConfigError: rules, patterns or a dtype do not fit the source.
-        UnsupportedError: the target format does not have a dtype.
-        VerifyError: with ``verify``, a tensor of the result differs; with the name of the first.
-    """
+    is known: it is asked for adapters of parameters alone."""
     begin = time.perf_counter()
     _check_destination(job)
     source = open_source(job.source)
@@ -72,8 +66,7 @@ def convert(
         raise CheckpointError(
             f"converting {job.source}, a checkpoint without the frozen weights of its model",
             why=f'it was saved with frozen="leave"; they are where the run has loaded them from: {source.left_base}',
-            fix="load both into the model, and write it: sw.load_weights(model, BASE), sw.load_weights(model, CHECKPOINT, strict=False), "
-            "sw.save_weights(model, DEST); the run's own final weights have all",
+            fix="use the run's final weights; or load both into the model, the checkpoint with strict=False: sw.save_weights(model, DEST)",
         )
     refuse_parts(
         source,
@@ -84,16 +77,8 @@ def convert(
     if job.adapter is not None:
         source = with_adapter(source, job.adapter, model_of)
     todo = _planned(job, source)
-    try:
+    with writing(f"converting to {job.dest}", "free space, or name a place that can be written"):
         _put_together(job, todo, progress)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"converting to {job.dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space, or name a place that can be written",
-        ) from error
     seconds = time.perf_counter() - begin
     num_files, num_bytes = len(todo.plan.files), todo.plan.num_bytes
     return Converted(source.kind, len(todo.items), num_files, num_bytes, seconds, tuple(todo.notes))
@@ -101,9 +86,8 @@ def convert(
 
 def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -> None:
     """Writes the result next to its place and moves it there."""
-    staged = Staged(_place(job.dest))
-    result = staged.path / job.dest.name if job.is_file else staged.path
-    try:
+    with contextlib.closing(Staged(_place(job.dest))) as staged:
+        result = staged.path / job.dest.name if job.is_file else staged.path
         with VerifiedFiles(todo.verified) as reader:
             reader.sums = {}  # everything is read in order, so its checksums are compared on the way
             copying = BlockCopy(todo.plan, todo.items, todo.sidecars, staged.path)
@@ -113,7 +97,9 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
             copying.rest()
             refuse_changed(item.stored for item in todo.items)
             if job.verify:
-                _forget_pages(staged.path / name for name in todo.plan.files)
+                for name in todo.plan.files:  # what is compared is read from the disk, not from the page cache
+                    with (staged.path / name).open("rb") as file:
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 _compare(result, todo.items, reader, progress)
                 refuse_changed(item.stored for item in todo.items)
         _check_destination(job)  # as long as it took
@@ -122,8 +108,6 @@ def _put_together(job: Conversion, todo: "_ConversionJob", progress: Progress) -
         else:
             staged.move()
         sync_folder(staged.dest.parent)
-    finally:
-        staged.close()
 
 
 @dataclass(frozen=True)
@@ -161,13 +145,14 @@ def _plan(job: Conversion, source: Source, items: Sequence[ConvertedTensor], tie
     max_bytes = job.max_shard_bytes or SHARD_BYTES
     modules = _versions(source)
     if job.to == "hf":
-        return plan_folder(facts, max_bytes, modules)
+        return plan_safetensors(facts, max_bytes, modules)
     if job.to == "safetensors":
-        return plan_safetensors(facts, job.dest.name, modules)
+        return plan_safetensors(facts, 1 << 62, modules, job.dest.name.removesuffix(".safetensors"))
     if job.to == "torch":
         return plan_torch_file(facts, job.dest.name, ties)
-    if job.to == "shardwise":
-        return plan_checkpoint(facts, max_bytes, _step(job, source), modules)
+    if job.to == "shardwise":  # of the step in its name, else of that of the source
+        step = source.verified.manifest.step if source.verified is not None else 0
+        return plan_checkpoint(facts, max_bytes, step if (named := step_of(job.dest)) is None else named, modules)
     return plan_dcp(facts, max_bytes)
 
 
@@ -178,12 +163,6 @@ def _versions(source: Source) -> str | None:
         return json.dumps(told) if told else None
     except (TypeError, ValueError):  # of a torch file: what is no plain value was not read
         return None
-
-
-def _step(job: Conversion, source: Source) -> int:
-    """The step in the manifest of the result: that in its name, else that of the source."""
-    named = step_of(job.dest)
-    return named if named is not None else source.verified.manifest.step if source.verified is not None else 0
 
 
 def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
@@ -202,8 +181,9 @@ def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, by
 def _sidecars_beside(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
     is_unpacked = any(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
     found = {path.name: path.read_bytes() for path in sidecars_of(source.folder)} if source.folder is not None else {}
-    if "config.json" in found and (job.dtype is not None or is_unpacked):
-        content = _config_of(source, found["config.json"])
+    if source.folder is not None and "config.json" in found and (job.dtype is not None or is_unpacked):
+        place = source.folder / "config.json"
+        content = json_object(place, f"{source.folder}: config.json", "repair it, or move it away")
         for key in ("dtype", "torch_dtype"):
             if job.dtype is not None and content.get(key) not in (None, job.dtype):
                 notes.append(f"config.json: {key} is {job.dtype} now, and was {content[key]}")
@@ -214,30 +194,11 @@ def _sidecars_beside(job: Conversion, source: Source, notes: list[str]) -> dict[
     return found
 
 
-def _config_of(source: Source, data: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(data)
-    except ValueError as error:
-        content = error
-    if isinstance(content, dict):
-        return content
-    raise CheckpointError(
-        f"{source.folder}: config.json",
-        why=f"it is no JSON object ({content if isinstance(content, ValueError) else type(content).__name__})",
-        fix="repair it, or move it away",
-    )
-
-
 # ---- the destination ----------------------------------------------------------------------------------------------
 
 
 def _check_destination(job: Conversion) -> None:
-    """Refuses a destination that is not possible, or where something else would be lost.
-
-    Raises:
-        CheckpointError: something exists there that must not be replaced.
-        ConfigError: source and destination contain each other, or a file would replace a directory.
-    """
+    """Refuses a destination that is not possible, or where something else would be lost."""
     source, dest, given = job.source.resolve(), job.dest.resolve(), f"converting to {job.dest}"
     if os.path.lexists(job.dest) and not job.overwrite and dest != source:
         raise CheckpointError(given, why="it is there already", fix="name another destination, or add --overwrite")
@@ -277,11 +238,7 @@ def _place(dest: Path) -> Path:
 
 
 def _compare(place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFiles, progress: Progress) -> None:
-    """Opens the result like any other source, and compares its tensors with the converted source.
-
-    Raises:
-        VerifyError: a tensor differs; with the name of the first.
-    """
+    """Opens the result like any other source, and compares its tensors with the converted source."""
     result = open_source(place)
     reader.verify_with(result.verified)
     written = {name: (stored.shape, stored.dtype) for name, stored in result.tensors.items()}
@@ -304,10 +261,3 @@ def _compare(place: Path, items: Sequence[ConvertedTensor], reader: VerifiedFile
                 )
             done += len(values)
             progress("comparing", done, total)
-
-
-def _forget_pages(paths: Iterable[Path]) -> None:
-    """Drops files from the page cache, so that what is compared is read from the disk."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

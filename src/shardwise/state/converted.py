@@ -1,6 +1,5 @@
 """The tensors that a conversion writes: those of the source, renamed, cast, and with reordered rows."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.config.keymap import Rule
+from shardwise.config.suggest import first_few
+from shardwise.config.tokenizer import json_object
 from shardwise.errors import CheckpointError, ConfigError, errors_about
 from shardwise.model import dtype_of
 from shardwise.recipe import DTYPE_BYTES
@@ -22,14 +23,7 @@ from shardwise.state.targets.plan import Fact
 
 @dataclass(frozen=True)
 class ConvertedTensor:
-    """A tensor of the source as the conversion writes it.
-
-    Attributes:
-        name: its name in the result.
-        source: its name in the source.
-        stored: its values.
-        dtype: its dtype in the result.
-    """
+    """A tensor of the source as the conversion writes it."""
 
     name: str
     source: str
@@ -54,14 +48,10 @@ def converted_tensors(
     """The tensors to write, in the source's order, and notes for the user.
 
     Args:
-        source: the weights to convert.
         rules: of a key map; a name that no rule matches is kept.
         config: the model's ``config.json``, for numbers of heads.
         dtype: for floating-point tensors; None: as they are.
         keep: regular expressions for (new) names that keep their dtype.
-
-    Raises:
-        ConfigError: rules or patterns match nothing, two tensors get one name, or the number of heads is not known.
     """
     if not source.tensors:
         raise CheckpointError(source.place, why=f"{source.kind} without a tensor in it", fix="name another source")
@@ -111,9 +101,9 @@ def _renamed(
             fix=f"names there look like {left[0]}; is it the map of the other direction?",
         )
     if rules and left:
-        notes.append(f"{_some(left)}: no rule of the map matches, so the name stays")
+        notes.append(f"{first_few(left)}: no rule of the map matches, so the name stays")
     if dropped:
-        notes.append(f"{_some(dropped)}: left out, as the map says")
+        notes.append(f"{first_few(dropped)}: left out, as the map says")
     return found
 
 
@@ -141,30 +131,14 @@ def _reordered(name: str, stored: TensorSource, rule: Rule, config: Mapping[str,
     return Reordered(stored.shape, stored.dtype, stored, number, rule.permute == "halves-to-pairs")
 
 
-def _some(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
 def config_of(home: Path, path: Path | None) -> dict[str, Any]:
-    """The model's configuration: from ``path``, else ``config.json`` or ``params.json`` in ``home``, else empty.
-
-    Raises:
-        ConfigError: the file is not a JSON object.
-    """
+    """The model's configuration: from ``path``, else ``config.json`` or ``params.json`` in ``home``, else empty."""
     places = [path] if path is not None else [home / "config.json", home / "params.json"]
     for place in places:
-        if path is None and not place.is_file():
-            continue
-        try:
-            content = json.loads(place.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"the configuration {place}", why=f"it cannot be read: {error}", fix="give config.json"
-            ) from None
-        if isinstance(content, dict):
+        if path is not None or place.is_file():
+            content = json_object(place, f"the configuration {place}", "give the model's config.json")
             inner = content.get("text_config")  # of a vision-language model: the numbers of its language model
             return {**inner, **content} if isinstance(inner, dict) else content
-        raise ConfigError(f"the configuration {place}", why="it is no JSON object", fix="give the model's config.json")
     return {}
 
 

@@ -88,9 +88,6 @@ def stored_dtypes(stored: Mapping[str, Stored], dtype: str | None = None) -> dic
         stored: from :func:`~shardwise.state.own_values.stored_tensors`.
         dtype: what floating parameters are written in; None: what they are stored in. Buffers keep theirs: a rounded
             position or running variance makes another model. So do numbers of one byte, which have a separate scale.
-
-    Raises:
-        UnsupportedError: safetensors does not have the dtype of a tensor; with its name.
     """
     found = {
         name: dtype if dtype is not None and entry.is_weight and is_rounded(entry.dtype) else entry.dtype
@@ -101,8 +98,7 @@ def stored_dtypes(stored: Mapping[str, Stored], dtype: str | None = None) -> dic
             raise UnsupportedError(
                 f"weights with a tensor of {kind}",
                 why="they are written as safetensors, a format without this dtype",
-                fix="take state = sw.full_state_dict(model) on every rank, and torch.save(state, file) on rank 0; or store "
-                "complex64, or real and imaginary part in two parameters",
+                fix="torch.save what sw.full_state_dict(model) gives on rank 0; or store real and imaginary part in two parameters",
                 name=name,
             )
     return found
@@ -121,9 +117,7 @@ def file_layout_of(
     """Plans a model's files: tensors in the model's order, a new file where the next one would not fit.
 
     Args:
-        runtime: of the model.
         max_shard_bytes: largest size of a file's tensors, in bytes; a larger tensor has a file to itself.
-        dtype: as for :func:`stored_dtypes`.
         align: as for :func:`~shardwise.state.formats.safetensors.place_tensors`.
         of_main: with the buffers of rank 0: all ranks must call it. Else those of this rank.
         without: canonical names of tensors that are left out.

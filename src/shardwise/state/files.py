@@ -23,11 +23,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(path: Path) -> Stamp:
-    """A file's :data:`Stamp`, which differs once the file has changed or been replaced.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """A file's :data:`Stamp`, which differs once the file has changed or been replaced."""
     with reading(path):
         stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
@@ -64,17 +60,12 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Closes all files."""
         while self._open:
             os.close(self._open.popitem()[1])
         self._scratch = memoryview(bytearray(0))
 
     def read(self, path: Path, offset: int, memory: memoryview, record: Record | None = None) -> None:
-        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on, which are in ``record``.
-
-        Raises:
-            CheckpointError: the file cannot be read, or is too short; or the record ends, and fails its checksum.
-        """
+        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on, which are in ``record``."""
         done = 0
         try:
             descriptor = self._descriptor(path)
@@ -102,11 +93,7 @@ class OpenFiles:
                     )
 
     def compare(self, record: Record) -> None:
-        """Reads a record, or what is left of it, and compares its checksum.
-
-        Raises:
-            CheckpointError: it cannot be read, or fails its checksum.
-        """
+        """Reads a record, or what is left of it, and compares its checksum."""
         self.sums = {} if self.sums is None else self.sums
         begin, end = self.sums.get(record, (record.offset, 0))[0], record.offset + record.size
         for offset in range(begin, end, SUMMED):
@@ -139,3 +126,14 @@ def reading(path: Path) -> Iterator[None]:
             why=f"reading failed: {error.strerror or error}",
             fix="look whether it is there, and whether you may read it",
         ) from error
+
+
+@contextlib.contextmanager
+def writing(given: str, fix: str) -> Iterator[None]:
+    """Within: an OSError is raised as the error of what is ``given``, which cannot be written."""
+    try:
+        yield
+    except CheckpointError:  # a value out of the dtype's range
+        raise
+    except OSError as error:
+        raise CheckpointError(given, why=f"writing failed: {error.strerror or error}", fix=fix) from error

@@ -46,8 +46,6 @@ class Change:
     Attributes:
         name: its name, by which it may be overridden.
         place: what it is a setting of: "group 0 (embed.weight and 3 more)".
-        now: the program's value.
-        was: the value in the saved run.
         group: number of the parameter group, if it is of one.
         part: "optimizer", "scheduler" or "scaler"; "" for a scheduler in ``extra``, whose settings cannot be
             overridden.
@@ -59,10 +57,6 @@ class Change:
     was: Any
     group: int | None = None
     part: str = "optimizer"
-
-    def is_named_in(self, override: Sequence[str]) -> bool:
-        """Whether ``override`` names it, so that the program's value takes effect."""
-        return self.part != "" and (self.name in override or self.part in override)
 
     def __str__(self) -> str:
         return f"{self.name} of {self.place} is {_shown(self.now)}, and was {_shown(self.was)}"
@@ -92,7 +86,6 @@ class Given:
     """The settings of optimizer, scheduler and gradient scaler as they were before the first step.
 
     Args:
-        runtime: of the model.
         optim: built from its parameters.
         scheduler: the scheduler of the :class:`~shardwise.TrainStep`; None: none, or one that the step does not know.
         scaler: the same for the gradient scaler.
@@ -164,11 +157,7 @@ class Given:
 
     def settled(self, accepted: Iterable[Change], step: Mapping[str, Any]) -> Settled:
         """The values that make the ``accepted`` changes take effect. ``step``: the state of the saved step. Nothing
-        changes yet.
-
-        Raises:
-            ConfigError: a scheduler would undo them.
-        """
+        changes yet."""
         found = Settled([{} for _ in self._groups])
         moved = [change for change in accepted if change.part == "scheduler" or change.name in _MOVED]
         for change in accepted:
@@ -185,8 +174,7 @@ class Given:
             raise ConfigError(
                 f"override of {', '.join(dict.fromkeys(change.name for change in moved))}, with a scheduler that the step does not have",
                 why="the optimizer's groups have an initial_lr, so a scheduler sets their rates, and its state would set the old ones",
-                fix="give it to the step: sw.TrainStep(..., scheduler=scheduler); or resume without override, and set group['lr'], "
-                "group['initial_lr'] and the scheduler's base_lrs afterwards",
+                fix="give it to the step: sw.TrainStep(..., scheduler=scheduler); or resume without override, and set rates afterwards",
             )
         return found
 
@@ -204,7 +192,13 @@ class Given:
         is_counted = isinstance(begun, int) and isinstance(reached, int)
         num_steps = reached - begun if is_counted else step["num_steps"] - step["num_skipped"]
         groups = [copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in self._groups]
-        twin = _twin(self._scheduler, _Groups(groups, self._optim.defaults))
+        stand_in = types.SimpleNamespace(
+            param_groups=groups,
+            defaults=self._optim.defaults,
+            _opt_called=True,
+            step=types.SimpleNamespace(_wrapped_by_lr_sched=True),
+        )
+        twin = _twin(self._scheduler, stand_in)
         try:
             for _ in range(num_steps):
                 twin.step()
@@ -220,23 +214,14 @@ class Given:
         return found
 
 
-class _Groups:
-    """A stand-in for the optimizer, with only what a scheduler needs of it."""
-
-    def __init__(self, param_groups: list[dict[str, Any]], defaults: Mapping[str, Any]):
-        self.param_groups, self.defaults = param_groups, defaults
-        self._opt_called = True
-        self.step = types.SimpleNamespace(_wrapped_by_lr_sched=True)
-
-
-def _twin(scheduler: Any, groups: _Groups) -> Any:
-    """A copy of a scheduler that sets the rates of ``groups``; it shares the functions that the scheduler was built
-    with."""
+def _twin(scheduler: Any, optim: Any) -> Any:
+    """A copy of a scheduler that sets the rates of ``optim``, a stand-in; it shares the functions that the scheduler was
+    built with."""
     twin = copy.copy(scheduler)
     twin.__dict__ = {key: list(value) if type(value) is list else value for key, value in vars(scheduler).items()}
-    twin.optimizer = groups
+    twin.optimizer = optim
     if hasattr(scheduler, "_schedulers"):
-        twin._schedulers = [_twin(inner, groups) for inner in scheduler._schedulers]
+        twin._schedulers = [_twin(inner, optim) for inner in scheduler._schedulers]
     return twin
 
 

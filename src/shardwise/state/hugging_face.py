@@ -23,11 +23,7 @@ from shardwise.state.stored_parts import View, view_at
 
 def stored_views(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
     """Name in files -> the part of a tensor that it is, for the tensors of ``shapes``; ``{}`` if files have the
-    module's names.
-
-    Raises:
-        UnsupportedError: a rule changes values, or their order in other ways than by slicing and permuting dims.
-    """
+    module's names."""
     revert = _rules("revert_weight_conversion") if is_pretrained(model) else None
     if revert is None:
         return {}

@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.extra_state import extra_names, extra_states, set_extra_states
 from shardwise.state.full import full_state_dict, load_full_state_dict
-from shardwise.state.load_transaction import LoadTransaction
+from shardwise.state.load_transaction import load_transaction
 from shardwise.state.report import LoadReport
 from shardwise.world.collectively import collectively
 
@@ -102,7 +102,7 @@ def load_state_dict(
     tensors = _tensors(runtime)
     place = f"load_state_dict ({kind.value}), checking"
     pairs = collectively(runtime.world, place, lambda: _pairs(runtime, tensors, state, kind))
-    with LoadTransaction(runtime, runtime.local_tensors(), pairs), torch.no_grad():
+    with load_transaction(runtime, runtime.local_tensors(), pairs), torch.no_grad():
         for name, value in pairs.items():
             local_tensor(tensors[name]).copy_(local_tensor(value))
     set_extra_states(model, state)

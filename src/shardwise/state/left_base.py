@@ -9,12 +9,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shardwise.config.folders import step_of
 from shardwise.errors import CheckpointError, ConfigError, UnsupportedError
 from shardwise.model import dtype_name
 from shardwise.parallel import Runtime
+from shardwise.parallel.copies import checksum_of
 from shardwise.recipe.boxes import Box
-from shardwise.state.packed import packed_of
-from shardwise.state.sidecars import Origin
+from shardwise.state.origin import Origin, frozen_tensors, others
 
 FROZEN = "training/frozen.json"
 _BLOCK = 1 << 20  # numbers that are summed at a time
@@ -40,11 +41,7 @@ class LeftBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def base_of(text: bytes, place: Path) -> LeftBase:
-    """Reads what :func:`text_of` wrote.
-
-    Raises:
-        CheckpointError: it is something else.
-    """
+    """Reads what :func:`text_of` wrote."""
     try:
         return msgspec.json.decode(text, type=LeftBase)
     except msgspec.DecodeError as error:
@@ -52,32 +49,74 @@ def base_of(text: bytes, place: Path) -> LeftBase:
 
 
 def frozen_names(runtime: Runtime) -> list[str]:
-    """The parameters that are not trained, and all in which weights are stored packed.
-
-    Raises:
-        ConfigError: there are none.
-        UnsupportedError: modules store their tensors by methods of their own, which need all of them.
-    """
-    params = runtime.recipe.params
+    """The parameters that are not trained, and all in which weights are stored packed."""
     if runtime.own_state is not None:
         raise UnsupportedError(
             'CheckpointManager(frozen="leave") of a model whose modules store tensors by methods of their own',
             why="these are given all tensors, frozen ones too",
             fix='leave it out, or frozen="save"',
         )
-    parts = {part for packed in packed_of(runtime).values() for part in packed.parts.values()}
-    found = [name for name, param in params.items() if not param.trainable]
+    found = frozen_tensors(runtime)
     if not found:
         raise ConfigError(
             'CheckpointManager(frozen="leave")',
             why="no parameter of the model is frozen, so there is nothing to leave out",
             fix="leave it out, or train adapters: parallelize(..., lora=sw.LoRA(rank=16))",
         )
-    return [*found, *(name for name in runtime.recipe.buffers if name in parts)]
+    return found
+
+
+def refuse_lost_base(runtime: Runtime, root: Path) -> None:
+    """Refuses to leave frozen weights where they are if they are nowhere, or where they may be removed. All ranks must call it.
+
+    Args:
+        runtime: of the model.
+        root: the directory of the checkpoints.
+
+    Raises:
+        ConfigError: on every rank; with the first tensor that has other values than its directory gave.
+    """
+    origin, names = runtime.memory(Origin), frozen_names(runtime)
+    given, save = 'CheckpointManager(frozen="leave")', 'frozen="save", so that checkpoints have them'
+    if origin.folder is None:
+        raise ConfigError(
+            given,
+            why="the frozen weights were loaded from no directory, and no checkpoint would have them",
+            fix=f"{save}; or write them once, sw.save_weights(model, DIRECTORY), and load that before training: sw.load_weights(model, DIRECTORY)",
+        )
+    folder = runtime.world.broadcast(origin.folder)
+    if folder.is_relative_to(root) and step_of(root / folder.relative_to(root).parts[0]) is not None:
+        raise ConfigError(
+            given,
+            why=f"the frozen weights came from {folder}, a checkpoint in the run's own directory, which is removed when newer ones are there",
+            fix=f"{save}; or load them from another directory: sw.load_weights(model, DIRECTORY)",
+        )
+    found = others(runtime)
+    if found:
+        is_known = all(runtime.world.gather(found[0] in origin.sums))
+        raise ConfigError(
+            f"{given} beside {folder}",
+            why=f"this frozen weight, one of {len(found)} of {len(names)}, "
+            + (
+                "does not have the value that was loaded from there: the program has written it since, or loaded another"
+                if is_known
+                else "was not loaded from there"
+            ),
+            fix=save,
+            name=found[0],
+        )
+    if not runtime.world.broadcast(folder.exists()):
+        raise ConfigError(
+            f"{given} beside {folder}",
+            why="the frozen weights were loaded from there, and nothing is there any more",
+            fix=f"{save}; or put it back",
+        )
+    if folder.is_dir():  # the files of a checkpoint from before may be pruned
+        origin.files = folder
 
 
 class _Digests:
-    """The digests of a model's tensors, and of which versions of them."""
+    """The digests of a model's tensors, and the checksums that they had then."""
 
     def __init__(self) -> None:
         self.of: tuple[Any, dict[str, str]] | None = None
@@ -87,14 +126,14 @@ def digests(runtime: Runtime, names: Collection[str]) -> dict[str, str]:
     """Name -> digest of the full tensor, the same on every rank under every layout. All ranks must call it. Read once: again if
     a tensor was written in the meantime on any rank."""
     kept, local = runtime.memory(_Digests), runtime.local_tensors()
-    versions = [(name, local[name]._version, local[name].data_ptr()) for name in names]
-    is_known = kept.of is not None and kept.of[0] == versions
+    sums = {name: checksum_of(local[name]) for name in names}  # a write to param.data is in no version
+    is_known = kept.of is not None and kept.of[0] == sums
     if all(runtime.world.gather(is_known)) and kept.of is not None:
         return kept.of[1]
     mine = {name: _own_sum(runtime, name, local[name], number) for number, name in enumerate(names)}
     everyone = runtime.world.gather(mine)
     found = {name: f"{sum(each[name] for each in everyone) % (1 << 64):016x}" for name in names}
-    kept.of = versions, found
+    kept.of = sums, found
     return found
 
 
@@ -111,10 +150,7 @@ def refuse_other_base(runtime: Runtime, saved: LeftBase, found: Mapping[str, str
     """Raises CheckpointError, with the first tensor that differs, if a model has not the frozen weights that a checkpoint was saved beside.
 
     Args:
-        runtime: of the model.
-        saved: of the checkpoint.
         found: the model's digests, of those of these tensors that it has.
-        place: of the checkpoint.
     """
     local, params = runtime.local_tensors(), runtime.recipe.params
     for name, (dtype, shape, digest) in saved.tensors.items():
@@ -131,7 +167,8 @@ def refuse_other_base(runtime: Runtime, saved: LeftBase, found: Mapping[str, str
         raise CheckpointError(
             f"{place}: a checkpoint beside another base than the model's",
             why=f"{why}; the frozen weights were left where they are: {saved.place}",
-            fix=f"build the model as it was, and load that base before: sw.load_weights(model, {(saved.folder or 'DIRECTORY')!r})",
+            fix=f"build the model as it was, and load that base before: sw.load_weights(model, {(saved.folder or 'DIRECTORY')!r}); in a run "
+            f"--model.weights={saved.folder or 'DIRECTORY'}",
             name=name,
         )
 

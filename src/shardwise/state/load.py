@@ -25,14 +25,14 @@ from shardwise.recipe import Slice
 from shardwise.state.extra_state import set_extra_states
 from shardwise.state.files import OpenFiles
 from shardwise.state.integrity.reading import VerifiedFiles
-from shardwise.state.load_transaction import LoadTransaction, refuse_left_half
+from shardwise.state.load_transaction import load_transaction, refuse_left_half
 from shardwise.state.match import LoadPlan, Rules, all_of, own_boxes, plan_of
 from shardwise.state.match_names import Rename
 from shardwise.state.misfits import Cast
+from shardwise.state.origin import note_load
 from shardwise.state.own_load import give_attributes
 from shardwise.state.packed import loaded_names, pack_weights, packed_of, parts_of_packed
 from shardwise.state.report import LoadReport
-from shardwise.state.sidecars import Origin
 from shardwise.state.stored import compare_sums
 from shardwise.state.to_rank0 import computed_of_full
 from shardwise.techniques.fold import acts
@@ -112,8 +112,7 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         same=lambda plan: plan.digest,
         differ=CheckpointError(
             "ranks that see different weights",
-            why=f"what rank {world.rank} finds at {source if not isinstance(source, Mapping) else 'its state dict'} is not "
-            "what others find",
+            why=f"rank {world.rank} finds others at {source if not isinstance(source, Mapping) else 'its state dict'}",
             fix="put the same files on every node, or pass shared_files=False where rank 0 alone has them",
         ),
     )
@@ -135,10 +134,15 @@ def _load_own_pieces(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         return sums_of_copies(runtime, {name: local[name] for name in names})
 
     before, attributes = files.num_bytes, dict[str, Any]()
-    with LoadTransaction(runtime, local, names):
+    with load_transaction(runtime, local, names):
         pack_weights(runtime, plan.to_pack, local, plan.report.place, files)
-        _refuse_other_values(runtime, collectively(world, "load_weights, reading", read))
-    _after(runtime, names, plan.extra, plan.folder, attributes)
+        if ranks := unequal(runtime, collectively(world, "load_weights, reading", read)):
+            raise CheckpointError(  # files with one name may differ from node to node
+                f"ranks {', '.join(map(str, ranks))}, which hold the same tensors",
+                why="they have read different values under the same names",
+                fix="put the same files on every node, or pass shared_files=False where rank 0's are meant",
+            )
+    _after(runtime, names, plan.extra, _places(source, plan), attributes)
     return replace(plan.report, num_bytes=files.num_bytes - before)
 
 
@@ -150,13 +154,15 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         lambda: plan_of(runtime, source, rules, files, all_of),
         on_main=True,
     )
-    told = (plan.report, [*plan.tensors], [*plan.to_pack], plan.extra, plan.folder) if plan is not None else None
-    report, as_they_are, to_pack, extra, folder = world.broadcast(told)
+    told = (
+        (plan.report, [*plan.tensors], [*plan.to_pack], plan.extra, _places(source, plan)) if plan is not None else None
+    )
+    report, as_they_are, to_pack, extra, places = world.broadcast(told)
     names = [*as_they_are, *_parts_of(runtime, to_pack)]
     refuse_left_half(runtime, report.place, names)
     local = runtime.local_tensors()
     pieces = _SentPieces(runtime, plan, files, local)
-    with LoadTransaction(runtime, local, names):
+    with load_transaction(runtime, local, names):
         scatter_values(runtime, pieces.plain, {name: local[name] for name in as_they_are})
         for weight in to_pack:
             pieces.parts.clear()
@@ -164,7 +170,7 @@ def _load_from_rank0(runtime: Runtime, source: Any, rules: Rules, files: Verifie
         attributes = collectively(world, "load_weights, after rank 0 has sent", pieces.finish, on_main=True)
     if runtime.own_state is not None:
         attributes = world.broadcast(attributes)
-    _after(runtime, names, extra, folder, attributes or {})
+    _after(runtime, names, extra, places, attributes or {})
     return replace(report, num_bytes=sum(local[name].numel() * local[name].itemsize for name in names))
 
 
@@ -225,26 +231,11 @@ class _SentPieces:
         return attributes
 
 
-def _refuse_other_values(runtime: Runtime, sums: Sums) -> None:
-    """Refuses different values on ranks that hold the same piece: files with one name may differ from node to node.
-
-    Raises:
-        CheckpointError: ranks have read different values.
-    """
-    ranks = unequal(runtime, sums)
-    if ranks:
-        raise CheckpointError(
-            f"ranks {', '.join(map(str, ranks))}, which hold the same tensors",
-            why="they have read different values under the same names",
-            fix="put the same files on every node, or pass shared_files=False where rank 0's are meant",
-        )
-
-
 def _after(
     runtime: Runtime,
     names: Collection[str],
     extra: Mapping[str, Any],
-    folder: Path | None,
+    places: tuple[Path, Path | None] | None,
     attributes: Mapping[str, Any],
 ) -> None:
     """Sets what follows from the loaded tensors, and restores what comes with the weights and is not a tensor: their directory's path,
@@ -253,10 +244,15 @@ def _after(
     for act in acts():
         act.loaded(runtime, loaded, functools.partial(computed_of_full, runtime))
     give_attributes(runtime.module, attributes, runtime.world.device)
-    if folder is not None:  # values from no directory are still of the model that was loaded from one
-        runtime.memory(Origin).folder = folder.resolve()
+    if places is not None:  # values from no file are still of the model that was loaded from one
+        note_load(runtime, names, *places)
     if extra:
         set_extra_states(runtime.module, extra)
+
+
+def _places(source: Any, plan: LoadPlan) -> tuple[Path, Path | None] | None:
+    """What was loaded, a directory or a file, and the model directory that it is; None: a state dict."""
+    return None if isinstance(source, Mapping) else (plan.folder or Path(source), plan.folder)
 
 
 def _parts_of(runtime: Runtime, weights: Iterable[str]) -> list[str]:

@@ -1,15 +1,15 @@
 """Matches stored weights to a model's tensors, and checks names, shapes and dtypes before any value is copied."""
 
-import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.folders import found_in
+from shardwise.config.tokenizer import read_json
 from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime
-from shardwise.recipe import Recipe
 from shardwise.recipe.boxes import Box, whole
 from shardwise.state.changed_rows import GrownTable, with_added_rows
 from shardwise.state.extra_state import extra_names
@@ -95,15 +95,11 @@ def plan_of(
     """Opens the source, and finds the stored tensor for each tensor of the model.
 
     Args:
-        runtime: of the model.
         source: as for ``load_weights``, or already opened.
         rules: which names and dtypes may differ.
         files: reads values where two tensors must be compared.
         boxes: which parts of a tensor this rank compares.
         exact: canonical name -> its values, of tensors that are not stored as they are.
-
-    Raises:
-        CheckpointError: something is missing, does not fit, or cannot be read.
     """
     opened = _opened(source, rules, files)
     weights = {n: packed for n, packed in packed_of(runtime).items() if not rules.left & {*packed.parts.values()}}
@@ -118,12 +114,23 @@ def plan_of(
             wanted[name] = replace(wanted[name], shape=matched.tensors[name].shape, dtype=matched.tensors[name].dtype)
     _match_packed(runtime, matched, wanted, weights, opened)
     given = opened.extra if own is None else own.found.extra
-    if isinstance(source, Mapping):
-        _match_extra(runtime, matched, opened, own, given)
-    _add_rows(matched, wanted, rules.rows)
+    if isinstance(source, Mapping):  # the results of get_extra_state that it lacks, and those that no module takes
+        states = extra_names(runtime.module)
+        strange = opened.extra.keys() - states.keys() if own is None else own.found.unexpected
+        matched.missing += tuple(name for name in states if name not in given)
+        matched.unexpected += tuple(name for name in opened.extra if name in strange)
+    for name, stored in matched.tensors.items():  # tables of a vocabulary that has grown get the rows of new tokens
+        matched.tensors[name] = with_added_rows(stored, wanted[name].shape, rules.rows)
+        doubles = matched.doubles.get(name, {})
+        doubles |= {other: with_added_rows(each, wanted[name].shape, rules.rows) for other, each in doubles.items()}
     beside = _without_adapters(runtime, matched, opened, rules, files)
-    plain = _plain_of(matched, wanted, weights)
-    rounded = _stored_as_computed(runtime.recipe)
+    plain = {name: matched.tensors[name] for name in weights if name in matched.tensors}  # packed as they are read
+    for name, stored in plain.items():
+        if is_rounded(stored.dtype):  # what is packed already is read as it is
+            wanted[name] = replace(wanted[name], dtype=stored.dtype)
+    # Weights beside which adapters are trained: they are not trained, and so are stored in the dtype that they are computed in.
+    frozen = {n: p for n, p in runtime.recipe.params.items() if not p.trainable and fold.own_names(runtime.recipe)}
+    rounded = {name for name, p in frozen.items() if p.storage in ("bfloat16", "float16")}
     refuse_unfit(matched, wanted, opened, cast=rules.cast, rounded=rounded)
     refuse_misfit_names(matched, wanted, opened, strict=rules.strict, drawn=_drawn(runtime, matched, weights))
     refuse_none(matched, opened)
@@ -158,48 +165,15 @@ def _opened(source: Any, rules: Rules, files: VerifiedFiles) -> Source:
     """The source, opened, with its packed weights found."""
     opened = source if isinstance(source, Source) else open_source(source)
     files.verify_with(opened.verified)
-    opened = with_packed(opened, _quantization_of(opened.folder), files)
+    settings = {} if opened.folder is None else read_json(opened.folder / "config.json").get("quantization_config")
+    opened = with_packed(opened, settings if isinstance(settings, dict) and settings else None, files)
     if opened.left_base is not None and rules.strict:
-        _refuse_left_base(opened)
+        raise CheckpointError(
+            f"weights from {opened.place}, which is without the frozen ones",
+            why=f'it was saved with frozen="leave"; they are where the run has loaded them from: {opened.left_base}',
+            fix=f"sw.load_weights(model, {opened.left_base!r}), and then sw.load_weights(model, {opened.place!r}, strict=False)",
+        )
     return opened
-
-
-def _match_packed(
-    runtime: Runtime, matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
-) -> None:
-    """Chooses the form in which each packed weight is read.
-
-    Raises:
-        CheckpointError: the source has packed weights, and the model none.
-        UnsupportedError: plain values of a packed weight, in a model whose modules load by methods of their own.
-    """
-    if not weights:
-        fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
-        refuse_parts(source, fix=fix)
-    _choose_form(matched, wanted, weights, source)
-    if runtime.own_state is not None and any(name in matched.missing for name in weights):
-        refuse_own_methods(runtime, "plain values loaded into")
-
-
-def _plain_of(
-    matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor]
-) -> dict[str, TensorSource]:
-    """The plain values that are packed as they are read: floating numbers of any dtype."""
-    plain = {name: matched.tensors[name] for name in weights if name in matched.tensors}
-    for name, stored in plain.items():
-        if is_rounded(stored.dtype):  # what is packed already is read as it is
-            wanted[name] = replace(wanted[name], dtype=stored.dtype)
-    return plain
-
-
-def _match_extra(
-    runtime: Runtime, matched: Matched, source: Source, own: OwnLoad | None, given: Mapping[str, Any]
-) -> None:
-    """Adds the results of ``get_extra_state`` that a mapping lacks, and those that no module takes."""
-    states = extra_names(runtime.module)
-    strange = [name for name in source.extra if name not in states] if own is None else own.found.unexpected
-    matched.missing += tuple(name for name in states if name not in given)
-    matched.unexpected += tuple(name for name in source.extra if name in strange)
 
 
 def _wanted_of(runtime: Runtime, weights: Mapping[str, PackedTensor], left: Collection[str]) -> dict[str, Wanted]:
@@ -224,24 +198,12 @@ def _match(
     return match_own(runtime, wanted, computed, source, rename, files)
 
 
-def _add_rows(matched: Matched, wanted: Mapping[str, Wanted], rows: tuple[int, int] | None) -> None:
-    """Gives tables of a vocabulary that has grown the rows of the new tokens."""
-    for name, stored in matched.tensors.items():
-        matched.tensors[name] = with_added_rows(stored, wanted[name].shape, rows)
-        doubles = matched.doubles.get(name, {})
-        doubles |= {other: with_added_rows(stored, wanted[name].shape, rows) for other, stored in doubles.items()}
-
-
 def _without_adapters(
     runtime: Runtime, matched: Matched, source: Source, rules: Rules, files: VerifiedFiles
 ) -> tuple[str, ...]:
-    """Parameters that techniques have added and the source has none of, being of the model without them.
-
-    Raises:
-        CheckpointError: it has adapters alone, some of them, or those that mean something else.
-    """
+    """Parameters that techniques have added and the source has none of, being of the model without them."""
     own_names = fold.own_names(runtime.recipe)
-    if own_names and source.folder is not None and _holds_adapters_alone(source.folder):
+    if own_names and source.folder is not None and found_in(source.folder).keys() == {"adapter"}:
         raise CheckpointError(
             f"weights from {source.place}",
             why="it holds adapters, and not the base beside which they are",
@@ -249,14 +211,22 @@ def _without_adapters(
         )
     if any(name in matched.tensors for name in own_names):
         refuse_other_meaning(runtime.recipe, meaning_in(source, files), Path(source.place))
-    return _left_out_whole(matched, own_names, source, rules)
-
-
-def _stored_as_computed(recipe: Recipe) -> set[str]:
-    """The weights beside which adapters are trained: they are not trained, and so are stored in the dtype that they are computed in."""
-    if not fold.own_names(recipe):
-        return set()
-    return {name for name, p in recipe.params.items() if not p.trainable and p.storage in ("bfloat16", "float16")}
+    lacks = tuple(name for name in own_names if name in matched.missing)
+    if rules.needs_own or not lacks:
+        return ()
+    if len(lacks) == len(own_names):
+        matched.missing = tuple(name for name in matched.missing if name not in lacks)
+        return lacks
+    if rules.strict:
+        there = next(name for name in own_names if name in matched.tensors)
+        raise CheckpointError(
+            f"weights from {source.place}, with {len(own_names) - len(lacks)} of {len(own_names)} tensors of the adapters",
+            why=f"{there} is there, and these are not: {shortened(lacks)}",
+            fix="load weights with all of them or none; or pass strict=False, which leaves the others as they are",
+            name=lacks[0],
+            misfit="names",
+        )
+    return ()
 
 
 def _drawn(runtime: Runtime, matched: Matched, weights: Mapping[str, PackedTensor]) -> list[str]:
@@ -270,35 +240,13 @@ def _drawn(runtime: Runtime, matched: Matched, weights: Mapping[str, PackedTenso
     return [*dict.fromkeys(names)]
 
 
-def _refuse_left_base(source: Source) -> None:
-    raise CheckpointError(
-        f"weights from {source.place}, which is without the frozen ones",
-        why=f'it was saved with frozen="leave"; they are where the run has loaded them from: {source.left_base}',
-        fix=f"sw.load_weights(model, {source.left_base!r}), and then sw.load_weights(model, {source.place!r}, strict=False)",
-    )
-
-
-def _quantization_of(folder: Path | None) -> Mapping[str, Any] | None:
-    """What a directory's config.json says of quantised weights; None: nothing."""
-    path = None if folder is None else folder / "config.json"
-    if path is None or not path.is_file():
-        return None
-    try:
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):  # who needs it will say so
-        return None
-    found = config.get("quantization_config") if isinstance(config, dict) else None
-    return found if isinstance(found, dict) and found else None
-
-
-def _choose_form(
-    matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
+def _match_packed(
+    runtime: Runtime, matched: Matched, wanted: dict[str, Wanted], weights: Mapping[str, PackedTensor], source: Source
 ) -> None:
-    """Of each packed weight, leaves wanted and found the form that the source has: its parts, or plain values.
-
-    Raises:
-        CheckpointError: it has both.
-    """
+    """Of each packed weight, leaves wanted and found the form that the source has: its parts, or plain values."""
+    if not weights:
+        fix = "store this model's weights so too: parallelize(..., quantize=); or write plain values from the model that has them"
+        refuse_parts(source, fix=fix)
     other_form: set[str] = set()
     for name, packed in weights.items():
         names = [*packed.parts.values()]
@@ -322,32 +270,5 @@ def _choose_form(
             del wanted[other]
             other_form.add(other)
     matched.missing = tuple(name for name in matched.missing if name not in other_form | matched.tensors.keys())
-
-
-def _holds_adapters_alone(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file() and not any(folder.glob("model*.safetensors"))
-
-
-def _left_out_whole(matched: Matched, own_names: Sequence[str], source: Source, rules: Rules) -> tuple[str, ...]:
-    """Parameters that techniques have added and the source has none of, which are then not missing: it is of the model without them.
-
-    Raises:
-        CheckpointError: it has some of them.
-    """
-    lacks = tuple(name for name in own_names if name in matched.missing)
-    if rules.needs_own or not lacks:
-        return ()
-    if len(lacks) == len(own_names):
-        matched.missing = tuple(name for name in matched.missing if name not in lacks)
-        return lacks
-    if rules.strict:
-        there = next(name for name in own_names if name in matched.tensors)
-        raise CheckpointError(
-            f"weights from {source.place}, with {len(own_names) - len(lacks)} of {len(own_names)} tensors of the adapters",
-            why=f"{there} is there, and these are not: {shortened(lacks)}",
-            fix="load weights with all of them or none, into a model with the adapters that they were trained with; or pass strict=False, "
-            "which leaves the others as they are",
-            name=lacks[0],
-            misfit="names",
-        )
-    return ()
+    if runtime.own_state is not None and any(name in matched.missing for name in weights):
+        refuse_own_methods(runtime, "plain values loaded into")

@@ -6,7 +6,7 @@ Every change of names is counted and reported. A name that is already one of the
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,12 +65,7 @@ def match_names(
         wanted: canonical name -> shape, dtype and aliases.
         computed: names of buffers that the model computes itself; some older exports store them, and they are not
             loaded.
-        source: the stored weights.
         rename: regular expressions that are applied first, in order, to the names in the source.
-
-    Raises:
-        ConfigError: a ``rename`` is not valid, or matches nothing.
-        CheckpointError: two tensors of the source get one name.
     """
     found = Matched(ignored=dict(source.left_out))
     current = _renamed({name: name for name in source.tensors}, rename, found)
@@ -80,8 +75,14 @@ def match_names(
     homes |= {naming.in_files(name): name for name in wanted}
     known = {**homes, **{naming.in_files(n): n for n in computed}, **{n: view.name for n, view in views.items()}}
     current = _unwrapped(current, known, found)
-    current = _updated(current, known, older_name(naming.module), found)
-    prefixes = [*_prefixes(naming.module), *_shared(current.values()), *_shared(known)]
+    newer = older_name(naming.module)
+    older = {name: newer(now) for name, now in current.items() if now not in known and newer(now) != now}
+    if older:
+        found.renamed.append(f"{len(older)} names of an older version of the model's library")
+        current |= older
+    own = getattr(naming.module, "base_model_prefix", "")  # of Hugging Face classes: where the headless model is
+    prefixes = [own] if isinstance(own, str) and own else []
+    prefixes += [*_PREFIXES, *_shared(current.values()), *_shared(known)]
     current = _prefixed(current, known, prefixes, found)
     found.current = current
     found.unexpected = tuple(name for name, now in current.items() if now not in known)
@@ -175,27 +176,12 @@ def _prefixed(
     return {**current, **best[0]}
 
 
-def _prefixes(model: nn.Module) -> list[str]:
-    own = getattr(model, "base_model_prefix", "")  # of Hugging Face classes: where the headless model is
-    return list(dict.fromkeys([*([own] if isinstance(own, str) and own else []), *_PREFIXES]))
-
-
 def _shared(names: Iterable[str]) -> list[str]:
     """The common prefixes of all names, one of which the other side may lack: ``app`` and ``app.net`` for
     ``app.net.weight`` and ``app.net.bias``."""
     paths = [name.split(".")[:-1] for name in names]
     shared = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
     return [".".join(shared[:length]) for length in range(1, len(shared) + 1)]
-
-
-def _updated(
-    current: dict[str, str], known: Mapping[str, Any], newer: Callable[[str], str], found: Matched
-) -> dict[str, str]:
-    """Updates names of older versions, if the model's library has rules for them."""
-    changed = {name: newer(now) for name, now in current.items() if now not in known and newer(now) != now}
-    if changed:
-        found.renamed.append(f"{len(changed)} names of an older version of the model's library")
-    return {**current, **changed}
 
 
 def _sort_out(
@@ -248,8 +234,7 @@ def _assemble(
         name = misfit or next(iter(stored))
         raise CheckpointError(
             f"{name}: {stored[name].dtype} of shape {list(stored[name].shape)}",
-            why=f"it is a part of the model's {home}, and has to be of shape {list(views[name].shape)}, and of one dtype with "
-            "the others",
+            why=f"it is a part of the model's {home}, of shape {list(views[name].shape)}, and of one dtype with the others",
             fix="build the model with the configuration of these weights",
             name=home,
             misfit=None if misfit is None else "shape",
@@ -277,11 +262,11 @@ def _turn(naming: Naming, wanted: Mapping[str, Wanted], found: Matched) -> None:
 
 def _accept_allowed(model: Any, found: Matched) -> None:
     """Accepts missing and unexpected names that a Hugging Face class allows."""
-    lacked = [p for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or () if isinstance(p, str)]
-    excused = [name for name in found.missing if any(re.search(pattern, name) for pattern in lacked)]
-    found.ignored.update(dict.fromkeys(excused, "it is not there, as the model's class allows"))
-    found.missing = tuple(name for name in found.missing if name not in excused)
-    extra = [p for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or () if isinstance(p, str)]
-    ignored = [name for name in found.unexpected if any(re.search(pattern, name) for pattern in extra)]
-    found.ignored.update(dict.fromkeys(ignored, "the model's class says so"))
-    found.unexpected = tuple(name for name in found.unexpected if name not in ignored)
+    for kind, why in (
+        ("missing", "it is not there, as the model's class allows"),
+        ("unexpected", "the model's class says so"),
+    ):
+        patterns = [p for p in getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or () if isinstance(p, str)]
+        excused = [name for name in getattr(found, kind) if any(re.search(pattern, name) for pattern in patterns)]
+        found.ignored.update(dict.fromkeys(excused, why))
+        setattr(found, kind, tuple(name for name in getattr(found, kind) if name not in excused))

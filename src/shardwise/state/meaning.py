@@ -19,9 +19,7 @@ def refuse_other_meaning(recipe: Recipe, meaning: Mapping[str, Any], place: Path
     """Raises CheckpointError for values that meant something else where they were saved.
 
     Args:
-        recipe: of the model.
         meaning: as the checkpoint says it; {}: it is of an earlier version.
-        place: of the checkpoint.
     """
     mine = fold.meaning(recipe)
     for key, value in meaning.items():

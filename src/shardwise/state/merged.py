@@ -16,6 +16,7 @@ from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.merged_parameters import merged_parameters
 from shardwise.state.rounding import copy_checked
 from shardwise.state.stored import Chunk, Source, TensorSource
+from shardwise.state.stored_parts import Assembled, view_of_all
 from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_folder import adapter_folder
 from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
@@ -28,13 +29,8 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
     """Weights with the adapters of a directory merged into them, and with what was trained in full beside these.
 
     Args:
-        source: the base.
         folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
         model_of: makes the model that the base is of, if it is known: for adapters of parameters.
-
-    Raises:
-        CheckpointError: the directory cannot be read, or its adapters are of other layers.
-        UnsupportedError: adapters that cannot be merged into stored weights.
     """
     found = adapter_folder(folder)
     tensors, stored = dict(source.tensors), tensors_in(folder / "adapter_model.safetensors")
@@ -78,11 +74,10 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
         tensors |= merged_parameters(source, found, stored, folder, model_of())
     beside = {there[name]: stored[key] for name, key in found.beside.items()}
     tied = _tied(source, beside)
-    for name, values in beside.items():
-        if name in tied:
-            continue
-        base = _base(source, name, folder)
-        tensors[name] = _Replaced(base.shape, base.dtype, values)
+    for name, values in beside.items():  # trained in full, in the dtype of the base
+        if name not in tied:
+            base = _base(source, name, folder)
+            tensors[name] = Assembled(base.shape, base.dtype, ((view_of_all(name, base.shape), values),))
     return replace(source, tensors=tensors, verified=None)
 
 
@@ -125,26 +120,11 @@ def _base(source: Source, name: str, folder: Path) -> TensorSource:
     if name not in source.tensors:
         raise CheckpointError(
             f"{folder}: an adapter beside {name}",
-            why=f"{source.place} has no such tensor, nor one that is tied to it with these values; names there look like "
-            f"{next(iter(source.tensors), 'nothing')}",
+            why=f"{source.place} has no such tensor, nor one tied to it; names there look like {next(iter(source.tensors), 'nothing')}",
             fix=_FIX,
             name=name,
         )
     return source.tensors[name]
-
-
-@dataclass(frozen=True, eq=False)
-class _Replaced(TensorSource):
-    """What was trained in full, in the dtype of the base."""
-
-    inner: TensorSource
-
-    @property
-    def origins(self) -> tuple[Chunk, ...]:
-        return self.inner.origins
-
-    def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        self.inner.read(box, out, files)
 
 
 @dataclass(frozen=True, eq=False)

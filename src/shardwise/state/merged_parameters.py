@@ -26,15 +26,8 @@ def merged_parameters(
     """Name in ``source`` -> its values with an adapter merged into them.
 
     Args:
-        source: the base.
         found: what the directory of adapters has.
-        factors: its tensors.
-        folder: the directory.
         model: what the weights are of, with values or without: it says which parameters a key means, and what files call them.
-
-    Raises:
-        CheckpointError: the model has other parameters, or the base lacks one.
-        UnsupportedError: there is no model.
     """
     if not found.stacks:
         return {}

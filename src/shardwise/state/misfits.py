@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from shardwise.errors import CheckpointError
 from shardwise.model import dtype_of
@@ -38,8 +37,7 @@ def refuse_unfit(
         raise CheckpointError(
             f"{source.place}: shape {list(matched.tensors[name].shape)}{_called(matched, name)}",
             why=f"the model has {list(wanted[name].shape)} there{_and_more(len(shapes), 'do not fit')}",
-            fix="build the model with the configuration of these weights; or leave tensors out: "
-            'strict=False, rename=[("pattern", None)]',
+            fix='build the model as these weights are; or leave tensors out: strict=False, rename=[("pattern", None)]',
             name=name,
             misfit="shape",
         )
@@ -101,10 +99,15 @@ def refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Box
     for home, others in matched.doubles.items():
         first = matched.tensors[home]
         for name, other in others.items():
-            if other.shape == first.shape and all(
-                _same_bits(first.load(files, part), other.load(files, part).to(dtype_of(first.dtype)))
-                for box in boxes(home, first)
-                for part in blocks(box, BUFFER // 8)
+            if (
+                other.shape == first.shape
+                and all(  # bit by bit: NaN is equal to itself, so that what was saved can be loaded
+                    torch.equal(
+                        bytes_of(first.load(files, part)), bytes_of(other.load(files, part).to(dtype_of(first.dtype)))
+                    )
+                    for box in boxes(home, first)
+                    for part in blocks(box, BUFFER // 8)
+                )
             ):
                 continue
             raise CheckpointError(
@@ -114,11 +117,6 @@ def refuse_untied(matched: Matched, source: Source, files: OpenFiles, boxes: Box
                 name=home,
                 misfit="double",
             )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal bit by bit; NaN is equal to itself, so that what was saved can be loaded."""
-    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 def refuse_nonfinite(matched: Matched, source: Source, files: OpenFiles, boxes: Boxes) -> None:

@@ -103,7 +103,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optim: torch.optim.Optimize
     refuse_no_optimizer(optim, "load_full_optimizer_state_dict")
     world, place = runtime.world, "load_full_optimizer_state_dict, matching names"
     names_of(runtime, optim)  # on every rank: raises for a parameter that is not the model's
-    matched = collectively(world, place, lambda: _matched(runtime, optim, state), on_main=True)
+    matched = collectively(world, place, lambda: match_state(runtime, optim, state), on_main=True)
     told, settings, rest, shared = world.broadcast(matched)
     inside = {name: contained(values) for name, values in told.items()}
     cut = {place for places in inside.values() for place, value in places.items() if isinstance(value, torch.dtype)}
@@ -216,7 +216,6 @@ def contained(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[str, bool]:
-    """Place -> whether the value is sharded like the parameter."""
     shape = runtime.local_tensor_of(name).shape
     param = runtime.recipe.params[name]
     found: dict[str, bool] = {}
@@ -280,43 +279,14 @@ def _as_before(value: Any, own: Any) -> Any:
 # ---- what fits --------------------------------------------------------------------------------------------------
 
 
-def _matched(
-    runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], Any, Shared]:
-    """What :func:`match_state` returns, the rest, and what is shared."""
-    told, settings = match_state(runtime, optim, state)
-    rest = state.get("rest")
-    if rest is not None:
-        refuse_whole(runtime, rest)
-    return told, settings, rest, match_shared(runtime, told, state.get("shared", ()))
-
-
-def match_shared(runtime: Runtime, told: Mapping[str, Mapping[str, Any]], shared: Shared) -> list[list[list[str]]]:
-    """The places of ``shared`` by the names of this model, of state that :func:`match_state` has matched.
-
-    Raises:
-        CheckpointError: a tensor is shared by parameters that are cut in other ways here.
-    """
-    homes = _homes(runtime)
-    named = [[[homes.get(name, name), place] for name, place in group] for group in shared]
-    cut = ((n, at) for n, values in told.items() for at, x in contained(values).items() if isinstance(x, torch.dtype))
-    refuse_other_cuts(runtime, named, cut)
-    return named
-
-
 def match_state(
     runtime: Runtime, optim: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Checks that a full state fits an optimizer: name -> key -> the value, or only the dtype of a sharded one; and the
-    settings of each group.
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], Any, list[list[list[str]]]]:
+    """Checks that a full state fits an optimizer: name -> key -> the value, or only the dtype of a sharded one; the
+    settings of each group; the rest; and the places that are shared, by the names of this model.
 
     Args:
-        runtime: of the model.
-        optim: the optimizer that will get the state.
         state: from :func:`full_optimizer_state_dict`; of sharded tensors only shapes and dtypes are used.
-
-    Raises:
-        CheckpointError: the state is of other parameters, shapes or another optimizer.
     """
     names = names_of(runtime, optim)
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping) or "param_groups" not in state:
@@ -328,8 +298,7 @@ def match_state(
     if any(isinstance(name, int) for name in state["state"]):
         raise CheckpointError(
             "an optimizer state that is keyed by number",
-            why="numbers follow the order in which parameters were given, which another layout or another order of "
-            "groups changes without a word",
+            why="numbers follow the order of parameters, which another layout or another order of groups changes",
             fix="save sw.full_optimizer_state_dict(model, optim), which is keyed by name",
         )
     stored = _by_canonical_name(runtime, state["state"])
@@ -342,10 +311,17 @@ def match_state(
             name=strange[0],
         )
     told = {name: _values_of(runtime, name, stored[name]) for name in names if name in stored}
-    return told, [
+    settings = [
         _group_settings(runtime, optim, number, state["param_groups"], state.get("class"))
         for number in range(len(optim.param_groups))
     ]
+    if (rest := state.get("rest")) is not None:
+        refuse_whole(runtime, rest)
+    homes = _homes(runtime)
+    shared = [[[homes.get(name, name), place] for name, place in group] for group in state.get("shared", ())]
+    cut = ((n, at) for n, values in told.items() for at, x in contained(values).items() if isinstance(x, torch.dtype))
+    refuse_other_cuts(runtime, shared, cut)
+    return told, settings, rest, shared
 
 
 def _by_canonical_name(runtime: Runtime, stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -371,8 +347,7 @@ def _values_of(runtime: Runtime, name: str, values: Mapping[str, Any]) -> dict[s
         raise CheckpointError(
             f"optimizer state {place!r} of shape {list(value.shape)}",
             why=f"the parameter has {list(shape)} and is cut over the ranks, so which part belongs where is not known",
-            fix="use the state that was saved with this model; state of a shape of its own (Adafactor) needs whole "
-            "copies: dp_replicate",
+            fix="use the state that was saved with this model; one of another shape (Adafactor) needs dp_replicate",
             name=name,
         )
 
@@ -421,8 +396,7 @@ def _group_settings(
         raise CheckpointError(
             f"an optimizer state with other settings than {type(optim).__name__} has: {shortened(sorted(differ))}",
             why="it was saved by another optimizer, whose state means something else",
-            fix="build the optimizer that it was saved from; where it adds them to its groups while it steps, give them before: "
-            "optim.param_groups[0][name] = 0.0",
+            fix="build the optimizer that it was saved from; what it adds while it steps, before: optim.param_groups[0][name] = 0.0",
         )
     return wanted
 

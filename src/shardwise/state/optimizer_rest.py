@@ -28,11 +28,7 @@ _KEEP = (
 
 
 def rest_of(runtime: Runtime, optim: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """The rest of an optimizer's state, on the CPU; None: there is none.
-
-    Raises:
-        UnsupportedError: it holds state of a parameter that ``optim.state`` has not, or a tensor that is cut over the ranks.
-    """
+    """The rest of an optimizer's state, on the CPU; None: there is none."""
     known = _numbered(optim)
     known["memory"] = {local_tensor(value).data_ptr() for _, value in _tensors(known["state"], "")} - {0}
     params = [param for group in optim.param_groups for param in group["params"]]
@@ -66,11 +62,7 @@ def set_rest(runtime: Runtime, optim: torch.optim.Optimizer, rest: Mapping[str, 
 
 
 def refuse_whole(runtime: Runtime, rest: Mapping[str, Any]) -> None:
-    """Refuses whole tensors of parameters that are cut in this run: an optimizer would compute with them beside shards.
-
-    Raises:
-        CheckpointError: ``rest`` may have one.
-    """
+    """Refuses whole tensors of parameters that are cut in this run: an optimizer would compute with them beside shards."""
     cut = {param.shape for param in runtime.recipe.params.values() if param.cuts}
     shapes = {tuple(shape) for shape in rest["whole"]} & cut - {()}
     place, tensor = next(((at, x) for at, x in _tensors(rest["given"], "") if tuple(x.shape) in shapes), ("", None))
@@ -92,11 +84,7 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_partial(value: Any, place: str, name: str | None = None) -> None:
-    """Refuses a number that each rank has a share of, in the state of an optimizer or in its groups.
-
-    Raises:
-        UnsupportedError: it is one.
-    """
+    """Refuses a number that each rank has a share of, in the state of an optimizer or in its groups."""
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
         raise UnsupportedError(
             f"{place}: a DTensor of shape {list(value.shape)} whose sum over the ranks is not taken",

@@ -29,7 +29,6 @@ class OwnLoad:
     """What the modules' own methods make of stored tensors.
 
     Args:
-        runtime: of the model.
         tensors: name, as the model stores it -> stored tensor; several names may have one.
         values: entries of the state dict that are no tensors.
         metadata: as torch puts it on a state dict.
@@ -38,9 +37,6 @@ class OwnLoad:
 
     Attributes:
         found: which tensors are copied and which computed.
-
-    Raises:
-        CheckpointError: a method fails on what is stored.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ class DecodedTensor(TensorSource):
     """The plain values of a packed weight in files.
 
     Attributes:
-        found: the weight.
         parts: role -> the stored part, in the shape that a model has it in.
     """
 
@@ -84,12 +83,8 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
     """``source``, of whose packed weights each is one tensor with the plain values.
 
     Args:
-        source: opened.
         settings: ``quantization_config`` of its config.json; None: there is none.
         files: reads small tensors beside them.
-
-    Raises:
-        CheckpointError: they are packed in a form that is not known, or damaged.
     """
     found: dict[str, PackedInFile] = {}
     for act in acts():
@@ -115,15 +110,7 @@ def with_packed(source: Source, settings: Mapping[str, Any] | None, files: OpenF
 
 
 def refuse_parts(source: Source, *, fix: str) -> None:
-    """Refuses a source with the parts of packed weights, as a model stores them, which say nothing where no such model is.
-
-    Args:
-        source: opened.
-        fix: what to do instead.
-
-    Raises:
-        CheckpointError: with the name of the first.
-    """
+    """Refuses a source with the parts of packed weights, as a model stores them, which say nothing where no such model is."""
     names = [name for act in acts() for name in act.packed_names(source.tensors)]
     if names:
         raise CheckpointError(

@@ -18,11 +18,7 @@ def copy_checked(out: Tensor, values: Tensor, place: str) -> None:
 
 
 def refuse_overflow(rounded: Tensor, values: Tensor, place: str) -> None:
-    """Compares ``values`` with the same values cast to another dtype, ``rounded``.
-
-    Raises:
-        CheckpointError: a finite value has become infinite.
-    """
+    """Compares ``values`` with the same values cast to another dtype, ``rounded``."""
     if values.numel() == 0 or not _has_smaller_range(rounded.dtype, values.dtype):
         return
     numbers, end, kind = values, torch.finfo(rounded.dtype).max, dtype_name(rounded.dtype)

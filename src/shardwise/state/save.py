@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,9 @@ def save_weights(
     runtime.world.refuse_imagined("save_weights")
     runtime.check_values()
     kind = _checked_dtype(dtype)
-    _refuse_size(max_shard_bytes)
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        given = f"max_shard_bytes={max_shard_bytes!r}"
+        raise ConfigError(given, why="it is a number of bytes, 1 or more", fix="use 5 << 30 for 5 GiB")
     world, own = runtime.world, fold.own_names(runtime.recipe)
     if packed:
         _refuse_packed(runtime, own, merge)
@@ -110,7 +112,8 @@ def save_weights(
     )
     agree_on_saved(runtime, "save_weights")
     states = extra_states(model)  # on every rank: it may communicate
-    values = {} if packed else _unpacked(runtime)
+    whole, local = functools.partial(computed_of_full, runtime), runtime.local_tensors()
+    values = {} if packed else {name: each.values_here(whole, local) for name, each in packed_of(runtime).items()}
     merged = _merged(runtime, own, values) if merge else {}
     computed = {**computed_values(runtime, "save_weights"), **(made_for_packed(runtime) if packed else {})}
     saving = WeightFiles(
@@ -118,20 +121,9 @@ def save_weights(
     )
     saving.run()
     if world.is_main:  # last: where warnings are errors, other ranks must not wait for this one
-        _tell_extra_states(states)
-        _tell_versions(runtime)
-        for note in saving.notes:
+        for note in (*_notes_of(runtime, states), *saving.notes):
             warnings.warn(note, stacklevel=level_of_caller())
     return saving.dest / file_layout.entry
-
-
-def _refuse_size(max_shard_bytes: Any) -> None:
-    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
-        raise ConfigError(
-            f"max_shard_bytes={max_shard_bytes!r}",
-            why="it is a number of bytes, 1 or more",
-            fix="use 5 << 30 for 5 GiB",
-        )
 
 
 def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
@@ -145,25 +137,24 @@ def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
         raise UsageError(
             "save_weights(packed=True) of a model with adapters, merged",
             why="packing the merged weights again gives others than those that were trained",
-            fix="write plain values, save_weights(model, dest); or the packed base, save_weights(model, dest, merge=False, packed=True), and the "
-            "adapters beside it, save_adapter(model, folder)",
+            fix="write plain values, save_weights(model, dest); or the base alone, merge=False, and save_adapter(model, folder)",
         )
     refuse_own_methods(runtime, "save_weights(packed=True) of")
 
 
 def weights_bytes(
-    model: nn.Module, dtype: str | torch.dtype | None = None, *, as_stored: bool = False, without: Collection[str] = ()
+    model: nn.Module, dtype: str | torch.dtype | None = None, *, form: Form = "plain", without: Collection[str] = ()
 ) -> int:
-    """Size in bytes of the files that :func:`save_weights` would write; ``as_stored``: of a checkpoint's weights, with what techniques
-    have added, and packed weights as they are, but those of ``without``. No communication."""
+    """Size in bytes of the files that :func:`save_weights` would write; with ``form="stored"`` of a checkpoint's weights, with what
+    techniques have added, but those of ``without``. No communication."""
     runtime = runtime_of(model)
     return file_layout_of(
         runtime,
         max_shard_bytes=SHARD_BYTES,
         dtype=_checked_dtype(dtype),
         of_main=False,
-        without=without if as_stored else _left_out(runtime),
-        form="stored" if as_stored else "plain",
+        without=without if form == "stored" else _left_out(runtime),
+        form=form,
     ).num_bytes
 
 
@@ -183,12 +174,8 @@ def check_dtypes(model: nn.Module) -> None:
 def check_packed(model: nn.Module) -> int:
     """Size in bytes of the files that ``save_weights(merge=False, packed=True)`` would write; raises UnsupportedError or UsageError if it
     could not. No communication, the same on every rank."""
-    runtime = runtime_of(model)
-    _refuse_packed(runtime, (), merge=False)
-    without = _left_out(runtime)
-    return file_layout_of(
-        runtime, max_shard_bytes=SHARD_BYTES, dtype=None, of_main=False, without=without, form="packed"
-    ).num_bytes
+    _refuse_packed(runtime_of(model), (), merge=False)
+    return weights_bytes(model, form="packed")
 
 
 def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
@@ -196,38 +183,26 @@ def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
     if name is not None and not is_rounded(name):
         raise ConfigError(
             f"dtype={dtype!r}",
-            why="weights are written in a floating dtype of two bytes or more: one of a byte wants a scale beside each tensor, "
-            "which nobody has computed",
+            why="weights are written in a floating dtype of two bytes or more: one of a byte wants a scale beside each tensor",
             fix=f"use one of {', '.join(kind for kind in CODES if is_rounded(kind))}",
         )
     return name
 
 
-def _tell_extra_states(states: dict[str, Any]) -> None:
-    filled = [name for name, state in states.items() if state is not None]
-    if filled:
-        warnings.warn(
+def _notes_of(runtime: Runtime, states: dict[str, Any]) -> Iterator[str]:
+    """What a directory of weights does not keep of a model."""
+    if filled := [name for name, state in states.items() if state is not None]:
+        yield (
             f"weights without {', '.join(filled)}: safetensors holds tensors only; what get_extra_state returned is in "
-            "sw.full_state_dict(model), to be kept with torch.save",
-            stacklevel=level_of_caller(),
+            "sw.full_state_dict(model), to be kept with torch.save"
         )
-
-
-def _tell_versions(runtime: Runtime) -> None:
     own = runtime.own_state
     if own is not None and own.versions is not None:
-        warnings.warn(
+        yield (
             f"{', '.join(json.loads(own.versions)) or 'a module'}: loads by its version, which is in the files' headers for "
             "sw.load_weights; safetensors.torch.load_file passes over it, as over that of any model, and the module would take them for "
-            "its oldest version. torch.save(sw.full_state_dict(model), path) on rank 0 keeps it for torch",
-            stacklevel=level_of_caller(),
+            "its oldest version. torch.save(sw.full_state_dict(model), path) on rank 0 keeps it for torch"
         )
-
-
-def _unpacked(runtime: Runtime) -> dict[str, Callable[[], Tensor]]:
-    """Packed weight -> computes this rank's part of its plain values. All ranks must call it."""
-    whole, local = functools.partial(computed_of_full, runtime), runtime.local_tensors()
-    return {name: weight.values_here(whole, local) for name, weight in packed_of(runtime).items()}
 
 
 def _merged(

@@ -15,11 +15,7 @@ Shared = Sequence[Sequence[Sequence[str]]]
 
 
 def shared_places(states: Mapping[str, Mapping[str, Any]]) -> list[list[list[str]]]:
-    """The :data:`Shared` of ``states``: name -> place -> value.
-
-    Raises:
-        UnsupportedError: two tensors begin in one memory, and are other views of it.
-    """
+    """The :data:`Shared` of ``states``: name -> place -> value."""
     at: dict[int, list[tuple[str, str, Tensor]]] = {}  # memory -> what is there
     for name, values in states.items():
         for place, value in values.items():
@@ -39,11 +35,7 @@ def shared_places(states: Mapping[str, Mapping[str, Any]]) -> list[list[list[str
 
 
 def refuse_other_cuts(runtime: Runtime, shared: Shared, cut: Iterable[tuple[str, str]]) -> None:
-    """Refuses one tensor for parameters of which each rank has other parts. ``cut``: places whose tensors are cut like their parameter.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuses one tensor for parameters of which each rank has other parts. ``cut``: places whose tensors are cut like their parameter."""
     params, cut = runtime.recipe.params, set(cut)
     for (name, place), *others in shared:
         for other, its in others:

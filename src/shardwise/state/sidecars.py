@@ -12,16 +12,10 @@ from shardwise.model import is_pretrained, user_class
 from shardwise.parallel import Runtime
 from shardwise.state.formats.folder import sidecars_of
 from shardwise.state.naming import naming_of, shapes_of
+from shardwise.state.origin import Origin
 from shardwise.techniques.fold import acts
 
 _MOST = 256 << 20  # bytes of one file: a larger one is not a configuration
-
-
-class Origin:
-    """The model directory that a model's weights came from; None: there is none."""
-
-    def __init__(self) -> None:
-        self.folder: Path | None = None
 
 
 def sidecar_files(
@@ -37,7 +31,7 @@ def sidecar_files(
     """
     found: dict[str, bytes] = {}
     notes: list[str] = []
-    folder = runtime.memory(Origin).folder
+    folder = runtime.memory(Origin).files
     if folder is not None:
         try:
             folder.stat()  # it may have been removed
@@ -77,18 +71,14 @@ def _of_hugging_face(runtime: Runtime, dtype: str | None) -> dict[str, bytes]:
     model = naming_of(runtime.module, shapes_of(runtime)).module
     if not is_pretrained(model):
         return {}
-    found = {"config.json": _config_text(model, runtime, dtype).encode()}
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None and hasattr(generation, "to_json_string"):
-        found["generation_config.json"] = generation.to_json_string().encode()
-    return found
-
-
-def _config_text(model: Any, runtime: Runtime, dtype: str | None) -> str:
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     root = model is runtime.module  # replicas give the root another class
     config.architectures = [runtime.recipe.module_class if root else user_class(model).__name__]
     stored = [param.storage for param in runtime.recipe.params.values() if param.codec is None]
     if stored:
         config.dtype = dtype or stored[0]
-    return config.to_json_string()
+    found = {"config.json": config.to_json_string().encode()}
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and hasattr(generation, "to_json_string"):
+        found["generation_config.json"] = generation.to_json_string().encode()
+    return found

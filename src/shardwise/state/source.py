@@ -35,10 +35,6 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     Args:
         source: a Hugging Face model directory, a checkpoint, a run's directory of checkpoints (the newest is used), a
             DCP directory, a safetensors file, a file of ``torch.save``, or a state dict.
-
-    Raises:
-        CheckpointError: it does not exist, is not complete, or is of no supported kind.
-        UsageError: it is neither a path nor a mapping of tensors.
     """
     if isinstance(source, Mapping):
         return _open_mapping(source)
@@ -46,11 +42,12 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         raise UsageError(
             f"weights from a {type(source).__name__}",
             why="that is neither a path nor a state dict",
-            fix="pass the path of a file or a directory, or a mapping of names to tensors; where rank 0 alone has one, with "
-            "shared_files=False",
+            fix="pass a path, or a mapping of names to tensors; where rank 0 alone has one, shared_files=False",
         )
     path = Path(source)
-    home = _checkpoint_of(path) if path.exists() else None
+    folder = path if path.is_dir() else path.parent  # a checkpoint, even a damaged one, or one of its weights
+    homes = (folder, *([folder.parents[1]] if folder.parent.name == _FURTHER else []))
+    home = next(filter(is_checkpoint, homes), None) if path.exists() else None
     if home is not None:
         return _open_checkpoint(path, home)
     if path.is_dir():
@@ -66,30 +63,11 @@ def open_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     return _open_file(path)
 
 
-def _checkpoint_of(path: Path) -> Path | None:
-    """The checkpoint that ``path`` is, or whose weights it is; None: there is none, not even a damaged one."""
-    folder = path if path.is_dir() else path.parent
-    for home in (folder, folder.parents[1] if folder.parent.name == _FURTHER else folder):
-        if is_checkpoint(home):
-            return home
-    return None
-
-
-def _newest_in(path: Path) -> Path | None:
-    """The newest checkpoint in a run's directory of checkpoints, by step; None: there is none."""
-    steps = steps_in(path)
-    return path / folder_name(steps[-1]) if steps else None
-
-
 def _open_checkpoint(path: Path, home: Path) -> Source:
     """Opens weights in a checkpoint; their headers and the files next to them have been compared with their checksums.
 
     Args:
         path: a directory or a file of weights.
-        home: of the checkpoint.
-
-    Raises:
-        CheckpointError: it is not complete, or fails its checksums.
     """
     path, home = path.resolve(), home.resolve()  # `latest` may soon point elsewhere
     verified = VerifiedCheckpoint(home, Manifest.read(home))
@@ -126,15 +104,15 @@ def _open_folder(path: Path) -> Source:
     if (path / METADATA).exists() and not weights:
         return open_dcp(path)
     below = path / "checkpoints"
-    if not weights and below.is_dir() and _newest_in(below) is not None:
+    if not weights and below.is_dir() and steps_in(below):
         raise CheckpointError(
             f"weights from {path}",
             why="it is the folder of a run, whose checkpoints are in a subfolder",
             fix=f"name {below}, whose newest is meant then, or one of them",
         )
-    newest = None if weights or any(path.glob("pytorch_model.bin*")) else _newest_in(path)
-    if newest is not None:
-        return _open_checkpoint(newest, newest)
+    steps = [] if weights or any(path.glob("pytorch_model.bin*")) else steps_in(path)
+    if steps:  # the newest is meant
+        return _open_checkpoint(path / folder_name(steps[-1]), path / folder_name(steps[-1]))
     exported = path / "weights"
     if not any(path.glob("pytorch_model*")) and not weights and exported.is_dir():
         raise CheckpointError(
@@ -189,7 +167,8 @@ def _open_mapping(state: Mapping[str, Any]) -> Source:
             value.device.type == "meta" or value.layout != torch.strided or value.is_quantized
         ):
             raise UsageError(
-                f"a state dict with a tensor that is {_what_it_is(value)}",
+                "a state dict with a tensor that is "
+                + ("on meta" if value.is_meta else "quantized" if value.is_quantized else f"of layout {value.layout}"),
                 why="it has no values that could be copied piece by piece",
                 fix="give plain tensors: with values, to_dense(), dequantize()",
                 name=name,
@@ -232,9 +211,3 @@ def _model_in(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
-
-
-def _what_it_is(tensor: Tensor) -> str:
-    if tensor.device.type == "meta":
-        return "on meta"
-    return "quantized" if tensor.is_quantized else f"of layout {tensor.layout}"

@@ -16,12 +16,11 @@ import re
 import secrets
 import shutil
 import stat
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.config.folders import KINDS
 from shardwise.errors import CheckpointError
+from shardwise.state.files import writing
 from shardwise.world.collectively import Peers, collectively
 
 TOKEN = ".shardwise-token"
@@ -29,12 +28,7 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 class Staged:
-    """A new directory next to ``dest``, with a lock file next to it that is held while the directory is being written.
-
-    Attributes:
-        path: the directory to write to.
-        dest: its final path.
-    """
+    """A new directory next to ``dest``, with a lock file next to it that is held while the directory is being written."""
 
     def __init__(self, dest: Path):
         self.dest = dest
@@ -69,8 +63,12 @@ class Staged:
             OSError: it cannot be moved; what was there is unchanged.
         """
         older = self.dest.exists() and any(self.dest.iterdir())
-        if self.dest.exists():
-            _take_rights(self.dest, self.path)
+        if self.dest.exists():  # with the owner and the permissions of the old one
+            facts = self.dest.stat()
+            with contextlib.suppress(OSError):
+                os.chown(self.path, facts.st_uid, facts.st_gid)
+            with contextlib.suppress(OSError):
+                os.chmod(self.path, stat.S_IMODE(facts.st_mode))  # after chown, which clears set-id bits
         if older and replaced is not None:
             _take_along(self.dest, self.path, replaced)
         sync_folder(self.path)
@@ -89,15 +87,18 @@ class Staged:
         os.close(self._lock)
 
 
-class StagedSave(ABC):
+class StagedSave:
     """A save into a new directory next to its place, which all ranks write to. Rank 0 makes :attr:`staged`.
 
     Attributes:
-        peers: the ranks.
+        then: what to do where it cannot be written.
         dest: the final path of the directory: rank 0's, once the ranks have met.
         staged: the directory, on rank 0.
         folder: where files are written: rank 0's path.
     """
+
+    what: str
+    then = "free space or choose a directory you can write to; an older one there is as it was"
 
     def __init__(self, peers: Peers, dest: Path):
         self.peers, self.dest, self.folder = peers, dest, dest
@@ -114,24 +115,22 @@ class StagedSave(ABC):
         everyone = self.peers.agreement.gather(sees_token(self.folder, token), f"{place}, looking for the directory")
         return [rank for rank, sees in enumerate(everyone) if not sees]
 
-    @contextlib.contextmanager
-    def errors_of_writing(self) -> Iterator[None]:
+    def errors_of_writing(self) -> contextlib.AbstractContextManager[None]:
         """Within: an error of the disk is raised as a CheckpointError."""
-        try:
-            yield
-        except CheckpointError:  # a value out of the dtype's range
-            raise
-        except OSError as error:
-            raise self.unwritten(error) from error
-
-    @abstractmethod
-    def unwritten(self, error: OSError) -> CheckpointError:
-        """The error for a directory that could not be written."""
+        return writing(f"{self.what} {self.dest}", self.then)
 
     def close(self) -> None:
         """Removes the directory if it has not been moved to its place."""
         if self.staged is not None:
             self.staged.close()
+
+
+def resolved(dest: Path, what: str) -> Path:
+    """The path that ``dest`` is, of ``what`` will be written there; raises CheckpointError for a cycle of links, or an invalid name."""
+    try:
+        return dest.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{what} to {dest}", why=str(error), fix="name another folder") from error
 
 
 def sees_token(folder: Path, token: bytes) -> bool:
@@ -202,15 +201,6 @@ def _tidy(path: Path, dest: Path) -> None:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f"{path.name}-old")
-
-
-def _take_rights(old: Path, new: Path) -> None:
-    """Gives the new directory the owner and the permissions of the old one."""
-    facts = old.stat()
-    with contextlib.suppress(OSError):
-        os.chown(new, facts.st_uid, facts.st_gid)
-    with contextlib.suppress(OSError):
-        os.chmod(new, stat.S_IMODE(facts.st_mode))  # after chown, which clears set-id bits
 
 
 def _take_along(old: Path, new: Path, replaced: re.Pattern[str]) -> None:

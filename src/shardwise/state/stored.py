@@ -40,7 +40,6 @@ class TensorSource(ABC):
     """A stored tensor that can be read in parts.
 
     Attributes:
-        shape: of the full tensor.
         dtype: torch's name for it, without ``torch.``.
     """
 
@@ -49,11 +48,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, box: Box, out: Tensor, files: OpenFiles) -> None:
-        """Reads the values of ``box`` into ``out``, which has the box's sizes, any dtype and any device.
-
-        Raises:
-            CheckpointError: a file cannot be read (with its name), or a finite value is out of the range of ``out``.
-        """
+        """Reads the values of ``box`` into ``out``, which has the box's sizes, any dtype and any device."""
 
     @property
     def origins(self) -> tuple["Chunk", ...]:
@@ -129,7 +124,6 @@ class Source:
     """Opened weights that can be read, of any kind of file or a state dict.
 
     Attributes:
-        place: where they are, for messages.
         kind: the kind of source, for messages ("a Hugging Face directory").
         tensors: name in the source -> tensor.
         left_out: name -> why it is left out, for entries that are not weights.
@@ -172,11 +166,7 @@ def refuse_changed(tensors: Iterable[TensorSource]) -> None:
 
 def compare_sums(tensors: Mapping[str, TensorSource], files: OpenFiles, rank: int = 0, num_ranks: int = 1) -> None:
     """Compares the records that ``tensors`` are in with their checksums, but for those that ``files`` has read. Each
-    rank takes about as many bytes of them.
-
-    Raises:
-        CheckpointError: a record fails its checksum; with the name of a tensor in it.
-    """
+    rank takes about as many bytes of them."""
     names = {chunk.record: name for name, stored in tensors.items() for chunk in stored.origins if chunk.record}
     total, before = sum(record.size for record in names), 0
     for record in sorted(names):
@@ -198,25 +188,21 @@ def _read_chunk(chunk: Chunk, box: Box, out: Tensor, dtype: str, files: OpenFile
     if length < SHORT_RUN and length < box.numel * kind.itemsize:
         _read_strided(chunk, box, out, kind, files)
         return
-    direct = out.dtype == kind and out.device.type == "cpu" and out.is_contiguous()
-    if direct:
-        memory, position = bytes_of(out).numpy().data, 0
-        for start, count in runs(box, shape):
-            num = count * kind.itemsize
-            files.read(
-                chunk.file, chunk.offset + start * kind.itemsize, memory[position : position + num], chunk.record
-            )
-            position += num
+
+    def fill(memory: memoryview, part: Box) -> None:
+        position = 0
+        for start, count in runs(part, shape):
+            end, offset = position + count * kind.itemsize, chunk.offset + start * kind.itemsize
+            files.read(chunk.file, offset, memory[position:end], chunk.record)
+            position = end
+
+    if out.dtype == kind and out.device.type == "cpu" and out.is_contiguous():
+        fill(bytes_of(out).numpy().data, box)
         return
     for part in blocks(box, BUFFER // kind.itemsize):
         scratch = files.scratch(part.numel * kind.itemsize)
-        values, position = torch.frombuffer(scratch, dtype=kind).view(part.sizes), 0
-        for start, count in runs(part, shape):
-            num = count * kind.itemsize
-            files.read(
-                chunk.file, chunk.offset + start * kind.itemsize, scratch[position : position + num], chunk.record
-            )
-            position += num
+        fill(scratch, part)
+        values = torch.frombuffer(scratch, dtype=kind).view(part.sizes)
         copy_checked(out[index_of(part.within(box))], values, str(chunk.file))
 
 

@@ -23,11 +23,6 @@ class View:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.box.sizes[dim] for dim in self.dims)
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether the stored tensor has all of the model's dims, in the model's order."""
-        return self.dims == tuple(range(len(self.box.sizes)))
-
     def to_stored(self, box: Box) -> Box:
         """Converts a box of the model's tensor, inside the view's box, to the stored tensor's dims."""
         inner = box.within(self.box)

@@ -28,7 +28,6 @@ def gather_tensors(runtime: Runtime, items: Iterable[tuple[str, Tensor]]) -> Ite
     The next tensors are sent while one is assembled; contiguous pieces are received directly into the result.
 
     Args:
-        runtime: of the model.
         items: a parameter's name, and this rank's shard: of the parameter, or of the optimizer's state for it.
     """
     act = _receive if runtime.world.is_main else _send

@@ -15,9 +15,10 @@ from shardwise.model.tensors import bytes_of
 from shardwise.parallel import Runtime
 from shardwise.state.file_layout import FileLayout, Part, parts_of
 from shardwise.state.formats.folder import INDEX
+from shardwise.state.origin import Origin
 from shardwise.state.rounding import refuse_overflow
-from shardwise.state.sidecars import Origin, sidecar_files
-from shardwise.state.staging import TOKEN, Staged, StagedSave
+from shardwise.state.sidecars import sidecar_files
+from shardwise.state.staging import TOKEN, Staged, StagedSave, resolved
 from shardwise.state.writing import (
     by_file,
     opened,
@@ -26,18 +27,10 @@ from shardwise.state.writing import (
     stored_boxes,
     write_at,
     write_box,
+    write_file,
     write_part,
 )
 from shardwise.world.collectively import collectively
-
-
-def _refuse_file(dest: Path) -> None:
-    if dest.suffix in ENDINGS and not dest.is_dir():
-        raise ConfigError(
-            f"weights to {dest}",
-            why="a model directory is written, with its configuration and an index, and this is the name of a file",
-            fix=f"save_weights(model, {str(dest.with_suffix(''))!r}); the file will be {dest.with_suffix('')}/model.safetensors",
-        )
 
 
 class _Local(Mapping[str, Tensor]):
@@ -64,6 +57,8 @@ class _Local(Mapping[str, Tensor]):
 
 class WeightFiles(StagedSave):
     """One save on one rank: :meth:`run`, with a method per stage, in the order in which they are called."""
+
+    what = "weights to"
 
     def __init__(
         self,
@@ -97,11 +92,14 @@ class WeightFiles(StagedSave):
     def make_files(self) -> None:
         """On rank 0: makes the files in their final size, with their headers, so that a full disk is found before any
         weights are written."""
-        _refuse_file(self.dest)
-        try:
-            dest = self.dest.resolve()
-        except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, an invalid name
-            raise CheckpointError(f"weights to {self.dest}", why=str(error), fix="name another folder") from error
+        if self.dest.suffix in ENDINGS and not self.dest.is_dir():
+            bare = self.dest.with_suffix("")
+            raise ConfigError(
+                f"weights to {self.dest}",
+                why="a model directory is written, with its configuration and an index, and this is the name of a file",
+                fix=f"save_weights(model, {str(bare)!r}); the file will be {bare}/model.safetensors",
+            )
+        dest = resolved(self.dest, "weights")
         check_place(dest, "weights")
         base = self.runtime.memory(Origin).folder
         if self.merges and base is not None and base.resolve() == dest:
@@ -189,14 +187,5 @@ class WeightFiles(StagedSave):
             if index is not None:
                 sidecars[INDEX] = index
             for name, content in sidecars.items():
-                with opened(self.folder / name, os.O_CREAT) as descriptor:
-                    write_at(descriptor, memoryview(content), 0)
-                    os.fsync(descriptor)
+                write_file(self.folder / name, content)
             self.staged.commit("weights")
-
-    def unwritten(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"weights to {self.dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space or choose a directory you can write to; an older one there is as it was",
-        )

@@ -3,6 +3,7 @@ block."""
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +26,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Makes a file ``size`` bytes long, with disk space reserved if the file system can do that.
-
-    Raises:
-        OSError: there is not enough space.
-    """
+    """Makes a file ``size`` bytes long, with disk space reserved if the file system can do that."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
@@ -40,14 +37,8 @@ def reserve(descriptor: int, size: int) -> None:
 
 def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Part]]]:
     """Groups the parts by file, in their order."""
-    gathered: list[Part] = []
-    for part in parts:
-        if gathered and part.file is not gathered[0].file:
-            yield folder / gathered[0].file.name, gathered
-            gathered = []
-        gathered.append(part)
-    if gathered:
-        yield folder / gathered[0].file.name, gathered
+    for name, group in itertools.groupby(parts, lambda part: part.file.name):
+        yield folder / name, list(group)
 
 
 def write_part(descriptor: int, part: Part, values: Tensor) -> None:
@@ -62,7 +53,7 @@ def stretches(part: Part, values: Tensor) -> Iterator[tuple[int, memoryview]]:
     bytes are as in the file, otherwise converted block by block."""
     tensor = part.tensor
     straight = values.device.type == "cpu" and dtype_name(values.dtype) == tensor.dtype and values.is_contiguous()
-    if straight and part.view.is_in_order:
+    if straight and part.view.dims == tuple(range(len(part.view.box.sizes))):  # all of the model's dims, in its order
         yield from _stretches_of_box(part, part.stored, bytes_of(values).numpy().data)
         return
     for box, block, rounded in stored_blocks(part, values):
@@ -108,6 +99,13 @@ def write_at(descriptor: int, memory: memoryview, offset: int) -> None:
         if num >= LARGE:
             send_off(descriptor, offset + done, num)
         done += num
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a small file; it is on disk on return."""
+    with opened(path, os.O_CREAT) as descriptor:
+        write_at(descriptor, memoryview(content), 0)
+        os.fsync(descriptor)
 
 
 def send_off(descriptor: int, offset: int, num_bytes: int) -> None:

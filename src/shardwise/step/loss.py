@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.config.keywords import known_keywords
+from shardwise.config.keywords import public_call
 from shardwise.data.batch import IGNORED
 from shardwise.data.labels import Batch, valid_labels
 from shardwise.errors import ConfigError, UsageError
@@ -236,7 +236,7 @@ class TaskModel(nn.Module):
     takes_batch = True  # its forward takes a micro-batch whole: see shardwise.model.calling
     _weights_of = "model"  # weights are saved for the model without the task: see shardwise.state.naming
 
-    @known_keywords
+    @public_call()
     def __init__(self, model: nn.Module, loss: Loss, *, forward: Callable[..., Any] = call):
         super().__init__()
         self.model, self.loss, self.run = model, loss, forward

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.spans import span
 from shardwise.config.caller import level_of_caller
-from shardwise.config.keywords import known_keywords
+from shardwise.config.keywords import public_call
 from shardwise.data.batch import MicroBatch
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.model.calling import call, methods_called
@@ -116,7 +116,7 @@ class TrainStep:
         ConfigError: a loss that takes a mean or returns no 0-dim sum, or a batch in which nothing can be counted.
     """
 
-    @known_keywords
+    @public_call()
     def __init__(
         self,
         model: nn.Module,

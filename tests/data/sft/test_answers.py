@@ -228,3 +228,26 @@ def test_a_file_without_records_and_one_that_is_not_there(tmp_path):
     for path, words in ((written(tmp_path / "x.jsonl", ""), "no record"), (tmp_path / "y.jsonl", "cannot be read")):
         with pytest.raises(ConfigError, match=words):
             sw.SFTDataset(path, chat.tokenizer(), seq_len=9)
+
+
+def test_messages_of_roles_that_nothing_trains_on_are_counted(tmp_path):
+    """An answer of the role model or Assistant is context; in a completion any role is an answer."""
+    model, other = {"role": "model", "content": "b"}, {"role": "Assistant", "content": "c"}
+    path = written(tmp_path / "x.jsonl", {"messages": [USER, model, USER, other, USER, BYE]}, {"messages": [USER, BYE]})
+    report = sw.SFTDataset(path, chat.tokenizer(), seq_len=200).report
+    assert report.roles == {"model": 1, "Assistant": 1}
+    assert "messages that are context, since an answer has the role assistant: model (1), Assistant (1)" in str(report)
+    path = written(tmp_path / "y.jsonl", {"prompt": [USER], "completion": [BYE]})
+    assert not sw.SFTDataset(path, chat.tokenizer(), seq_len=200).report.roles
+
+
+def test_an_answer_of_one_token_without_a_prompt_is_refused_as_that(tmp_path):
+    """For a tokenizer that writes no BOS, nothing stands before it."""
+    from tokenizers.processors import ByteLevel
+
+    tokenizer = chat.tokenizer()
+    path = written(tmp_path / "x.jsonl", {"prompt": "", "completion": "b"})
+    assert trained(sw.SFTDataset(path, tokenizer, seq_len=12), tokenizer) == ["b<|im_end|>"]
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=False)
+    with pytest.raises(ConfigError, match="it has no prompt, and its answer is one token"):
+        sw.SFTDataset(path, tokenizer, seq_len=12)

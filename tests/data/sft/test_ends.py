@@ -152,3 +152,32 @@ def test_kept_tokens_warn_as_well_and_a_run_says_it_once(tmp_path):
     config = Data(path=str(path), tokenizer=str(folder), seq_len=99, val_path=str(path), cache="none")
     report = open_data(config, vocab=None).report  # without a warning, which would be one for each rank and each part
     assert report.count(OUT) == 1 and report.count("\n") == 1
+
+
+HEADER, MISTRAL = "before an answer, and nothing where one is asked for", "{{ '[INST]' + m['content'] + '[/INST]' }}"
+UNASKED = {
+    "with its role": (plain("{{ eos_token }}").partition("{% if add")[0], "assistant:\n", True),
+    "with a mark of the turn": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['content'] + '<|im_end|>' }}{% endfor %}",
+        "<|im_start|>",
+        True,
+    ),
+    "nothing": (
+        "{% for m in messages %}{% if m['role'] == 'user' %}"
+        + MISTRAL
+        + "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}",
+        " ",
+        False,
+    ),
+    "asked for": (plain("{{ eos_token }}"), "", False),
+}
+
+
+@pytest.mark.parametrize("name", UNASKED)
+def test_words_before_an_answer_that_the_template_does_not_ask_with_are_warned_of_once(tmp_path, name):
+    template, header, is_told = UNASKED[name]
+    found, notes = read(tmp_path, {"messages": TURNS}, template)
+    assert found[0].startswith(f"{header}I am fine<|im_end|>")
+    assert [HEADER in note and repr(header) in note and "line 1 of" in note for note in notes] == [True] * is_told
+    _, same = read(tmp_path, {"prompt": TURNS[:3], "completion": TURNS[3:]}, template)
+    assert len(same) == len(notes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.caller import level_of_caller
-from shardwise.config.keywords import known_keywords
+from shardwise.config.keywords import public_call
 from shardwise.config.tokenizer import tokenizer_path
 from shardwise.data.batch import IGNORED, default_collate, pad_collate
 from shardwise.data.sft.documents import Documents
@@ -68,7 +68,7 @@ class SFTDataset:
         loader = sw.Loader(data, world, global_batch=32, micro_batch=4, collate=data.collate)
     """
 
-    @known_keywords
+    @public_call()
     def __init__(
         self,
         path: str | Path,

@@ -8,7 +8,7 @@ import json
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,14 +17,15 @@ import numpy as np
 
 from shardwise.data.sft.documents import row_of
 from shardwise.data.sft.encode_record import Encoder
-from shardwise.data.sft.records import Record, Text, read_records
+from shardwise.data.sft.records import Chat, Record, Text, read_records
 from shardwise.data.sft.refusals import empty_answer, too_long, unusable
 from shardwise.errors import ConfigError
 
-_VERSION = 2  # of what a record becomes: a change of it makes kept tokens anew
+_VERSION = 3  # of what a record becomes: a change of it makes kept tokens anew
 _PLACES = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file")
 _NEEDED = ("tokenizers", "transformers", "jinja2")
 _NAMED = 8  # keys
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 Unusable = Literal["refuse", "drop"]
 
 
@@ -41,7 +42,8 @@ class SFTReport:
         inside: answers that began inside a token, which is not trained on.
         dropped: why -> records that were left out.
         unread: key of records (or "key of messages") -> records with it, which nothing reads.
-        notes: of answers that do not end with a special token, or whose marks leave it out.
+        roles: role of messages, not one of those that chat templates have in common -> messages with it, which are context.
+        notes: of answers that do not end with a special token, or whose marks leave it out, or whose header is trained on.
     """
 
     records: int = 0
@@ -52,6 +54,7 @@ class SFTReport:
     inside: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     unread: dict[str, int] = field(default_factory=dict)
+    roles: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -63,11 +66,16 @@ class SFTReport:
             else []
         )
         if self.unread:
-            names = [f"{name} ({num:,})" for name, num in self.unread.items()]
-            rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            notes.append(f"keys that are not read: {', '.join(names[:_NAMED])}{rest}")
+            notes.append(f"keys that are not read: {_counted(self.unread)}")
+        if self.roles:
+            notes.append(f"messages that are context, since an answer has the role assistant: {_counted(self.roles)}")
         told = f"{self.records:,} records, {self.tokens:,} tokens, {self.trained:,} of them trained on"
         return "; ".join([told, *notes])
+
+
+def _counted(nums: Mapping[str, int]) -> str:
+    names = [f"{name} ({num:,})" for name, num in nums.items()]
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,7 @@ class Encoding:
             ConfigError: a line that is no record, or cannot be used, with the number of its line; none can be used.
         """
         report, dropped, unread, worst = SFTReport(), Counter[str](), Counter[str](), 0
+        roles = Counter[str]()
         lines, ends = array("q"), array("q", [0])
         self.encoder.begin()
         share: float | None = None
@@ -136,6 +145,10 @@ class Encoding:
             unread.update([*record.others, *(f"{name} of messages" for name in self.encoder.unread)])
             ids, trained = np.asarray(encoded[0], dtype=np.int32), np.asarray(encoded[1], dtype=bool)
             why = empty or self._problem(record, ids, trained)
+            if isinstance(record, Chat):
+                trains = {*record.answers, *(range(record.num_given, len(record.messages)) if record.num_given else ())}
+                others = (m["role"] for i, m in enumerate(record.messages) if i not in trains)
+                roles.update(role for role in others if role not in _ROLES)
             if why:
                 if self.unusable == "refuse":
                     raise unusable(self.path, record.line, why)
@@ -151,7 +164,7 @@ class Encoding:
             ends.append(ends[-1] + len(row))
             add(row, share)
         report.dropped, report.inside = dict(dropped), self.encoder.num_inside
-        report.unread, report.notes = dict(unread), [*self.encoder.notes.values()]
+        report.unread, report.roles, report.notes = dict(unread), dict(roles), [*self.encoder.notes.values()]
         if not lines:
             raise ConfigError(
                 f"data file {str(self.path)!r}",
@@ -166,6 +179,8 @@ class Encoding:
         """Why nothing of a record would be trained on, or nothing but ends; "" if something is."""
         targets, end = ids[1:][trained[1:]], self.encoder.tokenizer.eos_token_id
         if len(targets) and not isinstance(record, Text) and end is not None and (targets == end).all():
+            if trained[0]:
+                return "it has no prompt, and its answer is one token: nothing predicts the first of a sample"
             return "all of an answer is inside a token that begins in its prompt"
         if trained[1 : self.seq_len + 1].any():
             return ""

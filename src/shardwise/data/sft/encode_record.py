@@ -9,13 +9,14 @@ Special tokens come from the template alone, so that the beginning of a sequence
 the tokenizer's EOS, so that a model learns to stop; so do the special tokens behind a marked answer (:mod:`shardwise.data.sft.ends`).
 """
 
+import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.sft.ends import Ends, ending_note, runs_of
+from shardwise.data.sft.ends import Ends, ending_note, header_note, runs_of
 from shardwise.data.sft.key_checks import ReadKeys
 from shardwise.data.sft.records import Chat, Completion, Record, Text, where
 from shardwise.data.sft.refusals import no_template, template_raised
@@ -107,6 +108,7 @@ class Encoder:
             lambda messages, tools: self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
         )
         self.notes: dict[str, str] = {}
+        self._after: set[str] = set()  # roles of messages after which it is known how an answer is asked for
 
     def encode(self, record: Record) -> Encoded:
         """The tokens of a record.
@@ -232,6 +234,9 @@ class Encoder:
         if first == 0:
             raise self._unclear(chat, "the conversation begins with an answer, and nothing asks for it")
         before = self._render(chat, chat.messages[:first], tokenize=False, add_generation_prompt=asked)
+        if asked and chat.messages[first - 1]["role"] not in self._after:
+            self._after.add(chat.messages[first - 1]["role"])
+            self._note_header(chat, before, first)
         upto = whole if end == len(chat.messages) else self._render(chat, chat.messages[:end], tokenize=False)
         if not upto.startswith(before):
             raise self._unclear(
@@ -240,6 +245,21 @@ class Encoder:
         if not whole.startswith(upto):
             raise self._unclear(chat, f"it writes message {end} otherwise once others follow", upto, whole)
         return len(before), len(upto)
+
+    def _note_header(self, chat: Chat, before: str, first: int) -> None:
+        """Keeps what a template that does not ask for answers writes in front of each of them, which is trained on."""
+        if self._render(chat, chat.messages[:first], tokenize=False) != before:
+            return
+        role = chat.messages[first]["role"]
+        with contextlib.suppress(ConfigError):  # of a template that does not take other words
+            texts = [
+                self._render(chat, [*chat.messages[:first], {"role": role, "content": words}], tokenize=False)
+                for words in ("0", "1")
+            ]
+            same = next((n for n, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
+            header = texts[0][len(before) : same] if texts[0].startswith(before) else ""
+            if header.strip():
+                self.notes.setdefault("header", header_note(where(self.path, chat.line), header))
 
     def _unclear(self, chat: Chat, why: str, one: str = "", other: str = "") -> ConfigError:
         at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

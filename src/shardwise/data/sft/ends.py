@@ -66,6 +66,15 @@ def runs_of(marks: Sequence[bool]) -> list[tuple[int, int]]:
     return runs
 
 
+def header_note(place: str, header: str) -> str:
+    """What is reported of a template that begins an answer with words by which it asks for none."""
+    return (
+        f"{place}: the chat template writes {header!r} before an answer, and nothing where one is asked for (add_generation_prompt), so these words "
+        "are trained on with each answer, and a model that is asked by this template says them first. To train on the answer alone write them at "
+        "the template's end: {% if add_generation_prompt %}{{ ... }}{% endif %} (data.chat_template=FILE.jinja, in a script tokenizer.chat_template = ...)"
+    )
+
+
 def ending_note(kind: str, place: str, answer: str, rest: str) -> str:
     """What is reported of an answer that ends without a special token ("none"), or before one ("left out")."""
     around = f"{answer[-_SHOWN:]!r} is followed by {rest[:_SHOWN]!r}"

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.folders import MANIFEST, check_place
+from shardwise.config.folders import MANIFEST, check_place, spare_bytes
 from shardwise.errors import CheckpointError
 from shardwise.model.tensors import bytes_of
 from shardwise.recipe import human_bytes
@@ -29,20 +29,13 @@ from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.writer import BlockWriter
 from shardwise.state.integrity.manifest import FileFact, Manifest, folder_name
 from shardwise.state.integrity.sums import PartialSums, Sums, put_together
-from shardwise.state.sidecars import Origin
+from shardwise.state.origin import Origin
 from shardwise.state.staging import TOKEN, Staged, StagedSave, remove_left_overs, sync_folder
 from shardwise.state.writing import opened, reserve, stretches, write_at
 from shardwise.world import package_versions
 from shardwise.world.collectively import Peers, collectively
 
 LATEST = "latest"
-SPARE = 64 << 20  # bytes left free on the disk for other programs; fewer on a small disk
-
-
-def spare_bytes(disk_bytes: int) -> int:
-    """The bytes that a save leaves free on a disk of that size; few on a small one, which still holds small
-    checkpoints."""
-    return min(SPARE, disk_bytes // 50)
 
 
 def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str) -> Path:
@@ -51,9 +44,6 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
     Args:
         peers: the group to communicate in: the world, or a side group for background saves.
         root: the directory of the run's checkpoints; all ranks must see it.
-        contents: what is written.
-        layout: of the run, as text.
-        fingerprint: of the model.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot write; nothing has changed then.
@@ -63,7 +53,13 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
     place = f"the checkpoint of step {contents.step}"
     try:
         collectively(peers, f"{place}, making the files", commit.make_files, on_main=True)
-        commit.refuse_absent(commit.meet(place))
+        if ranks := commit.meet(place):
+            raise CheckpointError(
+                f"the checkpoint {commit.dest}",
+                why=f"rank {ranks[0]} does not see the directory that rank 0 has made there",
+                fix="name a directory on a file system that every node mounts",
+            )
+        at_fault_point("met")
         told = collectively(peers, f"{place}, writing", commit.write_own)
         everyone = peers.agreement.gather(told, f"{place}, telling checksums")
         collectively(peers, f"{place}, putting it in place", lambda: commit.finish(everyone), on_main=True)
@@ -71,14 +67,17 @@ def write_checkpoint(peers: Peers, root: Path, contents: Contents, layout: str, 
         commit.close()
     for group in contents.groups:  # the older checkpoint that the model's tokenizer files are in may be pruned now
         origin = group.runtime.memory(Origin)
-        if origin.folder is not None and origin.folder.is_relative_to(root):
-            origin.folder = commit.dest / group.prefix
+        if origin.files is not None and origin.files.is_relative_to(root):
+            origin.files = commit.dest / group.prefix
     at_fault_point("acknowledged")
     return commit.dest
 
 
 class _Commit(StagedSave):
     """One save on one rank, with a method per stage of the protocol."""
+
+    what = "the checkpoint"
+    then = "free space, or look at the disk; training can go on, and the checkpoints before are as they were"
 
     def __init__(self, peers: Peers, root: Path, contents: Contents, layout: str, fingerprint: str):
         super().__init__(peers, root / folder_name(contents.step))
@@ -112,16 +111,6 @@ class _Commit(StagedSave):
                 "stay free for others",
                 fix="free space, keep fewer checkpoints (keep=), or name another directory",
             )
-
-    def refuse_absent(self, ranks: list[int]) -> None:
-        """Raises CheckpointError if there are ranks that do not see the directory."""
-        if ranks:
-            raise CheckpointError(
-                f"the checkpoint {self.dest}",
-                why=f"rank {ranks[0]} does not see the directory that rank 0 has made there",
-                fix="name a directory on a file system that every node mounts",
-            )
-        at_fault_point("met")
 
     def write_own(self) -> PartialSums:
         """Writes this rank's shards, and on rank 0 all that is not sharded; returns the checksums."""
@@ -182,25 +171,13 @@ class _Commit(StagedSave):
             at_fault_point("renamed")
             sync_folder(self.root)
             at_fault_point("durable")
-            point_to(self.root, self.dest.name)
+            link = self.root / f".{LATEST}-new"  # for people and other tools; loading does not use it
+            with contextlib.suppress(OSError):  # a file system without links, or something else of that name
+                link.unlink(missing_ok=True)
+                link.symlink_to(self.dest.name)
+                os.replace(link, self.root / LATEST)
+                sync_folder(self.root)
             at_fault_point("latest")
-
-    def unwritten(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {self.dest}",
-            why=f"writing failed: {error.strerror or error}",
-            fix="free space, or look at the disk; training can go on, and the checkpoints before are as they were",
-        )
-
-
-def point_to(root: Path, name: str) -> None:
-    """Points the link ``latest`` to a checkpoint, for people and other tools; loading does not use it."""
-    link = root / f".{LATEST}-new"
-    with contextlib.suppress(OSError):  # a file system without links, or something else of that name
-        link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        os.replace(link, root / LATEST)
-        sync_folder(root)
 
 
 def _in_order(head: bytes | None, parts: list[Any]) -> Iterator[tuple[int, memoryview]]:

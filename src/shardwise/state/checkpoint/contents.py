@@ -49,6 +49,7 @@ from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, is_inside
 from shardwise.state.integrity.sums import sum_of
 from shardwise.state.left_base import FROZEN, frozen_names, text_of
+from shardwise.state.origin import record_of
 from shardwise.techniques import fold
 from shardwise.world import World
 from shardwise.world.collectively import collectively
@@ -63,13 +64,11 @@ class Contents:
     """Everything that one checkpoint contains.
 
     Attributes:
-        step: windows trained.
         groups: the sharded tensors; equal on every rank except for the values.
         rest: full tensors; rank 0's are written.
         texts: path -> whole file; rank 0's are written.
         plain: the content of :data:`STATE`, as :func:`~shardwise.state.checkpoint.json_state.to_plain` returned it; rank 0's
             is written.
-        notes: what the user should know.
     """
 
     step: int
@@ -121,11 +120,9 @@ def contents_of(
     """Collects what has to be saved; sharded tensors are those of the run, not copies. All ranks must call it.
 
     Args:
-        model: from ``parallelize``.
         optim: its optimizer; None: there is none.
         own: returns name -> JSON-like value with tensors: the step's state, the loader's position.
         extra: objects that :func:`check_extra` accepts.
-        texts: further files, by path.
         of_rank: returns what differs between ranks: the state of the dataset.
         leaves_frozen: the frozen weights of ``model`` are left out.
 
@@ -166,7 +163,10 @@ def contents_of(
     _add_ranks(world, plain, tensors, data, mine)
     found[RECIPE] = runtime.recipe.to_json().encode()
     _refuse_unknown_dtypes(tensors)
-    _refuse_taken(texts, found)
+    for path, text in texts.items():
+        if found[path] is not text:
+            given = f"texts={{{path!r}: ...}}"
+            raise ConfigError(given, why="the model brings a file of that name", fix="use a name of your own")
     return Contents(runtime.step, tuple(groups), tensors, found, plain, notes)
 
 
@@ -201,7 +201,8 @@ def _facts_of(models: Mapping[str, nn.Module]) -> dict[str, Any]:
         if (saved := runtime_of(model).saved_buffers(of_main=True))
     }
     meaning = {prefix: said for prefix, model in models.items() if (said := fold.meaning(runtime_of(model).recipe))}
-    return {"buffers": buffers, "meaning": meaning}
+    origin = {prefix: said for prefix, model in models.items() if (said := record_of(runtime_of(model))) is not None}
+    return {"buffers": buffers, "meaning": meaning, "origin": origin}
 
 
 def _add_ranks(
@@ -215,7 +216,15 @@ def _add_ranks(
     digests = _digests(plain, tensors)
     random = to_plain(streams(world.device), f"random/{world.rank}", mine)
     everyone = world.gather((random, data, {name: tensor.numpy() for name, tensor in mine.items()}, digests))
-    _refuse_unlike([told for *_, told in everyone])
+    sums = [told for *_, told in everyone]
+    names = sorted({name for told in sums for name in told if any(told.get(name) != other.get(name) for other in sums)})
+    if names:
+        ranks = [rank for rank, told in enumerate(sums) if any(told.get(n) != sums[0].get(n) for n in names)]
+        raise UsageError(
+            f"state that is not equal on every rank: {', '.join(names)}",
+            why=f"one of each is kept, for all ranks, and rank {', '.join(map(str, ranks))} has another than rank 0",
+            fix="let state_dict() give what all ranks share (gathered, or reduced), and compute the rest when it is loaded",
+        )
     plain["random"] = {"seed": world.seed, "ranks": [told for told, *_ in everyone]}
     plain["data"] = {"ranks": [told for _, told, *_ in everyone]}
     for _, _, theirs, _ in everyone:
@@ -252,11 +261,7 @@ def _state_of(name: str, value: Any, models: Sequence[Runtime]) -> Any:
 
 
 def check_texts(texts: Mapping[str, str]) -> None:
-    """Refuses further files with a path that a checkpoint cannot have.
-
-    Raises:
-        ConfigError: a path cannot be used; with the path.
-    """
+    """Refuses further files with a path that a checkpoint cannot have."""
     for path in texts:
         taken = path in (MANIFEST, STATE, REST, RECIPE, FROZEN) or path.startswith((f"{EXTRA}/", OPTIMIZER))
         if not is_inside(path) or taken or path.endswith((".safetensors", ".safetensors.index.json")):
@@ -279,25 +284,6 @@ def _digests(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         values = f"{place} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor).numpy().tobytes()
         found[name] = found.get(name, 0) ^ sum_of(values)
     return found
-
-
-def _refuse_unlike(everyone: list[dict[str, int]]) -> None:
-    names = sorted({name for told in everyone for name in told if any(told.get(name) != o.get(name) for o in everyone)})
-    if names:
-        ranks = [rank for rank, told in enumerate(everyone) if any(told.get(n) != everyone[0].get(n) for n in names)]
-        raise UsageError(
-            f"state that is not equal on every rank: {', '.join(names)}",
-            why=f"one of each is kept, for all ranks, and rank {', '.join(map(str, ranks))} has another than rank 0",
-            fix="let state_dict() give what all ranks share (gathered, or reduced), and compute the rest when it is loaded",
-        )
-
-
-def _refuse_taken(texts: Mapping[str, bytes], found: Mapping[str, bytes]) -> None:
-    for path, text in texts.items():
-        if found[path] is not text:
-            raise ConfigError(
-                f"texts={{{path!r}: ...}}", why="the model brings a file of that name", fix="use a name of your own"
-            )
 
 
 def _refuse_unknown_dtypes(tensors: Mapping[str, Tensor]) -> None:

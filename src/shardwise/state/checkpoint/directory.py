@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from shardwise.config.folders import is_checkpoint, refuse_within_checkpoint, step_of
+from shardwise.config.folders import is_checkpoint, refuse_within_checkpoint
 from shardwise.errors import CheckpointError
 from shardwise.launch.lock import release, try_lock
 from shardwise.state.checkpoint.retention import RetentionPolicy, remove, remove_removed
+from shardwise.state.files import writing
 from shardwise.state.integrity.manifest import folder_name, steps_in
 from shardwise.state.staging import remove_left_overs, sync_folder
 from shardwise.world import World
@@ -30,10 +31,6 @@ class Directory:
         root: its path on rank 0, with links resolved.
         note: what the user should know about it, on rank 0.
 
-    Args:
-        world: of the run.
-        root: its path.
-
     Raises:
         CheckpointError: on every rank; it cannot be used, it is itself a checkpoint, or another run uses it.
     """
@@ -47,26 +44,20 @@ class Directory:
 
     def _open(self, root: Path) -> None:
         place = root.resolve()  # also resolves "runs/a/latest"
-        if step_of(place) is not None or is_checkpoint(place):
+        if is_checkpoint(place, by_name=True):
             raise CheckpointError(
                 f"the directory {root} for checkpoints",
                 why=f"it is one checkpoint: {place}",
                 fix=f"name the directory that it lies in: {place.parent}",
             )
         refuse_within_checkpoint(place.parent, "checkpoint", f"the directory {root} for checkpoints")
-        try:
+        with writing(f"the directory {root} for checkpoints", "name a directory that can be written"):
             made = [folder for folder in (place, *place.parents) if not folder.exists()]
             place.mkdir(parents=True, exist_ok=True)
             for folder in made:  # unsynced, a power loss could lose the new folders and all in them
                 with contextlib.suppress(PermissionError):  # the directory may be writable but not readable
                     sync_folder(folder.parent)
             self._lock, owner, self.note = try_lock(root / ".lock", wait_s=_ENDING_S)
-        except OSError as error:
-            raise CheckpointError(
-                f"the directory {root} for checkpoints",
-                why=f"it cannot be used: {error.strerror or error}",
-                fix="name a directory that can be written",
-            ) from error
         if self._lock is None:
             raise CheckpointError(
                 f"the checkpoints in {root}",
@@ -96,12 +87,8 @@ class Directory:
         into a directory with checkpoints of an unrelated run, which would be pruned. All ranks must call it.
 
         Args:
-            step: of the checkpoint to be saved.
             going_on: whether this run has saved or loaded one of the checkpoints there.
             left_behind: steps of those that could not be read.
-
-        Raises:
-            CheckpointError: one of the two is the case.
         """
         steps = self.steps()
         if steps and not going_on:
@@ -117,22 +104,12 @@ class Directory:
                 fix="name another directory, or move the newer ones away",
             )
 
-    def put_aside(self, newest: int, left_behind: Sequence[int]) -> None:
-        """Renames checkpoints newer than step ``newest`` that could not be read, so that this one counts as the newest.
-
-        Raises:
-            OSError: one cannot be renamed.
-        """
+    def prune(self, retention: RetentionPolicy, newest: int, figure: float | None, left_behind: Sequence[int]) -> None:
+        """Renames checkpoints newer than step ``newest`` that could not be read (``left_behind``), so that this one counts
+        as the newest; removes those that ``retention`` does not keep."""
         for other in left_behind:
             folder = self.folder(other)
             if other > newest and folder.exists():
                 os.replace(folder, folder.with_name(f"damaged-{folder.name}-{time.time_ns():x}"))
-
-    def prune(self, retention: RetentionPolicy, newest: int, figure: float | None) -> None:
-        """Removes the checkpoints that ``retention`` does not keep.
-
-        Raises:
-            OSError: the directory cannot be read.
-        """
         for step in retention.steps_to_remove(self.root, newest, figure):
             remove(self.folder(step))

@@ -1,7 +1,7 @@
 """What ``extra`` objects keep of sharded models: optimizers, and tensors that are cut as a parameter is (averages of it). Both
 are written and read in pieces, so that they go from any layout to any other."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def owner_of(name: str, value: Any) -> Runtime | None:
-    """The sharded model whose optimizer an ``extra`` object is; None: it is no optimizer, or of plain parameters.
-
-    Raises:
-        ConfigError: it is an optimizer of more than one model, or of parameters that sharding has replaced.
-    """
+    """The sharded model whose optimizer an ``extra`` object is; None: it is no optimizer, or of plain parameters."""
     if not isinstance(value, torch.optim.Optimizer):
         return None
     held = [param for group in value.param_groups for param in group["params"]]
@@ -55,11 +51,6 @@ def owner_of(name: str, value: Any) -> Runtime | None:
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Refuses ``extra`` objects that could not be saved.
-
-    Raises:
-        ConfigError: an object has no ``state_dict``, or its name cannot be a directory's.
-    """
     if not isinstance(extra, Mapping):
         raise ConfigError(
             f"extra={extra!r:.80}", why="objects are saved under names", fix="use a mapping: extra={'average': average}"
@@ -90,7 +81,6 @@ def held_extra(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def saved_of(name: str, value: Any) -> str:
-    """What is saved of an ``extra`` object."""
     if is_sharded(value):
         return WEIGHTS_OF_A_MODEL
     return STATE_OF_ITS_OWN if owner_of(name, value) is None else STATE_OF_AN_OPTIMIZER
@@ -102,11 +92,12 @@ class CutTensors:
 
     def __init__(self, models: Sequence[Runtime]) -> None:
         self.models = models
-        self._found: dict[int, tuple[Runtime, dict[str, tuple[str, Tensor]]]] = {}
+        # Each model, and by their names in the files: the parameter that a tensor is cut as, and this rank's part.
+        self.found: dict[int, tuple[Runtime, dict[str, tuple[str, Tensor]]]] = {}
 
     def add(self, runtime: Runtime, stored: str, name: str, tensor: Tensor) -> None:
         """Adds this rank's part of a tensor that is cut as parameter ``name``, to be written as ``stored``."""
-        self._found.setdefault(id(runtime), (runtime, {}))[1][stored] = name, local_tensor(tensor).detach()
+        self.found.setdefault(id(runtime), (runtime, {}))[1][stored] = name, local_tensor(tensor).detach()
 
     def note(self, place: str, tensor: Tensor) -> CutTensor | None:
         """Adds a tensor of an object's state, and returns what stands for it there; None: it is not cut."""
@@ -117,10 +108,6 @@ class CutTensors:
         self.add(runtime, place, name, tensor)
         return CutTensor(place, dtype_name(tensor.dtype), runtime.recipe.params[name].shape)
 
-    def of_models(self) -> Iterable[tuple[Runtime, dict[str, tuple[str, Tensor]]]]:
-        """Each model, and by their names in the files: the parameter that a tensor is cut as, and this rank's part."""
-        return self._found.values()
-
 
 def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runtime, str] | None:
     """A sharded model and the name of a parameter of it that ``tensor`` is cut as; None: it is not cut, or it does not show how.
@@ -130,9 +117,6 @@ def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runti
             but not of what they are; a plain tensor is known by its key.
         place: of the tensor; its key there stands last.
         models: taken before others that are in use.
-
-    Raises:
-        CheckpointError: it is a part that is cut as no parameter is, or parameters that are cut differently have its shape here.
     """
     marked = cut_of_part(tensor)
     if marked is not None:
@@ -149,8 +133,10 @@ def cut_as(tensor: Tensor, place: str, models: Sequence[Runtime]) -> tuple[Runti
     if len(by_cuts) > 1:
         why = f"it does not show of which it is, and {' and '.join(by_cuts.values())} have that shape here and are cut differently"
         raise _unclear(place, tensor, why)
-    is_cut = found and (isinstance(tensor, DTensor) or _is_part(*found[0]))
-    return found[0] if is_cut else None
+    if not found or isinstance(tensor, DTensor):
+        return found[0] if found else None
+    runtime, name = found[0]  # it is cut where this rank's tensor of the parameter is smaller than the parameter
+    return found[0] if tuple(runtime.parameters[name].shape) != runtime.recipe.params[name].shape else None
 
 
 def _fits(tensor: Tensor, param: Tensor) -> bool:
@@ -162,11 +148,6 @@ def _fits(tensor: Tensor, param: Tensor) -> bool:
     return tensor.placements == param.placements and tensor.device_mesh == param.device_mesh
 
 
-def _is_part(runtime: Runtime, name: str) -> bool:
-    """Whether this rank's tensor of a parameter is smaller than the parameter."""
-    return tuple(runtime.parameters[name].shape) != runtime.recipe.params[name].shape
-
-
 Take = Callable[[Any, Tensor, Runtime | None, str], Any]
 """``(stored, own, runtime, name)`` -> the value for a tensor of an object's state: ``stored`` is a :class:`CutTensor` or a full
 tensor, ``own`` what the object has there, which is cut as parameter ``name`` (None: it is whole)."""
@@ -176,14 +157,7 @@ def refit(stored: Any, own: Any, place: str, take: Take, models: Sequence[Runtim
     """The saved state of an ``extra`` object, with its tensors cut as the object's own are.
 
     Args:
-        stored: the state as it was saved.
         own: the state that the object has now.
-        place: for messages.
-        take: makes the tensors.
-        models: as for :func:`cut_as`.
-
-    Raises:
-        CheckpointError: a tensor does not fit the object's own.
     """
     if isinstance(stored, dict):
         return type(stored)(
@@ -222,11 +196,7 @@ def _lacks_name(stored: Tensor | CutTensor, own: Any, models: Sequence[Runtime])
 
 def refuse_numbered(place: str, state: Any, models: Sequence[Runtime]) -> None:
     """Refuses the state of a torch optimizer of a sharded model in the state of another object: it is keyed by number.
-    ``models``: those that are saved, or loaded, with it.
-
-    Raises:
-        CheckpointError: there is one with tensors that are cut, or would be.
-    """
+    ``models``: those that are saved, or loaded, with it."""
     if not isinstance(state, Mapping):
         return
     for key, inner in state.items():
@@ -248,8 +218,7 @@ def _unclear(place: str, tensor: Tensor, why: str) -> CheckpointError:
     return CheckpointError(
         f"a tensor of shape {list(tensor.shape)} on this rank, and how it is cut is not known",
         why=why,
-        fix="keep what is computed from the parameters outside of forward element by element (p.detach().clone(), zeros_like(p)), in a dict "
-        "by their names; or keep a second sharded model in extra",
+        fix="keep what is made of parameters (p.detach().clone(), zeros_like(p)) in a dict by their names; or a second sharded model in extra",
         name=place,
     )
 
@@ -259,8 +228,7 @@ def _unfit(place: str, stored: Tensor | CutTensor, own: Any) -> CheckpointError:
     return CheckpointError(
         f"{place}: a tensor of shape {list(stored.shape)}, for an object that has {now} there",
         why="it is cut over the ranks as the object's own tensor is, and that does not say how",
-        fix="build the object from the model's parameters before the checkpoint is loaded, by their names in a dict; or keep a second sharded "
-        "model in extra",
+        fix="build it from the model's parameters before it is loaded, by their names in a dict; or keep a second sharded model in extra",
         name=place,
     )
 

@@ -25,24 +25,18 @@ _MAPPINGS: dict[type, str] = {Counter: "counter", OrderedDict: "ordered", defaul
 
 @dataclass(frozen=True)
 class CutTensor:
-    """Stands for a tensor of an ``extra`` object that is written in pieces, since it is cut over the ranks.
-
-    Attributes:
-        stored: its name in the files.
-        dtype, shape: of the full tensor.
-    """
+    """Stands for a tensor of an ``extra`` object that is written in pieces, since it is cut over the ranks."""
 
     stored: str
     dtype: str
     shape: tuple[int, ...]
 
 
-def _whole(_place: str, _tensor: Tensor) -> CutTensor | None:
-    return None
-
-
 def to_plain(
-    value: Any, place: str, tensors: dict[str, Tensor], note: Callable[[str, Tensor], "CutTensor | None"] = _whole
+    value: Any,
+    place: str,
+    tensors: dict[str, Tensor],
+    note: Callable[[str, Tensor], "CutTensor | None"] = lambda place, tensor: None,
 ) -> Any:
     """Converts ``value`` to JSON types; its tensors are added to ``tensors``, detached and on the CPU, by their places.
 
@@ -52,9 +46,6 @@ def to_plain(
         place: its name, for the tensors' names and messages ("scheduler").
         tensors: those of the whole checkpoint.
         note: takes a tensor that is written in pieces; None: it is whole.
-
-    Raises:
-        UnsupportedError: a value of another type; with its place.
     """
     if value is None or type(value) in (bool, int, str):
         return value
@@ -153,8 +144,3 @@ def _from_tag(kind: str, content: Any, whole: Mapping[str, Any], tensors: Callab
 def to_text(plain: Any) -> bytes:
     """Encodes as JSON text; floats are exact to the last bit."""
     return (json.dumps(plain, indent=1, allow_nan=False) + "\n").encode()
-
-
-def parse(text: bytes) -> Any:
-    """Decodes the JSON text of :func:`to_text`."""
-    return json.loads(text)

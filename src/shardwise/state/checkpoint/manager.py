@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from shardwise.config.keywords import public_call
 from shardwise.errors import ConfigError, Stopped
-from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel import runtime_of
 from shardwise.state.checkpoint.contents import check_texts
 from shardwise.state.checkpoint.directory import Directory
 from shardwise.state.checkpoint.extra_objects import check_extra
@@ -66,7 +66,8 @@ class CheckpointManager:
         stop_after_s: seconds from now after which the run is asked to stop; the current window and the save add to it.
         sigusr1: what SIGUSR1 asks for: "stop", or "save": a checkpoint, after which the run continues.
         frozen: "save": frozen weights are in each checkpoint. "leave": they are not; a checkpoint names the directory that they were loaded
-            from, and has a digest of each. To resume, load them first: another base is an error.
+            from, and has a digest of each. To resume, load them first: another base is an error. A frozen weight that does not have the value
+            that the directory gave is refused.
 
     Raises:
         CheckpointError: the directory cannot be used, or another run is using it.
@@ -110,7 +111,10 @@ class CheckpointManager:
         check_texts(texts or {})
         _check_stop(stop_after_s, sigusr1)
         self._runtime = runtime_of(step.model)
-        _check_frozen(frozen, self._runtime)
+        if frozen not in ("save", "leave"):
+            raise ConfigError(f"frozen={frozen!r}", why="there is no such choice", fix='use "save" or "leave"')
+        if frozen == "leave":
+            frozen_names(self._runtime)  # raises where there are none
         self._world = self._runtime.world
         self._retention = RetentionPolicy(last=keep, every=keep_every, best=best)
         self._directory = Directory(self._world, Path(root))
@@ -209,6 +213,7 @@ class CheckpointManager:
             raise ConfigError(f"save_every({num_steps!r})", why="it is a number of steps, 1 or more", fix="use 100")
         figures = {**figures_of(out), **checked_metrics(metrics)}
         reason = self._world.stop.agreed
+        self._saves.check_base()  # before hours are trained
         if not figures and num_steps and self._retention.best is not None:
             self._saves.warn_once(
                 f"best={self._retention.best!r}, and this save_every({num_steps}) is given no figures: where it saves, they are needed. Pass what the "
@@ -258,7 +263,8 @@ class CheckpointManager:
             Stopped: on every rank; the run was asked to stop, and the checkpoint is on disk.
             CheckpointError: on every rank, if one of them cannot write, or (with ``async_save``) the previous save
                 could not: earlier checkpoints are as they were, and training can continue.
-            ConfigError: ``best`` is not among these metrics. The checkpoint is on disk then, as the newest, and ranked by nothing.
+            ConfigError: ``best`` is not among these metrics. The checkpoint is on disk then, as the newest, and ranked by nothing. Or
+                ``frozen="leave"``, and a frozen weight is in no directory; nothing is written.
             UsageError: it is called in the middle of a window, or after the manager was closed.
             UnsupportedError: some state is neither JSON nor a tensor; with its name.
         """
@@ -325,13 +331,6 @@ class CheckpointManager:
         loaded, notes = back.load_newest(override) if step is None else back.load(step, override)
         warn(self._world, notes)
         return loaded
-
-
-def _check_frozen(frozen: str, runtime: Runtime) -> None:
-    if frozen not in ("save", "leave"):
-        raise ConfigError(f"frozen={frozen!r}", why="there is no such choice", fix='use "save" or "leave"')
-    if frozen == "leave":
-        frozen_names(runtime)
 
 
 def _check_stop(stop_after_s: float | None, sigusr1: str) -> None:

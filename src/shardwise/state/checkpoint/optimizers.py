@@ -20,8 +20,8 @@ from shardwise.state.checkpoint.json_state import CutTensor, to_plain
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import damaged
 from shardwise.state.integrity.reading import VerifiedFiles
-from shardwise.state.optimizer import agreed_state, install_state, mapped_state, match_shared, match_state, settings_of
-from shardwise.state.optimizer_rest import refuse_whole, rest_of, set_rest
+from shardwise.state.optimizer import agreed_state, install_state, mapped_state, match_state, settings_of
+from shardwise.state.optimizer_rest import rest_of, set_rest
 from shardwise.state.stored import FileTensor, InMemoryTensor, TensorSource
 
 
@@ -74,19 +74,11 @@ class SavedOptimizer:
     """The state of one optimizer in a checkpoint, and the optimizer of this run that will get it.
 
     Args:
-        folder: of the checkpoint.
         runtime: of the model whose parameters it has.
         optim: may be new.
-        saved: what is saved of it.
-        moments: the tensors in its files.
-        prefix: of their names.
 
     Attributes:
         made: after :meth:`read`: name -> key -> this rank's value.
-        settings: of each parameter group.
-
-    Raises:
-        CheckpointError: it is of another model or optimizer.
     """
 
     def __init__(
@@ -108,13 +100,7 @@ class SavedOptimizer:
                 why=f"this run's optimizer is {type(optim).__name__}, and its state means something else",
                 fix=f"build {saved['class']}, or load the weights only: sw.load_weights(model, {str(folder)!r})",
             )
-        self._values, self.settings = match_state(
-            runtime, optim, {"state": state, "param_groups": saved["param_groups"], "class": saved["class"]}
-        )
-        self._shared = match_shared(runtime, self._values, saved.get("shared", ()))
-        self._rest = saved.get("rest")
-        if self._rest is not None:
-            refuse_whole(runtime, self._rest)
+        self._values, self.settings, self._rest, self._shared = match_state(runtime, optim, {**saved, "state": state})
         if prefix:  # those of the run's own are settled with it
             self.settings = Settled([{} for _ in self.settings]).settings(self.settings)
 
@@ -149,8 +135,6 @@ class SavedOptimizer:
         return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
 
     def read(self, files: VerifiedFiles) -> None:
-        """Reads this rank's shards into new memory."""
-
         def part(name: str, place: str, value: Any) -> Any:
             is_cut = isinstance(value, torch.dtype) and (name, place) in self._sources
             return part_of(self._sources[name, place], self.runtime, name, files) if is_cut else value

@@ -51,15 +51,11 @@ def trained_position(given: Any, num_trained: int | None) -> tuple[Any, list[str
 
 def _moved_back(state: Any, used: Mapping[str, Any]) -> Any:
     """``state`` with each Loader position in it that is beyond ``used`` replaced by ``used``."""
-    if isinstance(state, Mapping):
-        if state.keys() == used.keys():
-            place = state["epoch"], state["position"]
-            return dict(used) if place > (used["epoch"], used["position"]) else state
-        return (
-            type(state)((key, _moved_back(inner, used)) for key, inner in state.items())
-            if type(state) is dict
-            else state
-        )
+    if isinstance(state, Mapping) and state.keys() == used.keys():
+        place = state["epoch"], state["position"]
+        return dict(used) if place > (used["epoch"], used["position"]) else state
+    if type(state) is dict:
+        return {key: _moved_back(inner, used) for key, inner in state.items()}
     if type(state) in (list, tuple):
         return type(state)(_moved_back(inner, used) for inner in state)
     return state
@@ -84,11 +80,7 @@ def dataset_states(given: Any) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def check_states(given: Any, saved: Sequence[Any], size: int, override: Sequence[str]) -> None:
-    """Refuses dataset states that another number of ranks cannot restore.
-
-    Raises:
-        ConfigError: with the name of the object.
-    """
+    """Refuses dataset states that another number of ranks cannot restore."""
     loader = loader_in(given)
     if loader is None or len(saved) == size or "dataset" in override:
         return
@@ -97,8 +89,7 @@ def check_states(given: Any, saved: Sequence[Any], size: int, override: Sequence
             raise ConfigError(
                 f"the state of {place} of {len(saved)} ranks, on {size}",
                 why="its state_dict() was another on each rank, and which samples a rank reads depends on their number",
-                fix=f"resume on {len(saved)} ranks, or let state_dict() give what all ranks share; to begin with a new one: "
-                "resume(loader, override=('dataset',))",
+                fix=f"resume on {len(saved)} ranks; or let state_dict() give what all share; or resume(loader, override=('dataset',))",
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.state.checkpoint.extra_objects import (
     EXTRA,
@@ -34,11 +34,11 @@ from shardwise.state.formats.folder import open_folder
 from shardwise.state.given import Settled
 from shardwise.state.integrity.manifest import DamagedError, damaged
 from shardwise.state.left_base import LeftBase, digests, refuse_other_base
-from shardwise.state.load_transaction import LoadTransaction
+from shardwise.state.load_transaction import load_transaction
 from shardwise.state.match import LoadPlan, Rules, own_boxes, plan_of
 from shardwise.state.meaning import refuse_other_meaning
+from shardwise.state.origin import note_beside, note_resume
 from shardwise.state.own_load import give_attributes
-from shardwise.state.sidecars import Origin
 from shardwise.state.stored import InMemoryTensor
 from shardwise.world.collectively import collectively
 from shardwise.world.rng import set_streams
@@ -49,11 +49,7 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        folder: the checkpoint.
-        step: windows trained before it.
         own: the saved state of the step and the loader.
-        num_bytes: bytes read by this rank.
-        notes: what the user should know.
     """
 
     folder: Path
@@ -73,7 +69,6 @@ def restore(
     """Restores a model, its optimizer and ``extra`` objects from a checkpoint. All ranks must call it.
 
     Args:
-        folder: of the checkpoint.
         model: from ``parallelize``, under any layout.
         optim: built from its parameters; may be new. None: the optimizer's state is not restored.
         extra: the objects to restore, under the names they were saved with.
@@ -87,7 +82,15 @@ def restore(
     runtime = runtime_of(model)
     world, place = runtime.world, f"restoring {folder.name}"
     saved = collectively(
-        world, f"{place}, reading the manifest", lambda: SavedRun(folder), same=_digest, differ=_other(folder)
+        world,
+        f"{place}, reading the manifest",
+        lambda: SavedRun(folder),
+        same=lambda saved: f"{saved.manifest.step} {saved.manifest.to_bytes().hex()}",
+        differ=CheckpointError(
+            f"the checkpoint {folder}",
+            why="ranks see different ones under this name",
+            fix="name a directory on a file system that every node mounts",
+        ),
     )
     with saved:
         base = collectively(world, f"{place}, reading what it leaves out", saved.left_base)
@@ -101,18 +104,6 @@ def restore(
         reading.place()
         collectively(world, f"{place}, giving extra objects their state", reading.place_extra)
         return Restored(folder, saved.manifest.step, reading.own, saved.files.num_bytes, tuple(reading.notes))
-
-
-def _digest(saved: SavedRun) -> str:
-    return f"{saved.manifest.step} {saved.manifest.to_bytes().hex()}"
-
-
-def _other(folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {folder}",
-        why="ranks see different ones under this name",
-        fix="name a directory on a file system that every node mounts",
-    )
 
 
 def _refuse_no_base(folder: Path, base: LeftBase, runtime: Runtime) -> None:
@@ -143,14 +134,10 @@ class _Reading:
 
     def match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
         """Checks everything that can be checked without reading a large tensor."""
-        try:
+        with (
+            self.saved.as_written()
+        ):  # the state's form may be right, and a value in it was never saved by this library
             self._match(check)
-        except ShardwiseError:
-            raise
-        except Exception as error:  # the state's form is right, but a value in it was never saved by this library
-            raise damaged(
-                self.saved.folder, f"its state does not fit together: {type(error).__name__}: {error}"
-            ) from error
 
     def _match(self, check: Callable[[Mapping[str, Any]], Settled | None]) -> None:
         state, moments = self.saved.state()
@@ -187,13 +174,14 @@ class _Reading:
                 )
             elif not is_sharded(value) and not isinstance(value, torch.optim.Optimizer):
                 refuse_numbered(f"{EXTRA}/{name}", state["extra"][name], self._runtimes)
-                self._refit(name, state["extra"][name], _only_checked)
+                self._refit(name, state["extra"][name], lambda stored, *_: stored)  # it is checked
         self.notes += [note for optimizer in self._optimizers.values() if (note := optimizer.note())]
         self._state = state
         self.own = {
             name: value
             for name, value in state.items()
-            if name not in ("optimizer", "optimizers", "model", "extra", "random", "windows", "buffers", "meaning")
+            if name
+            not in ("optimizer", "optimizers", "model", "extra", "random", "windows", "buffers", "meaning", "origin")
         }
         settled = check(self.own)
         if settled is not None and self.optim is not None:
@@ -294,15 +282,17 @@ class _Reading:
         """Copies into the run what was read; from here on the checkpoint cannot cause an error."""
         for prefix, (runtime, plan) in self._models.items():
             local = runtime.local_tensors()
-            with LoadTransaction(runtime, local, plan.tensors):
+            with load_transaction(runtime, local, plan.tensors):
                 buffers = runtime.buffers()
                 for name, value in self._values[prefix].items():
                     if local[name].shape == value.shape and local[name].dtype == value.dtype:
                         local[name].copy_(value)
                     else:
                         buffers[name].data = value.to(local[name].device)
-            if self.base is None or prefix:  # else the base is where it was
-                runtime.memory(Origin).folder = (self.saved.folder / prefix).resolve()
+            if self.base is None or prefix:
+                note_resume(runtime, self._state.get("origin", {}).get(prefix), self.saved.folder / prefix)
+            else:  # the base is where it was
+                note_beside(runtime, self.base.folder)
             give_attributes(runtime.module, self._attributes[prefix], runtime.world.device)
             runtime.step = self._state.get("windows", {}).get(prefix, runtime.step)
             states = self._state["model"].get(prefix) or {}
@@ -332,7 +322,3 @@ class _Reading:
                 f"random streams outside of steps start from their seed: the checkpoint has those of {len(random['ranks'])} ranks, and "
                 f"there are {world.size}"
             )
-
-
-def _only_checked(stored: Any, _own: Tensor, _runtime: Runtime | None, _name: str) -> Any:
-    return stored

@@ -38,11 +38,7 @@ class Step(Protocol):
 
 
 def check_step(step: Any) -> None:
-    """Refuses an object that lacks an attribute of :class:`Step`.
-
-    Raises:
-        ConfigError: with the missing attributes.
-    """
+    """Refuses an object that lacks an attribute of :class:`Step`."""
     wanted = ("model", "optim", "state_dict", "load_state_dict", "check_state_dict")
     lacking = [name for name in wanted if getattr(step, name, None) is None]
     if lacking:
@@ -59,8 +55,6 @@ class ResumePoint:
     the user.
 
     Attributes:
-        step: the step that is restored, with its model and optimizer.
-        extra: further objects that are restored, by name.
         loader: the loader whose position is saved and restored; None: there is none yet.
         restored: the checkpoint that the run was resumed from; None: it started from the beginning.
         notes: what the user should know about the last save.
@@ -84,13 +78,7 @@ class ResumePoint:
 
     def take(self, loader: Any, override: Sequence[str] = ()) -> list[str]:
         """Makes ``loader`` the run's loader. The first one is set to the run's position; if no checkpoint has been
-        loaded, the newest one is.
-
-        Raises:
-            CheckpointError: as for :meth:`load_newest`.
-            ConfigError: the loader has no position to save, or settings differ from the saved ones and are not in
-                ``override``.
-        """
+        loaded, the newest one is."""
         refuse_unknown(override, self.given)
         if not all(hasattr(loader, name) for name in ("state_dict", "load_state_dict")):
             raise ConfigError(
@@ -113,15 +101,11 @@ class ResumePoint:
             if runtime_of(self.step.model).reads_loader:
                 self._tell([_NO_POSITION])
             return None
-        state, notes = trained_position(self.loader, self._num_trained())
+        num = runtime_of(self.step.model).step - self._begun
+        is_counted = num or isinstance(getattr(self.step, "given", None), Given)  # the user's own loop may not count
+        state, notes = trained_position(self.loader, num if is_counted else None)
         self._tell(notes)
         return state
-
-    def _num_trained(self) -> int | None:
-        """Windows trained since the loader's position was set; None: not known, since the user's own loop may train
-        without counting."""
-        num = runtime_of(self.step.model).step - self._begun
-        return num if num or isinstance(getattr(self.step, "given", None), Given) else None
 
     def dataset_states(self) -> dict[str, Any] | None:
         """The states of the stateful objects in the loader's dataset, on this rank."""
@@ -136,11 +120,7 @@ class ResumePoint:
 
     def load_newest(self, override: Sequence[str] = ()) -> tuple[int | None, list[str]]:
         """Restores the newest checkpoint that can be read; returns the windows trained before it (None if there is no
-        checkpoint), and notes.
-
-        Raises:
-            CheckpointError: there are some, and none can be read; or one is of another model.
-        """
+        checkpoint), and notes."""
         root, problems = self._directory.root, list[DamagedError]()
         for step in reversed(self._directory.steps()):
             try:
@@ -162,11 +142,7 @@ class ResumePoint:
         return None, []
 
     def load(self, step: int, override: Sequence[str] = ()) -> tuple[int, list[str]]:
-        """Restores the checkpoint of ``step``; returns the windows trained before it, and notes.
-
-        Raises:
-            CheckpointError: there is none, it cannot be read, or it is of another model.
-        """
+        """Restores the checkpoint of ``step``; returns the windows trained before it, and notes."""
         root, steps = self._directory.root, self._directory.steps()
         if step not in steps:
             raise CheckpointError(
@@ -213,7 +189,7 @@ class ResumePoint:
         changes = self.given.changes(saved)
         for name, mine in self._schedulers.items():
             changes += scheduler_changes(f"scheduler extra[{name!r}]", mine, saved["extra"].get(name, {}), part="")
-        refused = [change for change in changes if not change.is_named_in(override)]
+        refused = [change for change in changes if not (change.part and {change.name, change.part} & {*override})]
         if refused:
             raise changed(folder, refused, override)
         return self.given.settled(changes, own["step"])
@@ -233,11 +209,7 @@ class ResumePoint:
 
 
 def refuse_unknown(override: Sequence[str], given: Given) -> None:
-    """Refuses names in ``override`` that are not settings of the run.
-
-    Raises:
-        ConfigError: with the nearest name.
-    """
+    """Refuses names in ``override`` that are not settings of the run."""
     if isinstance(override, str) or not all(isinstance(name, str) for name in override):
         raise ConfigError(
             f"override={override!r}",

@@ -14,6 +14,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.integrity.manifest import Manifest, folder_name, steps_in
 from shardwise.world import World
+from shardwise.world.collectively import collectively
 
 _REMOVING = ".removing-"
 
@@ -41,11 +42,7 @@ class RetentionPolicy:
 
     def figure(self, metrics: Mapping[str, float], *, is_asked: bool = False) -> float | None:
         """The value by which a checkpoint with ``metrics`` is ranked, the smallest being the best; None: no ranking. ``is_asked``: by a
-        signal or by the end of the run, which have none; without one it is kept as the newest.
-
-        Raises:
-            ConfigError: ``metrics`` does not have the metric.
-        """
+        signal or by the end of the run, which have none; without one it is kept as the newest."""
         if self.best is None:
             return None
         name = self.best.removeprefix("-")
@@ -71,21 +68,13 @@ class RetentionPolicy:
         """As :meth:`figure`, the same on all ranks, or an error on all of them. All ranks must call it."""
         if self.best is None:
             return None
-        figure, error = None, None
-        try:
-            figure = self.figure(metrics, is_asked=is_asked)
-        except ConfigError as wrong:
-            error = wrong
-        everyone = world.agreement.gather((repr(figure), error), "a checkpoint, comparing figures")
-        if error is None:
-            error = next((each for _, each in everyone if each is not None), None)
-        if error is not None:
-            raise error
-        if len({text for text, _ in everyone}) > 1:
-            name = self.best.removeprefix("-")
+        place, name = "a checkpoint, comparing figures", self.best.removeprefix("-")
+        figure = collectively(world, place, lambda: self.figure(metrics, is_asked=is_asked))
+        everyone = world.agreement.gather(repr(figure), place)
+        if len(set(everyone)) > 1:
             raise ConfigError(
                 f"best={self.best!r} and a save whose {name} differs between ranks",
-                why=f"by rank it is {', '.join(text for text, _ in everyone)}: ranks would keep other checkpoints as the best",
+                why=f"by rank it is {', '.join(everyone)}: ranks would keep other checkpoints as the best",
                 fix=f'give what all ranks share, such as a mean over them: save(metrics={{{name!r}: sw.evaluate(model, loader)["loss"]}})',
             )
         return figure
@@ -100,7 +89,9 @@ class RetentionPolicy:
         for step in reversed(steps_in(root)):
             if step <= newest and num_last < self.last:
                 kept.add(step)
-                num_last += _is_whole(root / folder_name(step))
+                with contextlib.suppress(CheckpointError):
+                    Manifest.read(root / folder_name(step))
+                    num_last += 1
         others = [step for step in steps_in(root) if step < newest and step not in kept]
         best = self._best(root, newest, figure)
         others = [step for step in others if step != best and not (self.every and step % self.every == 0)]
@@ -138,14 +129,6 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        Manifest.read(folder)
-    except CheckpointError:
-        return False
-    return True
 
 
 def figures_of(out: Any) -> dict[str, float]:

@@ -1,17 +1,17 @@
 """Reads a checkpoint of a run; bytes whose checksum differs are never used."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.state.checkpoint.contents import OPTIMIZER, REST, STATE
 from shardwise.state.checkpoint.extra_objects import held_extra
-from shardwise.state.checkpoint.json_state import from_plain, parse
+from shardwise.state.checkpoint.json_state import from_plain
 from shardwise.state.files import BUFFER
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.integrity.manifest import Manifest, damaged
@@ -53,14 +53,7 @@ class _State(msgspec.Struct):
 
 
 class SavedRun:
-    """A checkpoint that is open for reading, with its manifest read.
-
-    Args:
-        folder: of the checkpoint.
-
-    Raises:
-        CheckpointError: it is not complete.
-    """
+    """A checkpoint that is open for reading, with its manifest read."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -79,11 +72,7 @@ class SavedRun:
         return STATE in self.manifest.files
 
     def left_base(self) -> LeftBase | None:
-        """What it says of frozen weights that it does not hold; None: it holds all.
-
-        Raises:
-            CheckpointError: that fails its checksums.
-        """
+        """What it says of frozen weights that it does not hold; None: it holds all."""
         if FROZEN not in self.manifest.files:
             return None
         return base_of(self.files.whole(self.folder / FROZEN), self.folder / FROZEN)
@@ -98,28 +87,24 @@ class SavedRun:
 
     def brief(self) -> dict[str, Any]:
         """The properties shown in a list of checkpoints, without reading a tensor: ``time``, ``loader``, ``figure``,
-        ``best``, ``optimizer`` (its class), ``extra`` (names), as far as they exist.
-
-        Raises:
-            CheckpointError: the state fails its checksums.
-        """
+        ``best``, ``optimizer`` (its class), ``extra`` (names), as far as they exist."""
         if not self.has_run:
             return {}
-        with self._as_written():
-            plain = parse(self.files.whole(self.folder / STATE))
+        with self.as_written():
+            plain = json.loads(self.files.whole(self.folder / STATE))
             shown = [name for name in ("time", "loader", "figure", "best") if name in plain]
             optimizer = plain.get("optimizer")
-            return {name: from_plain(plain[name], _none) for name in shown} | {
+            return {name: from_plain(plain[name], {}.__getitem__) for name in shown} | {
                 "optimizer": None if optimizer is None else optimizer["class"],
                 "extra": sorted(held_extra(plain)),
             }
 
     @contextlib.contextmanager
-    def _as_written(self) -> Iterator[None]:
+    def as_written(self) -> Iterator[None]:
         """Within: any error of a state file that this library cannot have written is one of a damaged file."""
         try:
             yield
-        except CheckpointError:
+        except ShardwiseError:
             raise
         except Exception as error:
             why = f"it is not what a save writes: {type(error).__name__}: {error}"
@@ -127,11 +112,7 @@ class SavedRun:
 
     def state(self) -> tuple[dict[str, Any], Mapping[str, FileTensor]]:
         """Everything except the models' weights: the state as it was saved, with its full tensors; and the tensors in
-        the optimizer's files.
-
-        Raises:
-            CheckpointError: it fails its checksums, or the checkpoint has weights only.
-        """
+        the optimizer's files."""
         if not self.has_run:
             raise CheckpointError(
                 f"the checkpoint {self.folder}",
@@ -140,8 +121,8 @@ class SavedRun:
             )
         self.files.check_heads(self.manifest.files)
         rest = tensors_in(self.folder / REST)
-        with self._as_written():
-            plain = dict(parse(self.files.whole(self.folder / STATE)))
+        with self.as_written():
+            plain = dict(json.loads(self.files.whole(self.folder / STATE)))
             state = {n: from_plain(v, lambda name: rest[name].load(self.files)) for n, v in plain.items()}
             msgspec.convert(state, _State)
         return state, self.tensors(OPTIMIZER)
@@ -154,7 +135,3 @@ class SavedRun:
             if name.startswith(stem) and name.endswith(".safetensors")
             for key, tensor in tensors_in(self.folder / name).items()
         }
-
-
-def _none(name: str) -> Tensor:
-    raise KeyError(name)

@@ -21,6 +21,7 @@ from shardwise.state.checkpoint.fault_points import at_fault_point
 from shardwise.state.checkpoint.resume import ResumePoint
 from shardwise.state.checkpoint.retention import RetentionPolicy
 from shardwise.state.checkpoint.writer import memory_in_line
+from shardwise.state.left_base import refuse_lost_base
 from shardwise.world import World
 from shardwise.world.collectively import Peers
 from shardwise.world.side_group import SideGroup
@@ -32,16 +33,12 @@ class Saves:
 
     Args:
         manager: what it saves for; kept alive while a thread writes, so that leaving the world finds it.
-        directory: where checkpoints are.
         resume_point: what of the run is saved beside the model.
-        retention: which checkpoints are kept.
-        texts: further files, by path.
         in_background: whether a thread writes them.
         leaves_frozen: frozen weights are left out.
 
     Attributes:
         last_step: of the last save; None: there was none; -1: it failed.
-        is_closed: no further save can begin.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Saves:
         self._world = self._runtime.world
         self._directory, self._resume_point, self._retention = directory, resume_point, retention
         self._texts = {path: text.encode() for path, text in texts.items()}
-        self._leaves_frozen = leaves_frozen
+        self._leaves_frozen, self._base_seen = leaves_frozen, False
         self.last_step: int | None = None
         self.is_closed = False
         self._late_notes: list[str] = []  # of the writer thread, shown by the next call
@@ -72,11 +69,7 @@ class Saves:
 
     def save(self, metrics: Mapping[str, float], *, is_asked: bool) -> Path:
         """Saves a checkpoint; returns where it is, or will be. ``metrics``, ``is_asked``: as for
-        :meth:`RetentionPolicy.figure`.
-
-        Raises:
-            as :meth:`CheckpointManager.save`.
-        """
+        :meth:`RetentionPolicy.figure`."""
         if self.is_closed:
             raise UsageError(
                 f"a checkpoint in {self._directory.root} after its manager was closed",
@@ -99,6 +92,7 @@ class Saves:
         if figure is not None and figure != figure:
             self.warn_once(f"best={self._retention.best!r}: a NaN, at step {self._runtime.step}, is never the best")
         run = self._resume_point
+        self.check_base(again=True)
         contents = contents_of(
             run.step.model,
             run.step.optim,
@@ -129,6 +123,12 @@ class Saves:
             )
             raise fault
         return self._directory.folder(contents.step)
+
+    def check_base(self, *, again: bool = False) -> None:
+        """Refuses frozen weights that are left out and are nowhere else; once, or ``again``. All ranks must call it."""
+        if self._leaves_frozen and (again or not self._base_seen):
+            refuse_lost_base(self._runtime, self._directory.root)
+            self._base_seen = True
 
     def _begin(self, contents: Contents, figure: float | None) -> None:
         """Writes a checkpoint; with a thread it copies what is to be saved, starts the thread, and returns."""
@@ -163,8 +163,7 @@ class Saves:
         the next call reports it."""
         at_fault_point("pruning")
         try:
-            self._directory.put_aside(newest, self._resume_point.left_behind)
-            self._directory.prune(self._retention, newest, figure)
+            self._directory.prune(self._retention, newest, figure, self._resume_point.left_behind)
         except OSError as error:
             self._late_notes.append(f"older checkpoints in {self._directory.root} were not removed: {error}")
         at_fault_point("pruned")

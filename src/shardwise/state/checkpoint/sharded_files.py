@@ -38,9 +38,6 @@ class ShardedFiles:
     """Files of tensors that are sharded like a model's parameters: its weights, or its optimizer state.
 
     Attributes:
-        prefix: of the files' paths.
-        runtime: of the model.
-        file_layout: the files.
         tensors: this rank's local tensors, by the model's name, or with ``by_stored`` by the name in the file.
     """
 
@@ -65,18 +62,15 @@ class ShardedFiles:
         return replace(
             self,
             tensors={
-                name: take(place + name, self.tensors[name], functools.partial(self._offset_of, name))
+                name: take(place + name, self.tensors[name], lambda name=name: self._offsets.get(name, 0))
                 for name in dict.fromkeys(used)
                 if name in self.tensors  # what is computed is on rank 0
             },
         )
 
-    def _offset_of(self, name: str) -> int:
-        """Where this rank's tensor begins in its file, or would begin if only a part of it is written."""
-        return self._offsets.get(name, 0)
-
     @functools.cached_property
     def _offsets(self) -> dict[str, int]:
+        """Where this rank's tensors begin in their files, or would begin if only a part of them is written."""
         found: dict[str, int] = {}
         for _, _, part, values in self.parts(self.runtime.world.rank):
             name = part.tensor.name if self.by_stored else part.view.name
@@ -115,7 +109,7 @@ def weight_files(
 def cut_files(cut: CutTensors, stem: str) -> list[ShardedFiles]:
     """The files of tensors that are cut as parameters are: those of each model by itself."""
     made = []
-    for number, (runtime, tensors) in enumerate(cut.of_models()):
+    for number, (runtime, tensors) in enumerate(cut.found.values()):
         params = runtime.recipe.params
         facts = {n: (name, params[name].shape, dtype_name(tensor.dtype)) for n, (name, tensor) in tensors.items()}
         align = _align(sum(math.prod(shape) * DTYPE_BYTES[dtype] for _, shape, dtype in facts.values()))

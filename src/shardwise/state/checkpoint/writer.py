@@ -34,11 +34,7 @@ pwrite = os.pwrite  # replaced by tests that inject faults
 
 
 class BlockWriter:
-    """Writes files one after the other; a context manager that ends its thread and frees its memory.
-
-    Args:
-        sums: receives every block.
-    """
+    """Writes files one after the other; a context manager that ends its thread and frees its memory."""
 
     def __init__(self, sums: Sums):
         self._sums = sums
@@ -57,11 +53,7 @@ class BlockWriter:
 
     @contextlib.contextmanager
     def file(self, path: Path, name: str, size: int) -> Iterator[None]:
-        """Within, :meth:`write` writes to this file, which has its ``size`` already; afterwards it is synced to disk.
-
-        Raises:
-            OSError: writing failed.
-        """
+        """Within, :meth:`write` writes to this file, which has its ``size`` already; afterwards it is synced to disk."""
         self._file = _File(path, name, size)
         try:
             yield
@@ -170,7 +162,10 @@ class _Window:
     def empty_into(self, file: "_File", sums: Sums) -> None:
         covered, in_pieces = sorted(self.covered), sorted(self._in_pieces)
         self.clear()
-        self._clear_gaps(covered, file)
+        position = 0
+        for begin, end in [*covered, (min(WINDOW, file.size - self.base), 0)] if in_pieces else ():
+            self.values[position:begin] = 0  # what this rank does not write: checksums are of zeros there
+            position = end
         for block in in_pieces:
             first = block * BLOCK
             last = min(first + BLOCK, file.size - self.base)
@@ -179,24 +174,7 @@ class _Window:
             file.write(self.base + begin, self.values[begin:end].data)
 
     def clear(self) -> None:
-        """Makes the window empty."""
         self.covered, self._in_pieces = [], set()
-
-    def _clear_gaps(self, covered: list[tuple[int, int]], file: "_File") -> None:
-        """Fills the gaps between ranges with zeros, in the blocks whose checksums will be computed."""
-        position = covered[0][0] // BLOCK * BLOCK
-        for begin, end in covered:
-            if begin > position:
-                if begin - position > BLOCK:  # empty blocks in between have no checksum
-                    self._clear(position, -(-position // BLOCK) * BLOCK)
-                    position = begin // BLOCK * BLOCK
-                self._clear(position, begin)
-            position = end
-        self._clear(position, min(-(-position // BLOCK) * BLOCK, file.size - self.base))
-
-    def _clear(self, begin: int, end: int) -> None:
-        if end > begin:
-            self.values[begin:end] = 0
 
 
 class _File:

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from shardwise.errors import CheckpointError
 from shardwise.state.files import Record, Stamp, reading, stamp_of
+from shardwise.state.formats.checks import damaged
 
 SMALL = ("data.pkl", "byteorder")  # records that describe the others, and are read whole
 MAX_SMALL = 1 << 30  # bytes
@@ -65,11 +66,7 @@ class FileSlice(io.RawIOBase):
 
 
 def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archive:
-    """Opens an archive that is a file or is inside one, and reads its list of records.
-
-    Raises:
-        CheckpointError: it is not a complete archive, or not one that torch wrote.
-    """
+    """Opens an archive that is a file or is inside one, and reads its list of records."""
     stamp = stamp_of(path)
     try:
         length = stamp[0] if length is None else length
@@ -88,7 +85,7 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
     except CheckpointError:
         raise
     except Exception as error:  # zipfile raises many kinds
-        raise refusal(path, f"{length} bytes at {begin}", f"that is no whole archive: {error}"[:200]) from error
+        raise damaged(path, f"{length} bytes at {begin}", f"that is no whole archive: {error}"[:200]) from error
 
 
 def _records(
@@ -101,19 +98,19 @@ def _records(
     for entry in archive.infolist():
         folder, _, name = entry.filename.partition("/")
         if folder != home or not name or name in records:
-            raise refusal(path, f"the record {entry.filename}", "it is there twice, or beside torch's folder")
+            raise damaged(path, f"the record {entry.filename}", "it is there twice, or beside torch's folder")
         records[name] = Record(path, begin + _begin_of(path, archive, file, entry), entry.file_size, entry.CRC)
         if name in SMALL:
             if entry.file_size > MAX_SMALL:
-                raise refusal(path, f"the record {name} of {entry.file_size} bytes", f"at most {MAX_SMALL} are read")
+                raise damaged(path, f"the record {name} of {entry.file_size} bytes", f"at most {MAX_SMALL} are read")
             small[name] = file.read(entry.file_size)
             # 0: torch computed none (torch.serialization.set_crc32_options).
             if len(small[name]) != entry.file_size or entry.CRC not in (0, zlib.crc32(small[name])):
-                raise refusal(path, f"the record {name}", "its bytes do not have the archive's checksum for it")
+                raise damaged(path, f"the record {name}", "its bytes do not have the archive's checksum for it")
     end = 0
     for name, record in sorted(records.items(), key=lambda item: item[1].offset):
         if record.offset < end:
-            raise refusal(path, f"the record {name}", "it overlaps the one before it")
+            raise damaged(path, f"the record {name}", "it overlaps the one before it")
         end = record.offset + record.size
     return records, small
 
@@ -121,22 +118,15 @@ def _records(
 def _begin_of(path: Path, archive: zipfile.ZipFile, file: BinaryIO, entry: zipfile.ZipInfo) -> int:
     """Where a record's bytes begin; ``file`` is there on return."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-        raise refusal(path, f"the record {entry.filename}", "it is compressed, and torch stores records as they are")
+        raise damaged(path, f"the record {entry.filename}", "it is compressed, and torch stores records as they are")
     with archive.open(entry):  # which compares the name in the record's own header
         begin = file.tell()
     # One wrong bit in the length of that header, and values would be read from a wrong place.
     if entry.flag_bits & _SUMS_BEHIND:
         file.seek(begin + entry.file_size)
         if file.read(8) != b"PK\x07\x08" + entry.CRC.to_bytes(4, "little"):
-            raise refusal(
+            raise damaged(
                 path, f"the record {entry.filename}", "it does not end where it should: its header is damaged"
             )
         file.seek(begin)
     return begin
-
-
-def refusal(path: Path, given: str, why: str, name: str | None = None) -> CheckpointError:
-    """The error for a torch file that is damaged or not written by torch."""
-    return CheckpointError(
-        f"{path}: {given}", why=why, fix="copy the file again, or save it again: it is damaged", name=name
-    )

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, errors_about
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import Box, common, whole
 from shardwise.state.files import reading
-from shardwise.state.formats.paths import inside
+from shardwise.state.formats.checks import counts_in, damaged, inside, is_count
 from shardwise.state.formats.pickles import Named, name_of, named, read_pickle, shown
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.formats.torch_file import tensor_in
@@ -39,22 +39,17 @@ _ZIP = b"PK\x03\x04"
 
 
 def open_dcp(folder: Path) -> Source:
-    """Opens a DCP directory as a source; of ``{"model": ..., "optim": ...}`` the model.
-
-    Raises:
-        CheckpointError: the metadata would run code or contradicts the files; with the names of the file and the
-            tensor.
-    """
+    """Opens a DCP directory as a source; of ``{"model": ..., "optim": ...}`` the model."""
     metadata = folder / METADATA
     content = _fields(_read(metadata), f"{_ROOM}Metadata", metadata)
     entries, storage = content.get("state_dict_metadata"), content.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict) or not all(isinstance(k, str) for k in entries):
-        raise _refusal(metadata, "its fields", "there are no state_dict_metadata and storage_data", None)
+        raise damaged(metadata, "its fields", "there are no state_dict_metadata and storage_data", None)
     places = _places(storage, metadata)
     leaves: dict[Keys, tuple[str, Any]] = {}
     for name, path in _paths(entries, content.get("planner_data"), metadata).items():
         if path in leaves:
-            raise _refusal(metadata, f"the path {path}", f"{leaves[path][0]} has the same", name)
+            raise damaged(metadata, f"the path {path}", f"{leaves[path][0]} has the same", name)
         leaves[path] = (name, entries[name])
     found, left_out = weights_in(leaves, str(metadata), _is_tensor)
     blobs = _Blobs(folder, metadata, places.values())
@@ -81,7 +76,7 @@ def _is_tensor(leaf: tuple[str, Any]) -> bool:
 
 def _fields(value: Any, kind: str, metadata: Path, name: str | None = None) -> dict[str, Any]:
     if not isinstance(value, Named) or value.name != kind or not isinstance(value.state, dict):
-        raise _refusal(metadata, shown(value), f"a {kind.rpartition('.')[2]} should stand there", name)
+        raise damaged(metadata, shown(value), f"a {kind.rpartition('.')[2]} should stand there", name)
     return value.state
 
 
@@ -92,7 +87,7 @@ def _paths(entries: Mapping[str, Any], planner_data: Any, metadata: Path) -> dic
     for name in entries:
         path = given.get(name, (name,))
         if not isinstance(path, tuple) or not path or not all(isinstance(key, str | int) for key in path):
-            raise _refusal(metadata, shown(path), "the path to an entry is made of names and numbers", name)
+            raise damaged(metadata, shown(path), "the path to an entry is made of names and numbers", name)
         found[name] = tuple(map(str, path))
     return found
 
@@ -104,18 +99,16 @@ def _places(storage: dict[Any, Any], metadata: Path) -> dict[tuple[str, tuple[in
         fields = _fields(index, f"{_ROOM}MetadataIndex", metadata)
         name = fields.get("fqn")
         if not isinstance(name, str):
-            raise _refusal(metadata, f"an entry {shown(name)}", "an entry has a name", None)
+            raise damaged(metadata, f"an entry {shown(name)}", "an entry has a name", None)
         if fields.get("offset") is None:  # not a tensor
             continue
         place = (name, _counts(fields["offset"], metadata, name))
         if place in found:
-            raise _refusal(metadata, f"the chunk at {list(place[1])}", "it has two places", name)
+            raise damaged(metadata, f"the chunk at {list(place[1])}", "it has two places", name)
         at = found[place] = _fields(info, _INFO, metadata, name)
         numbers = (at.get("offset"), at.get("length"))
-        if not isinstance(at.get("relative_path"), str) or not all(
-            type(n) is int and 0 <= n < 1 << 63 for n in numbers
-        ):
-            raise _refusal(metadata, shown(at), "a place is a file, an offset and a length", name)
+        if not isinstance(at.get("relative_path"), str) or not all(map(is_count, numbers)):
+            raise damaged(metadata, shown(at), "a place is a file, an offset and a length", name)
     return found
 
 
@@ -126,10 +119,10 @@ def _tensor(name: str, entry: Named, places: Mapping[Any, dict[str, Any]], blobs
     kind = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) and state else None
     dtype = (name_of(kind) or "").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
-        raise _refusal(blobs.metadata, f"dtype {shown(kind)}", "no tensor of it can be read", name)
+        raise damaged(blobs.metadata, f"dtype {shown(kind)}", "no tensor of it can be read", name)
     shape, chunks = _counts(fields.get("size"), blobs.metadata, name), fields.get("chunks")
     if not isinstance(chunks, list):
-        raise _refusal(blobs.metadata, "its chunks", "there is no list of them", name)
+        raise damaged(blobs.metadata, "its chunks", "there is no list of them", name)
     boxes = [_box(chunk, shape, blobs.metadata, name) for chunk in chunks]
     if not math.prod(shape):  # an empty tensor
         return FileTensor(shape, dtype, ())
@@ -138,7 +131,7 @@ def _tensor(name: str, entry: Named, places: Mapping[Any, dict[str, Any]], blobs
     stored = []
     for box in boxes:
         if (name, box.starts) not in places:
-            raise _refusal(blobs.metadata, f"the chunk at {list(box.starts)}", "no file is named for it", name)
+            raise damaged(blobs.metadata, f"the chunk at {list(box.starts)}", "no file is named for it", name)
         stored.append(blobs.chunk(name, box, dtype, places[name, box.starts]))
     return FileTensor(shape, dtype, tuple(stored))
 
@@ -147,22 +140,18 @@ def _box(chunk: Any, shape: tuple[int, ...], metadata: Path, name: str) -> Box:
     fields = _fields(chunk, f"{_ROOM}ChunkStorageMetadata", metadata, name)
     starts, sizes = (_counts(fields.get(key), metadata, name) for key in ("offsets", "sizes"))
     if len(starts) != len(shape) or len(sizes) != len(shape):
-        raise _refusal(metadata, f"a chunk of {len(sizes)} dims", f"the tensor has shape {list(shape)}", name)
+        raise damaged(metadata, f"a chunk of {len(sizes)} dims", f"the tensor has shape {list(shape)}", name)
     return Box(starts, sizes)
 
 
 def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], metadata: Path, name: str) -> None:
-    """Refuses chunks that do not cover a tensor exactly.
-
-    Raises:
-        CheckpointError: the boxes leave out a part of the tensor, overlap, or reach beyond it.
-    """
+    """Refuses chunks that do not cover a tensor exactly."""
     boxes = list(boxes)
     all_of_it = whole(shape)
     for box in boxes:
         if common(box, all_of_it) != box:
             given = f"the chunk of {list(box.sizes)} at {list(box.starts)}"
-            raise _refusal(metadata, given, f"it reaches beyond the tensor, of shape {list(shape)}", name)
+            raise damaged(metadata, given, f"it reaches beyond the tensor, of shape {list(shape)}", name)
     # Swept along the dim that separates them most: only chunks that share a row of it are compared.
     dim = max(range(len(shape)), key=lambda d: len({box.starts[d] for box in boxes}), default=0)
     open_ones: list[Box] = []
@@ -173,11 +162,11 @@ def check_tiling(boxes: Iterable[Box], shape: tuple[int, ...], metadata: Path, n
         for other in open_ones:
             if common(box, other) is not None:
                 given = f"the chunks at {list(other.starts)} and {list(box.starts)}"
-                raise _refusal(metadata, given, "they overlap", name)
+                raise damaged(metadata, given, "they overlap", name)
         open_ones.append(box)
     held = sum(box.numel for box in boxes)
     if held != math.prod(shape):
-        raise _refusal(metadata, f"{held} values in chunks", f"the tensor has {math.prod(shape)}: a gap", name)
+        raise damaged(metadata, f"{held} values in chunks", f"the tensor has {math.prod(shape)}: a gap", name)
 
 
 class _Blobs:
@@ -205,23 +194,19 @@ class _Blobs:
         held = self._stored(path, offset, length, name, self._uses[file, offset])
         if held.shape != box.sizes or held.dtype != dtype:
             given = f"{held.dtype} of shape {list(held.shape)}"
-            raise _refusal(path, given, f"{METADATA} has {dtype} of shape {list(box.sizes)} there", name)
+            raise damaged(path, given, f"{METADATA} has {dtype} of shape {list(box.sizes)} there", name)
         return replace(held.chunks[0], box=box)
 
     def _stored(self, path: Path, offset: int, length: int, name: str, num_uses: int) -> FileTensor:
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(offset)
-                head = file.read(len(_ZIP))
-        except OSError as error:
-            why = f"reading failed: {error.strerror or error}"
-            raise CheckpointError(f"the file {path}", why=why, fix="look whether you may read it", name=name) from error
+        with errors_about(name), reading(path), path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(offset)
+            head = file.read(len(_ZIP))
         if offset + length > size:
-            raise _refusal(path, f"{length} bytes at {offset}", f"the file has {size}: it is cut off", name)
+            raise damaged(path, f"{length} bytes at {offset}", f"the file has {size}: it is cut off", name)
         if head == _ZIP:
             if num_uses > 1:  # DCP writes tied tensors once per name, so one of these places is wrong
-                raise _refusal(
+                raise damaged(
                     self.metadata, f"the place {offset} of {path.name}", "several chunks are said to lie there", name
                 )
             return tensor_in(path, offset, length, name, self._pickles)
@@ -229,21 +214,11 @@ class _Blobs:
             self._packs[path, offset] = tensors_in(path, offset)
         held = self._packs[path, offset].get(name)
         if held is None:
-            raise _refusal(path, f"{length} bytes at {offset}", "the tensor is not there", name)
+            raise damaged(path, f"{length} bytes at {offset}", "the tensor is not there", name)
         return held
 
 
 def _counts(value: Any, metadata: Path, name: str) -> tuple[int, ...]:
-    if (
-        isinstance(value, tuple | list)
-        and all(type(part) is int and 0 <= part < 1 << 63 for part in value)
-        and len(value) <= 64
-    ):
-        return tuple(value)
-    raise _refusal(metadata, shown(value), "a shape is made of numbers that are 0 or more", name)
-
-
-def _refusal(path: Path, given: str, why: str, name: str | None) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: {given}", why=why, fix="copy the directory again, or save it again: it is damaged", name=name
-    )
+    if (found := counts_in(value)) is None:
+        raise damaged(metadata, shown(value), "a shape is made of numbers that are 0 or more", name)
+    return found

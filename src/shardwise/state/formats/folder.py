@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from shardwise.config.folders import SIDECARS
 from shardwise.errors import CheckpointError
 from shardwise.state.files import reading
-from shardwise.state.formats.paths import inside
+from shardwise.state.formats.checks import inside, without_doubles
 from shardwise.state.formats.safetensors import open_safetensors
 from shardwise.state.formats.torch_file import open_torch_file
 from shardwise.state.stored import Source, TensorSource
@@ -51,11 +51,7 @@ def sidecars_of(folder: Path) -> list[Path]:
 
 
 def open_folder(folder: Path) -> Source:
-    """Opens a directory of safetensors files as a source; if it has none, of the older files of transformers.
-
-    Raises:
-        CheckpointError: weights are missing, or the index contradicts them; with the names of the file and the tensor.
-    """
+    """Opens a directory of safetensors files as a source; if it has none, of the older files of transformers."""
     naming = _naming(folder)
     index = folder / naming.index
     if (folder / naming.weights).exists():
@@ -104,7 +100,7 @@ def _naming(folder: Path) -> _Naming:
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         with reading(index):
-            content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_pairs)
+            content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=without_doubles)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the index {index}", why=f"it is not JSON: {error}"[:300], fix="copy it again"
@@ -117,14 +113,6 @@ def _weight_map(index: Path) -> dict[str, str]:
             fix="export the model again, or name one of the files",
         )
     return names
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return found
 
 
 def _files_without_index(folder: Path) -> list[str]:
@@ -184,9 +172,7 @@ def lay_out(sizes: Mapping[str, int], max_bytes: int, stem: str = "model") -> di
     fit.
 
     Args:
-        sizes: name -> bytes.
         max_bytes: largest size of a file's tensors; a larger tensor has a file to itself.
-        stem: beginning of the files' names.
     """
     groups: list[list[str]] = [[]]
     filled = 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 from shardwise.errors import CheckpointError
+from shardwise.state.formats.checks import damaged
 
 MAX_BYTES = 1 << 30  # the metadata of 10^6 chunks takes a tenth of this
 # What Python's pickler writes in protocols 2 to 5 for the values that occur in weights.
@@ -30,7 +31,6 @@ class Named:
     """Stands for the result of calling what a pickle names; the class itself stands for the name.
 
     Attributes:
-        name: the module and the name.
         args: what it was called with.
         state: what ``__setstate__`` was given.
     """
@@ -84,7 +84,6 @@ def read_pickle(data: bytes, place: str, stand_in: Callable[[str], Any]) -> Any:
     Values may be shared, and may contain themselves: code that walks through them must limit the number of steps.
 
     Args:
-        data: the pickle.
         place: its name in messages ("model.pt: data.pkl").
         stand_in: what is called in place of a name with its module; None: it must not occur.
 
@@ -93,7 +92,7 @@ def read_pickle(data: bytes, place: str, stand_in: Callable[[str], Any]) -> Any:
             read; nothing was executed.
     """
     if len(data) > MAX_BYTES:
-        raise _damaged(place, f"a pickle of {len(data)} bytes", f"at most {MAX_BYTES} are read")
+        raise damaged(place, f"a pickle of {len(data)} bytes", f"at most {MAX_BYTES} are read")
     file = io.BytesIO(data)
     reader = _Reader(file, place, stand_in)
     try:
@@ -103,7 +102,7 @@ def read_pickle(data: bytes, place: str, stand_in: Callable[[str], Any]) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged pickle does to the unpickler
-        raise _damaged(place, "a pickle", f"it cannot be read: {type(error).__name__}: {error}"[:300]) from error
+        raise damaged(place, "a pickle", f"it cannot be read: {type(error).__name__}: {error}"[:300]) from error
     return value
 
 
@@ -141,8 +140,7 @@ class _Reader(pickle._Unpickler):
                 raise CheckpointError(
                     f"{self._place}: {full[:120]}",
                     why="torch.save was given sharded tensors, of which this file has one rank's shards",
-                    fix="sw.save_weights(model, folder) or torch.distributed.checkpoint on every rank, or torch.save what "
-                    "sw.full_state_dict(model) gives",
+                    fix="sw.save_weights(model, folder) on every rank, or torch.save what sw.full_state_dict(model) gives",
                 )
             raise CheckpointError(
                 f"{self._place}: it calls {full[:120]}",
@@ -186,7 +184,3 @@ def _member(owner: Any, name: Any) -> Named:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxother, _SHORT.maxstring = 2, 80, 80
-
-
-def _damaged(place: str, given: str, why: str) -> CheckpointError:
-    return CheckpointError(f"{place}: {given}", why=why, fix="copy the file again, or save it again: it is damaged")

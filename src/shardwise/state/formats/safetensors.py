@@ -7,7 +7,7 @@ library because the library does not return the offsets, and silently takes one 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import whole
 from shardwise.state.files import reading, stamp_of
+from shardwise.state.formats.checks import counts_in, damaged, without_doubles
 from shardwise.state.stored import Chunk, FileTensor, Source
 
 DTYPES = {
@@ -42,11 +43,6 @@ def looks_like_safetensors(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> Source:
-    """Opens one safetensors file as a source.
-
-    Raises:
-        CheckpointError: it is not a complete, well-formed file; with its name and the tensor's.
-    """
     tensors, metadata = _opened(path, 0)
     return Source(
         place=str(path), kind="a safetensors file", tensors=tensors, metadata=_versions_in(path, metadata.get(MODULES))
@@ -60,19 +56,15 @@ def _versions_in(path: Path, text: str | None) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refusal(path, f"{MODULES} in its __metadata__", str(error), None) from error
+        raise damaged(path, f"{MODULES} in its __metadata__", str(error), None) from error
     if not isinstance(found, dict) or not all(isinstance(own, dict) for own in found.values()):
-        raise _refusal(path, f"{MODULES} in its __metadata__", "it is a mapping from modules to their versions", None)
+        raise damaged(path, f"{MODULES} in its __metadata__", "it is a mapping from modules to their versions", None)
     return found
 
 
 def tensors_in(path: Path, at: int = 0) -> dict[str, FileTensor]:
     """Name -> tensor of a file (or of one that begins at byte ``at`` of another and reaches to its end), in the order
-    of their bytes; everything that the header says is checked against the file.
-
-    Raises:
-        CheckpointError: as for :func:`open_safetensors`.
-    """
+    of their bytes; everything that the header says is checked against the file."""
     return _opened(path, at)[0]
 
 
@@ -87,16 +79,16 @@ def _opened(path: Path, at: int) -> tuple[dict[str, FileTensor], dict[str, str]]
     for name, (dtype, shape, start, end) in sorted(found.items(), key=lambda item: item[1][2:]):
         if start != position:
             kind = "overlaps the tensor before it" if start < position else "leaves a gap before it"
-            raise _refusal(path, f"data_offsets [{start}, {end}]", f"that {kind}, which ends at {position}", name)
+            raise damaged(path, f"data_offsets [{start}, {end}]", f"that {kind}, which ends at {position}", name)
         if end > size - begin:
-            raise _refusal(
+            raise damaged(
                 path,
                 f"data_offsets [{start}, {end}]",
                 f"the file has {size - begin} bytes of tensors: it is cut off",
                 name,
             )
         if end - start != math.prod(shape) * DTYPE_BYTES[dtype]:
-            raise _refusal(
+            raise damaged(
                 path,
                 f"{end - start} bytes",
                 f"{dtype} of shape {list(shape)} takes {math.prod(shape) * DTYPE_BYTES[dtype]}",
@@ -104,7 +96,7 @@ def _opened(path: Path, at: int) -> tuple[dict[str, FileTensor], dict[str, str]]
             )
         position = end
     if position != size - begin:
-        raise _refusal(path, f"{size - begin} bytes of tensors", f"its header names {position}", None)
+        raise damaged(path, f"{size - begin} bytes of tensors", f"its header names {position}", None)
     ordered = sorted(found.items(), key=lambda item: item[1][2:])
     tensors = {
         name: FileTensor(shape, dtype, (Chunk(whole(shape), path, stamp, at + begin + start),))
@@ -121,31 +113,22 @@ def _read_header(path: Path, at: int) -> tuple[int, dict[str, Any], int]:
         file.seek(at)
         length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
         if length < 0 or length > size - 8:
-            raise _refusal(
+            raise damaged(
                 path,
                 f"{size} bytes" if length < 0 else f"a header of {length} bytes in a file of {size}",
                 "a safetensors file begins with the length of its header, and the header itself",
                 None,
             )
         if length > MAX_HEADER:
-            raise _refusal(path, f"a header of {length} bytes", f"the format allows {MAX_HEADER}", None)
+            raise damaged(path, f"a header of {length} bytes", f"the format allows {MAX_HEADER}", None)
         text = file.read(length)
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=without_doubles, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise _refusal(path, "its header", f"that is not JSON as the format has it: {error}"[:300], None) from error
+        raise damaged(path, "its header", f"that is not JSON as the format has it: {error}"[:300], None) from error
     if not isinstance(header, dict) or not text.startswith(b"{"):
-        raise _refusal(path, "its header", "the format has an object there, from names to places", None)
+        raise damaged(path, "its header", "the format has an object there, from names to places", None)
     return size, header, 8 + length
-
-
-def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key!r} is there twice")
-        found[key] = value
-    return found
 
 
 def _no_constant(text: str) -> Any:
@@ -154,34 +137,28 @@ def _no_constant(text: str) -> Any:
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(entry, dict) or set(entry) != _FIELDS:
-        raise _refusal(path, f"an entry {str(entry)[:80]}", f"an entry has {', '.join(sorted(_FIELDS))}", name)
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        raise damaged(path, f"an entry {str(entry)[:80]}", f"an entry has {', '.join(sorted(_FIELDS))}", name)
+    dtype, shape, offsets = entry["dtype"], counts_in(entry["shape"]), counts_in(entry["data_offsets"])
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _refusal(path, f"dtype {str(dtype)[:40]!r}", f"the dtypes read here are {', '.join(DTYPES)}", name)
-    if not _are_counts(shape):
-        raise _refusal(path, f"shape {str(shape)[:80]}", "a shape is a list of numbers that are 0 or more", name)
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _refusal(path, f"data_offsets {str(offsets)[:80]}", "they are a begin and an end", name)
-    return DTYPES[dtype], tuple(shape), offsets[0], offsets[1]
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
+        raise damaged(path, f"dtype {str(dtype)[:40]!r}", f"the dtypes read here are {', '.join(DTYPES)}", name)
+    if shape is None:
+        raise damaged(
+            path, f"shape {str(entry['shape'])[:80]}", "a shape is a list of numbers that are 0 or more", name
+        )
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise damaged(path, f"data_offsets {str(entry['data_offsets'])[:80]}", "they are a begin and an end", name)
+    return DTYPES[dtype], shape, offsets[0], offsets[1]
 
 
 def _check_metadata(path: Path, value: Any) -> None:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise _refusal(path, "its __metadata__", "the format has texts there, by name", None)
+        raise damaged(path, "its __metadata__", "the format has texts there, by name", None)
     if "DCP_SHARDING_INFO" in value and path.name.startswith("shard-"):
         raise CheckpointError(
             f"the file {path}",
             why="it holds one rank's parts of the tensors, and nothing says how many ranks there were",
             fix="save again with HuggingFaceStorageWriter(..., enable_consolidation=True), or as a DCP directory",
         )
-
-
-def _refusal(path: Path, given: str, why: str, name: str | None) -> CheckpointError:
-    return CheckpointError(f"{path}: {given}", why=why, fix="copy or export the file again: it is damaged", name=name)
 
 
 # ---- writing: the places of tensors -------------------------------------------------------------------------------
@@ -237,13 +214,8 @@ def place_tensors(
             "data_offsets": [position, end],
         }
         starts[name], position = position, end
-    head = header_of(entries, align)
-    placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]
-    return head, placed, len(head) + position
-
-
-def header_of(entries: Mapping[str, Any], align: int = 8) -> bytes:
-    """The header of a file: the bytes before the tensors, padded to a multiple of ``align``."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % align)
-    return len(text).to_bytes(8, "little") + text
+    head = len(text).to_bytes(8, "little") + text
+    placed = [Placed(name, tensors[name][1], tuple(tensors[name][0]), len(head) + starts[name]) for name in order]
+    return head, placed, len(head) + position

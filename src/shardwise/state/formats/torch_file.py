@@ -16,7 +16,8 @@ from shardwise.errors import CheckpointError
 from shardwise.recipe import DTYPE_BYTES
 from shardwise.recipe.boxes import row_strides, whole
 from shardwise.state.files import reading
-from shardwise.state.formats.archives import Archive, open_archive, refusal
+from shardwise.state.formats.archives import Archive, open_archive
+from shardwise.state.formats.checks import counts_in, damaged, is_count
 from shardwise.state.formats.pickles import Named, Ordered, Persistent, name_of, named, read_pickle, shown
 from shardwise.state.formats.trees import MODELS, flatten, weights_in
 from shardwise.state.stored import Chunk, FileTensor, Source
@@ -85,11 +86,6 @@ def looks_like_torch(path: Path) -> bool:
 
 
 def open_torch_file(path: Path) -> Source:
-    """Opens one file of ``torch.save`` as a source.
-
-    Raises:
-        CheckpointError: it is not a complete file of ``torch.save``, would run code, or has tensors that are not plain.
-    """
     archive, value, num_bytes = _content(path)
     if not isinstance(value, Mapping):
         what = "a single tensor" if _is_tensor(value) else "no mapping"
@@ -121,18 +117,12 @@ def tensor_in(path: Path, begin: int, length: int, name: str, read_before: dict[
     """The single tensor in an archive that is part of a file, as for a chunk of a DCP directory.
 
     Args:
-        path: the file.
         begin: where the archive begins in it.
-        length: of the archive.
-        name: of the tensor, for messages.
         read_before: cache of pickles and their values; chunks of one shape have the same, and there may be millions.
-
-    Raises:
-        CheckpointError: as for :func:`open_torch_file`.
     """
     archive, value, _ = _content(path, begin, length, read_before)
     if not _is_tensor(value):
-        raise refusal(path, f"{length} bytes at {begin}", "they should hold one tensor", name)
+        raise damaged(path, f"{length} bytes at {begin}", "they should hold one tensor", name)
     return _tensor(archive, value, name)
 
 
@@ -141,10 +131,18 @@ def _content(
 ) -> tuple[Archive, Any, int]:
     """Opens an archive; returns it, the value of its pickle, and the pickle's length in bytes."""
     if length is None:
-        _refuse_other_formats(path)
+        with reading(path), path.open("rb") as file:
+            head = file.read(len(_PICKLE))
+        if head == _PICKLE:
+            raise CheckpointError(
+                f"the file {path}",
+                why="it is a bare pickle, or of torch's format before 1.6: tensors lie at no place that could be told",
+                fix="open it with what wrote it, and torch.save a mapping of names to tensors; if torch wrote it: "
+                f"torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
+            )
     archive = open_archive(path, begin, length)
     if "data.pkl" not in archive.small:
-        raise refusal(path, "an archive without data.pkl", "torch.save writes it")
+        raise damaged(path, "an archive without data.pkl", "torch.save writes it")
     order = archive.small.get("byteorder", sys.byteorder.encode())
     if order != sys.byteorder.encode():
         raise CheckpointError(
@@ -157,18 +155,6 @@ def _content(
     if data not in known:
         known[data] = read_pickle(data, f"{path}: data.pkl", _stand_in)
     return archive, known[data], len(data)
-
-
-def _refuse_other_formats(path: Path) -> None:
-    with reading(path), path.open("rb") as file:
-        head = file.read(16)
-    if head.startswith(_PICKLE):
-        raise CheckpointError(
-            f"the file {path}",
-            why="it is a bare pickle, or of torch's format before 1.6: tensors lie at no place that could be told",
-            fix="open it with what wrote it, and torch.save a mapping of names to tensors; if torch wrote it: "
-            f"torch.save(torch.load({str(path)!r}, weights_only=True), other_path)",
-        )
 
 
 def _stand_in(name: str) -> Any:
@@ -190,10 +176,10 @@ def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
             name=name,
         )
     key, dtype, num_storage_bytes = _storage(archive, told, name)
-    shape, strides = _counts(told.shape), _counts(told.strides)
-    if shape is None or strides is None or len(shape) != len(strides) or not _is_count(told.start):
+    shape, strides = counts_in(told.shape), counts_in(told.strides)
+    if shape is None or strides is None or len(shape) != len(strides) or not is_count(told.start):
         given = f"shape {shown(told.shape)}, strides {shown(told.strides)} at {shown(told.start)}"
-        raise refusal(archive.path, given, "a tensor has a stride per dim and begins within its storage", name)
+        raise damaged(archive.path, given, "a tensor has a stride per dim and begins within its storage", name)
     if told.metadata:
         raise CheckpointError(
             f"{archive.path}: {shown(told.metadata)}",
@@ -205,14 +191,14 @@ def _tensor(archive: Archive, told: _Strided | Named, name: str) -> FileTensor:
     last = told.start + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = (last + 1 if math.prod(shape) else told.start) * width
     if end > min(num_bytes, num_storage_bytes):
-        raise refusal(
+        raise damaged(
             archive.path,
             f"{dtype} of shape {list(shape)} up to byte {end} of its storage",
             f"data/{key} has {min(num_bytes, num_storage_bytes)}",
             name,
         )
     if math.prod(shape) * width >= MAX_TENSOR:
-        raise refusal(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
+        raise damaged(archive.path, f"{dtype} of shape {list(shape)}", "no machine could hold that", name)
     own = row_strides(shape)
     lies_in_rows = all(a == b or size <= 1 for a, b, size in zip(strides, own, shape, strict=True))
     own_order = None if lies_in_rows else strides
@@ -229,9 +215,9 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
         or len(id) != 5
         or id[0] != "storage"
         or not isinstance(id[2], str)
-        or not _is_count(id[4])
+        or not is_count(id[4])
     ):
-        raise refusal(archive.path, shown(id), "a storage has a type, a key, a place and a length", name)
+        raise damaged(archive.path, shown(id), "a storage has a type, a key, a place and a length", name)
     _, kind, key, _, length = id
     home, _, word = (name_of(kind) or "").rpartition(".")
     own = STORAGES.get(word) if home in ("torch", "torch.storage") else None
@@ -239,17 +225,7 @@ def _storage(archive: Archive, told: _Strided, name: str) -> tuple[str, str, int
     if name_of(kind) in _BYTES:
         own = "uint8"
     if own is None or dtype not in DTYPE_BYTES:
-        raise refusal(archive.path, f"a storage of {shown(kind)}", "its dtype cannot be told", name)
+        raise damaged(archive.path, f"a storage of {shown(kind)}", "its dtype cannot be told", name)
     if f"data/{key}" not in archive.records:
-        raise refusal(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
+        raise damaged(archive.path, f"the storage {key[:40]!r}", "the archive has no such record: no values", name)
     return key, dtype, length * DTYPE_BYTES[own]
-
-
-def _counts(value: Any) -> tuple[int, ...] | None:
-    if not isinstance(value, tuple | list) or not all(map(_is_count, value)) or len(value) > 64:
-        return None
-    return tuple(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63

@@ -29,12 +29,8 @@ def flatten(
 
     Args:
         value: the mapping; parts of it may be shared, or contain themselves.
-        place: its name in messages.
         max_entries: more entries than this mean that shared parts are counted again and again.
         is_leaf: whether the value of a key is taken as it is, even if it is a mapping.
-
-    Raises:
-        CheckpointError: it is deeper or larger than any mapping of weights.
     """
     found: dict[Path, Any] = {}
     waiting: list[tuple[Path, Any]] = [((), value)]
@@ -62,11 +58,7 @@ def flatten(
 def weights_in(
     leaves: Mapping[Path, Any], place: str, is_weight: Callable[[Any], bool]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Name -> value of the model's entries; and for the others, name -> why they are left out.
-
-    Raises:
-        CheckpointError: several mappings could be the model's, or two entries have one name.
-    """
+    """Name -> value of the model's entries; and for the others, name -> why they are left out."""
     root = root_of([path for path, leaf in leaves.items() if is_weight(leaf)], place)
     found: dict[str, Any] = {}
     left_out: dict[str, str] = {}

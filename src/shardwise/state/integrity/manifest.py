@@ -41,11 +41,8 @@ class Manifest:
     """The content of a manifest.
 
     Attributes:
-        step: windows trained before it.
         layout: of the run that wrote it, as text.
-        num_ranks: of that run.
         fingerprint: of the model, from its recipe.
-        versions: package -> version.
         files: path inside the directory -> size and checksums.
     """
 
@@ -61,7 +58,6 @@ class Manifest:
         return sum(fact.size for fact in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """The content of the manifest file."""
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -80,11 +76,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Reads the manifest of a checkpoint, checks it, and checks that the directory contains exactly its files.
-
-        Raises:
-            CheckpointError: there is none, it was changed, or a file is missing, is not in it, or has another size.
-        """
+        """Reads the manifest of a checkpoint, checks it, and checks that the directory contains exactly its files."""
         path = folder / MANIFEST
         content = _content(path)
         try:

@@ -51,11 +51,7 @@ class VerifiedFiles(OpenFiles):
         self._ends.clear()
 
     def whole(self, path: Path) -> bytes:
-        """Reads a whole file that a manifest names.
-
-        Raises:
-            CheckpointError: no manifest names it, or it fails its checksums.
-        """
+        """Reads a whole file that a manifest names."""
         if path not in self._facts:
             raise damaged(path, "the checkpoint was written without it")
         memory = bytearray(self._facts[path].size)
@@ -75,11 +71,7 @@ class VerifiedFiles(OpenFiles):
                 self.whole(path)
 
     def read(self, path: Path, offset: int, memory: memoryview, record: Record | None = None) -> None:
-        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on.
-
-        Raises:
-            CheckpointError: the file cannot be read, or a block fails its checksum.
-        """
+        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on."""
         fact = self._facts.get(path)
         if fact is None and not any(path.is_relative_to(folder) for folder in self._folders):
             super().read(path, offset, memory, record)

@@ -11,21 +11,16 @@ import functools
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from crc32c import crc32c
+from crc32c import crc32c as sum_of
 
 BLOCK = 256 << 10  # bytes: the least that is read to verify one byte
 PartialSums = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """File -> the numbers of blocks (uint32) and the partial checksum of each (uint32)."""
 
 
-def sum_of(memory: memoryview | bytes) -> int:
-    """The CRC-32C of ``memory``."""
-    return crc32c(memory)
-
-
 @functools.lru_cache(maxsize=64)
 def _sum_of_zeros(num_bytes: int) -> int:
-    return crc32c(bytes(num_bytes))
+    return sum_of(bytes(num_bytes))
 
 
 class Sums:
@@ -66,7 +61,6 @@ def put_together(sizes: Mapping[str, int], told: Iterable[PartialSums]) -> dict[
     """Combines the ranks' partial checksums: file -> checksum (uint32) of each of its blocks.
 
     Args:
-        sizes: of all files, in bytes.
         told: :meth:`Sums.partial_sums` of every rank that wrote.
     """
     zeros = {file: [_sum_of_zeros(size) for size in block_sizes(size)] for file, size in sizes.items()}

@@ -31,7 +31,6 @@ def plan_dcp(facts: Mapping[str, Fact], max_file_bytes: int) -> ConversionPlan:
     """Plans a DCP directory with all tensors as a flat state dict.
 
     Args:
-        facts: name -> shape and dtype.
         max_file_bytes: a new file is begun when one has this many bytes.
     """
     blobs: list[_Blob] = []

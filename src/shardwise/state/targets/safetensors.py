@@ -6,46 +6,42 @@ from dataclasses import replace
 
 from shardwise.errors import UnsupportedError
 from shardwise.recipe.boxes import whole
-from shardwise.state.file_layout import FileLayout, PlannedFile, planned_files
+from shardwise.state.file_layout import FileLayout, planned_files
 from shardwise.state.formats.folder import INDEX
-from shardwise.state.formats.safetensors import CODES, place_tensors
+from shardwise.state.formats.safetensors import CODES
 from shardwise.state.integrity.manifest import MANIFEST, FileFact, Manifest
 from shardwise.state.integrity.sums import Sums, put_together
 from shardwise.state.targets.plan import ConversionPlan, Fact, Fixed, Piece
 from shardwise.world import package_versions
 
 
-def plan_safetensors(facts: Mapping[str, Fact], file: str, modules: str | None = None) -> ConversionPlan:
-    """Plans one safetensors file with all tensors. ``modules``: the versions of modules, as JSON.
-
-    Raises:
-        UnsupportedError: the format does not have the dtype of a tensor; with its name.
-    """
-    _check_dtypes(facts)
-    head, placed, size = place_tensors(facts, modules=modules)
-    return _plan((PlannedFile(file, head, tuple(placed), size),))
-
-
-def plan_folder(facts: Mapping[str, Fact], max_shard_bytes: int, modules: str | None = None) -> ConversionPlan:
+def plan_safetensors(
+    facts: Mapping[str, Fact], max_shard_bytes: int, modules: str | None, stem: str = "model"
+) -> ConversionPlan:
     """Plans a directory as ``transformers`` writes it: one file, or several of at most ``max_shard_bytes`` and an
-    index. ``modules``: the versions of modules, as JSON.
-
-    Raises:
-        UnsupportedError: as for :func:`plan_safetensors`.
-    """
-    _check_dtypes(facts)
-    return _plan(planned_files(facts, max_shard_bytes=max_shard_bytes, modules=modules))
+    index. ``modules``: the versions of modules, as JSON. ``stem``: beginning of the files' names."""
+    for name, fact in facts.items():
+        if fact.dtype not in CODES:
+            raise UnsupportedError(
+                f"a tensor of {fact.dtype} as safetensors",
+                why="the format does not have this dtype",
+                fix="convert to a torch file or a DCP directory: --to torch, --to dcp",
+                name=name,
+            )
+    files = planned_files(facts, max_shard_bytes=max_shard_bytes, modules=modules, stem=stem)
+    index = FileLayout(files, {}).index()
+    fixed = [Fixed(file.name, 0, file.head) for file in files]
+    fixed += [Fixed(INDEX, 0, index)] if index is not None else []
+    sizes = {file.name: file.size for file in files} | ({INDEX: len(index)} if index is not None else {})
+    placed = [(file.name, tensor) for file in files for tensor in file.tensors if tensor.num_bytes]
+    pieces = [Piece(tensor.name, whole(tensor.shape), tensor.dtype, file, tensor.offset) for file, tensor in placed]
+    return ConversionPlan(sizes, tuple(pieces), lambda sums: list(fixed))
 
 
 def plan_checkpoint(
     facts: Mapping[str, Fact], max_shard_bytes: int, step: int, modules: str | None = None
 ) -> ConversionPlan:
-    """Plans a checkpoint of weights only: a directory as of :func:`plan_folder`, and its manifest. ``step``: number of
-    windows that they were trained for.
-
-    Raises:
-        UnsupportedError: as for :func:`plan_safetensors`.
-    """
+    """Plans a checkpoint of weights only: such a directory, and its manifest. ``step``: windows that they were trained for."""
 
     def manifest(sizes: Mapping[str, int], sums: Sums) -> Fixed:
         found = put_together(sizes, [sums.partial_sums()])
@@ -59,25 +55,4 @@ def plan_checkpoint(
         )
         return Fixed(MANIFEST, 0, content.to_bytes())
 
-    return replace(plan_folder(facts, max_shard_bytes, modules), summed=True, manifest=manifest)
-
-
-def _plan(files: tuple[PlannedFile, ...]) -> ConversionPlan:
-    index = FileLayout(files, {}).index()
-    fixed = [Fixed(file.name, 0, file.head) for file in files]
-    fixed += [Fixed(INDEX, 0, index)] if index is not None else []
-    sizes = {file.name: file.size for file in files} | ({INDEX: len(index)} if index is not None else {})
-    placed = [(file.name, tensor) for file in files for tensor in file.tensors if tensor.num_bytes]
-    pieces = [Piece(tensor.name, whole(tensor.shape), tensor.dtype, file, tensor.offset) for file, tensor in placed]
-    return ConversionPlan(sizes, tuple(pieces), lambda sums: list(fixed))
-
-
-def _check_dtypes(facts: Mapping[str, Fact]) -> None:
-    for name, fact in facts.items():
-        if fact.dtype not in CODES:
-            raise UnsupportedError(
-                f"a tensor of {fact.dtype} as safetensors",
-                why="the format does not have this dtype",
-                fix="convert to a torch file or a DCP directory: --to torch, --to dcp",
-                name=name,
-            )
+    return replace(plan_safetensors(facts, max_shard_bytes, modules), summed=True, manifest=manifest)

@@ -28,8 +28,6 @@ def plan_torch_file(facts: Mapping[str, Fact], file: str, ties: Mapping[str, str
     """Plans one torch file with all tensors.
 
     Args:
-        facts: name -> shape and dtype.
-        file: its name.
         ties: name -> the earlier name whose storage it shares.
     """
     own = {name: fact for name, fact in facts.items() if name not in ties}
