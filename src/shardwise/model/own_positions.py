@@ -1,10 +1,13 @@
 """Calls by which a module makes positions itself, from the length of what it is given: where it is given some rows of a sequence,
 they must be the positions of these.
 
-A call is known by its kind and its number among the calls of that kind in one forward, and not by sizes, which may be equal by chance.
+A call is known by its kind and its place in the code, and not by sizes, which may be equal by chance; nor by its number among all calls, which a table
+that is made in the first forward alone, or a branch, would move.
 """
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,8 +31,11 @@ _KINDS: dict[Any, str] = {
     Tensor.triu: "triangle",
 }
 
+_OTHERS = ("shardwise.", "torch.")  # modules whose frames are not the code of a model
+_places: dict[tuple[Any, int], str] = {}  # code and instruction -> where that is
+
 Made = list[list[Any]]
-"""Calls of a module that make positions, ``[kind, number, argument]`` each: the dim, or index, that has the length, of arange 0; or two of
+"""Calls of a module that make positions, ``[kind, place, argument]`` each: the dim, or index, that has the length, of arange 0; or two of
 them, ``[of queries, of keys]``: the first one gets the rows, the second all positions. None: there is none. A square of one number is made for all, or with ``[None, 0]`` of the rows and all.
 A view of keys, or of queries and keys, where keys are of all positions, gets the length of these: ``[None, dim]``."""
 
@@ -39,17 +45,43 @@ def kind_of(func: Any) -> str | None:
     return _KINDS.get(func)
 
 
-class Numbers:
-    """Numbers the calls of each kind in one forward of a module."""
+class CallPlaces:
+    """Names the calls of each kind in one forward of a module: by the function and line, counted from its first one, of the model's code that
+    makes the call, and how often it has made one there in this forward, ``Attention.forward+7#1``.
 
-    def __init__(self) -> None:
-        self._next: dict[str, int] = {}
+    Args:
+        seen: kind -> the places in the order of the calls. Where code is compiled, which has no frames, the number of a call tells its place.
+    """
 
-    def take(self, kind: str) -> int:
-        """The number of a call."""
-        number = self._next.get(kind, 0)
-        self._next[kind] = number + 1
-        return number
+    def __init__(self, seen: Mapping[str, Sequence[str]] | None = None):
+        self._seen = {} if seen is None else seen
+        self._times: dict[tuple[str, str], int] = {}
+
+    def take(self, kind: str) -> str:
+        """The place of a call that is made now."""
+        is_compiled = torch.compiler.is_compiling()
+        place = "" if is_compiled else _place()
+        times = self._times.get((kind, place), 0)
+        self._times[kind, place] = times + 1
+        if is_compiled:
+            seen = self._seen.get(kind, ())
+            return seen[times] if times < len(seen) else f"#{times}"
+        return f"{place}#{times}"
+
+
+def _place() -> str:
+    """Where the model's code makes the call that is looked at; "" in modules of torch itself."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHERS):
+        if frame.f_code.co_name == "_call_impl":
+            return ""
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    key = frame.f_code, frame.f_lasti
+    if (found := _places.get(key)) is None:
+        found = _places[key] = f"{frame.f_code.co_qualname}+{frame.f_lineno - frame.f_code.co_firstlineno}"
+    return found
 
 
 def argument_of(
@@ -148,12 +180,19 @@ def _end_of(index: Any, size: int, num: int) -> str:
     return "last" if index.start in (size - num, -num) and index.stop in (None, size) else ""
 
 
+def other_way(given: str) -> UnsupportedError:
+    """The error for code that takes another way than on the example."""
+    return UnsupportedError(
+        given,
+        why="the code was run on an example to find where it makes positions itself, and compares them, and now it takes another way",
+        fix="pass example= with a micro-batch as training gives it; or give the model its positions as an argument (position_ids)",
+    )
+
+
 def _refuse_other(is_same: bool, func: Any) -> None:
     if not is_same:
-        raise UnsupportedError(
-            f"a call of {getattr(func, '__name__', func)} that makes positions, and not for as many as this rank has",
-            why="the code was run on an example to find where it makes positions itself, and now it takes another way",
-            fix="pass example= with a micro-batch as training gives it; or give the model its positions as an argument (position_ids)",
+        raise other_way(
+            f"a call of {getattr(func, '__name__', func)} that makes positions, and not for as many as this rank has"
         )
 
 

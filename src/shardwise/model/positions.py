@@ -26,7 +26,7 @@ from shardwise.model.layers import Layer, bound
 from shardwise.model.leaves import DEVICE, DRAWS, DROPOUT, DROPOUTS, DROPPING
 from shardwise.model.lift import lifted
 from shardwise.model.names import canonical_tensors
-from shardwise.model.own_positions import Numbers, argument_of, kind_of, of_rows
+from shardwise.model.own_positions import CallPlaces, argument_of, kind_of, of_rows
 from shardwise.model.products import dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import keyed_leaves, map_keyed, with_own_containers
 from shardwise.model.row_facts import Differs, Dims, Facts, Plan, Whole
@@ -52,8 +52,7 @@ class _Frame:
     name: str
     key: tuple[str, int]
     is_right: bool = True  # its inputs are
-    numbers: Numbers = dataclasses.field(default_factory=Numbers)
-    num_attentions: int = 0
+    places: CallPlaces = dataclasses.field(default_factory=CallPlaces)
     num_looked_up: int = 0
     num_drops: int = 0
     num_draws: int = 0
@@ -343,8 +342,8 @@ class Rows(ComparedRows):
 
     def _product(self, frame: _Frame, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a product in a module's own code: its second factor is that of the whole run where all positions are needed."""
-        number, factor = frame.numbers.take("product"), second_of(func, args, kwargs)
-        key = (*frame.key, number)
+        place, factor = self._placed(frame, "product"), second_of(func, args, kwargs)
+        key = (*frame.key, place)
         if self._rows is None:
             if self._whole.keeps(frame.name) or frame.name in self._whole.products_of:
                 self._whole.products[key] = factor
@@ -360,8 +359,8 @@ class Rows(ComparedRows):
         ):
             return args, kwargs
         if self._known is not None:
-            dim = dim_of(self._known.products.get(frame.name, []), number)
-        elif frame.name in self._plan.products and ("product", number) not in self._plan.products[frame.name]:
+            dim = dim_of(self._known.products.get(frame.name, []), place)
+        elif frame.name in self._plan.products and ("product", place) not in self._plan.products[frame.name]:
             sizes = enumerate(zip(factor.shape, full.shape, strict=False))
             at = [dim for dim, (mine, all_) in sizes if mine == self._num_rows and all_ == self._length]
             dim = at[0] if len(at) == 1 and factor.dim() == full.dim() else None
@@ -373,8 +372,8 @@ class Rows(ComparedRows):
         if factor.shape == full.shape or dim != self._dim_of(frame.name, factor, full):
             raise Differs(frame.name, f"what it multiplies with has {tuple(factor.shape)} for {tuple(full.shape)}")
         made = self.facts.products.setdefault(frame.name, [])
-        if [number, dim] not in made:
-            made.append([number, dim])
+        if [place, dim] not in made:
+            made.append([place, dim])
         with self.busy():
             full = self.exchanged(Place("factor", *key), factor, full)
         return with_second(func, args, kwargs, full)
@@ -450,15 +449,15 @@ class Rows(ComparedRows):
         if getattr(func, "__name__", "") in _DRAWS:
             return self._drawn(func(*args, **kwargs), func.__name__)
         if (kind := kind_of(func)) is not None and (frame := self._maker()) is not None:
-            number = frame.numbers.take(kind)
-            argument = self._argument(frame.name, kind, number, func, args, kwargs)
+            place = self._placed(frame, kind)
+            argument = self._argument(frame.name, kind, place, func, args, kwargs)
             if self._rows is None:
                 if argument is not None:
-                    self._whole.made.setdefault(frame.name, {})[kind, number] = None
+                    self._whole.made.setdefault(frame.name, {})[kind, place] = None
             elif argument is not None:
                 made = self.facts.positions.setdefault(frame.name, [])
-                if [kind, number, argument] not in made:
-                    made.append([kind, number, argument])
+                if [kind, place, argument] not in made:
+                    made.append([kind, place, argument])
                 try:
                     with self.busy():
                         return of_rows(kind, argument, func, args, kwargs, self._rows, self._length)
@@ -508,16 +507,23 @@ class Rows(ComparedRows):
             return None
         return self.frames[-1] if self.frames and self.frames[-1].name in self._plan.positions else None
 
+    def _placed(self, frame: _Frame, kind: str) -> str:
+        """The place of a call that a module's own code makes now; it is noted."""
+        place = frame.places.take(kind)
+        if self._rows is not None:
+            self.facts.note_seen(frame.name, kind, place)
+        return place
+
     def _argument(
-        self, name: str, kind: str, number: int, func: Any, args: Any, kwargs: Any
+        self, name: str, kind: str, place: str, func: Any, args: Any, kwargs: Any
     ) -> int | list[int | None] | None:
         if self._known is not None:
             known = self._known.positions.get(name, [])
-            return next((arg for of, at, arg in known if (of, at) == (kind, number)), None)
+            return next((arg for of, at, arg in known if (of, at) == (kind, place)), None)
         argument = argument_of(kind, func, args, kwargs, self._num_rows, self._length)
         if kind == "view" and isinstance(argument, list) != bool(self._inside and self._gathers(name)):
             return None
-        if isinstance(argument, int) and (kind, number) in self._plan.products.get(name, ()):
+        if isinstance(argument, int) and (kind, place) in self._plan.products.get(name, ()):
             return [None, argument]
         return argument
 
@@ -533,8 +539,8 @@ class Rows(ComparedRows):
     def attend(self, call: Attention) -> Any:
         """What a call of attention gives: with keys that are rows, over the keys of the whole run."""
         frame = self.frames[-1] if self.frames else _Frame("", ("", 0))
-        number, frame.num_attentions = frame.num_attentions, frame.num_attentions + 1
-        key = (*frame.key, number)
+        place = self._placed(frame, "attention")
+        key = (*frame.key, place)
         with self.busy():
             if self._rows is None:
                 call = self._noted_call(key, call)
@@ -549,13 +555,13 @@ class Rows(ComparedRows):
             of_rows = self.facts.attention.setdefault(frame.name, [])
             is_rows = call.k.shape != keys.shape
             if call.q.shape[:-1] != queries.shape[:-1]:
-                self.facts.queries.setdefault(frame.name, []).append(number)
+                self.facts.queries.setdefault(frame.name, []).append(place)
             if self._known is not None:
-                is_rows = number in self._known.attention.get(frame.name, ())
+                is_rows = place in self._known.attention.get(frame.name, ())
             if not is_rows:
                 return call.finish(call.kernel(call.q, call.k, call.v, None))
-            if number not in of_rows:
-                of_rows.append(number)
+            if place not in of_rows:
+                of_rows.append(place)
             if call.v.shape == values.shape:
                 raise Differs(
                     frame.name, "what its attention takes for values is of all positions, and its keys are not"
@@ -577,7 +583,7 @@ class Rows(ComparedRows):
                 self._compare(frame.name, "what its attention gives", result, whole)
             return call.finish(result)
 
-    def _noted_call(self, key: tuple[str, int, int], call: Attention) -> Attention:
+    def _noted_call(self, key: tuple[str, int, str], call: Attention) -> Attention:
         if self.gradients is None:
             return call
         given = {"q": "queries", "k": "keys", "v": "values"}

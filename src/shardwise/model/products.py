@@ -14,13 +14,13 @@ _SECOND: dict[Any, tuple[str, int]] = {
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), ("batch2", 2)),
 }
 
-Products = list[list[int]]
-"""Products in a module's own code whose second factor is gathered: ``[number, dim]`` each, by the number of the call in a forward."""
+Products = list[list[Any]]
+"""Products in a module's own code whose second factor is gathered: ``[place, dim]`` each, by the place of the call in the code."""
 
 
-def dim_of(products: Products, number: int) -> int | None:
+def dim_of(products: Products, place: str) -> int | None:
     """The dim along which the second factor of a product is gathered; None: it is not."""
-    return next((dim for at, dim in products if at == number), None)
+    return next((dim for at, dim in products if at == place), None)
 
 
 def is_product(func: Any) -> bool:

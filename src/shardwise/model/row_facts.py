@@ -27,7 +27,7 @@ class Plan:
         join: modules whose output is joined to the whole stream again.
         islands: modules that run on the whole stream on every rank.
         positions: modules whose calls that make positions get those of the rows.
-        products: module that writes attention out -> its calls that are exceptions, ``(kind, number)``: in it the second factor of products
+        products: module that writes attention out -> its calls that are exceptions, ``(kind, place)``: in it the second factor of products
             is of all positions, but of these; positions that it makes are those of the rows, but of these: they are of all.
         keys: modules within blocks whose output is of all positions, as of the layers that make keys and values.
         square: what has two dims of positions is cut along the first one, that of queries.
@@ -40,7 +40,7 @@ class Plan:
     join: tuple[str, ...] = ()
     islands: tuple[str, ...] = ()
     positions: tuple[str, ...] = ()
-    products: Mapping[str, tuple[tuple[str, int], ...]] = dataclasses.field(default_factory=dict)
+    products: Mapping[str, tuple[tuple[str, str], ...]] = dataclasses.field(default_factory=dict)
     keys: tuple[str, ...] = ()
     square: bool = False
     unjudged: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Facts:
-    """What a run on rows has done, by names of modules, paths of arguments, numbers of calls and dims: as JSON.
+    """What a run on rows has done, by names of modules, paths of arguments, places of calls in the code and dims: as JSON.
 
     Attributes:
         cut: module -> for each of its calls, what is cut at its entry, and what is on rows already.
@@ -57,7 +57,7 @@ class Facts:
         keys: the same, of modules within blocks.
         islands: module -> what is joined at its entry, and what is cut of its output.
         positions: module -> its calls that make positions.
-        attention: module that calls attention -> the numbers of the calls whose keys are rows.
+        attention: module that calls attention -> the places of the calls whose keys are rows.
         products: module that writes attention out -> its products whose second factor is of all positions.
         output: ``rows``, ``whole``, or "" if it has no floating tensor.
         outputs: what of the model's output is on rows.
@@ -65,7 +65,8 @@ class Facts:
         draws: something is dropped out, in training.
         drops: module whose own code drops something -> for each of its calls the dim of positions of what it drops; -1: it has none; -2: it has
             some in one forward, and none in another.
-        queries: module that calls attention -> the numbers of the calls whose queries are rows.
+        queries: module that calls attention -> the places of the calls whose queries are rows.
+        seen: module of these -> kind -> the places of all its calls, in their order.
         buffers: name of each that a run writes -> whether each rank adds to it what is added on all positions; False: a part of that; None:
             neither.
     """
@@ -75,14 +76,15 @@ class Facts:
     keys: dict[str, Dims] = dataclasses.field(default_factory=dict)
     islands: dict[str, list[Dims]] = dataclasses.field(default_factory=dict)
     positions: dict[str, Made] = dataclasses.field(default_factory=dict)
-    attention: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    attention: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     products: dict[str, Products] = dataclasses.field(default_factory=dict)
     output: str = ""
     outputs: Dims = dataclasses.field(default_factory=dict)
     masks_of_rows: bool = True
     draws: bool = dataclasses.field(default=False, compare=False)
     drops: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
-    queries: dict[str, list[int]] = dataclasses.field(default_factory=dict, compare=False)
+    queries: dict[str, list[str]] = dataclasses.field(default_factory=dict, compare=False)
+    seen: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict, compare=False)
     buffers: dict[str, bool | None] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
@@ -95,8 +97,22 @@ class Facts:
         self.draws |= other.draws
         self.add_drops(other)
         self.add_buffers(other.buffers)
-        for name, numbers in other.queries.items():
-            self.queries[name] = sorted({*self.queries.get(name, ()), *numbers})
+        for name, places in other.queries.items():
+            self.queries[name] = sorted({*self.queries.get(name, ()), *places})
+        self.add_seen(other)
+
+    def add_seen(self, other: "Facts") -> None:
+        """Adds what another run has called besides."""
+        for name, kinds in other.seen.items():
+            for kind, places in kinds.items():
+                for place in places:
+                    self.note_seen(name, kind, place)
+
+    def note_seen(self, name: str, kind: str, place: str) -> None:
+        """Notes a call of a module's own code."""
+        places = self.seen.setdefault(name, {}).setdefault(kind, [])
+        if place not in places:
+            places.append(place)
 
     def add_buffers(self, found: Mapping[str, bool | None]) -> None:
         """Adds what other runs have added to buffers."""
@@ -154,10 +170,10 @@ class Whole:
     Attributes:
         inputs, outputs: module and the number of its call -> its arguments, and what it returned.
         versions: how often each tensor of an output had been changed in place by then: what the model's code changes later is not judged.
-        attention: and the number of a call of attention in it -> queries, keys, values and result; of some modules keys and values alone,
+        attention: and the place of a call of attention in it -> queries, keys, values and result; of some modules keys and values alone,
             unless heads are divided.
-        products: and the number of a product in its own code -> its second factor.
-        made: module -> its calls that make positions, ``(kind, number)``.
+        products: and the place of a product in its own code -> its second factor.
+        made: module -> its calls that make positions, ``(kind, place)``.
         functions: the names of the functions that were called, in order.
         hides: modules whose code computes with values apart from their gradients.
         writes: modules that write what they are called with.
@@ -182,10 +198,10 @@ class Whole:
         self.inputs: dict[tuple[str, int], Any] = {}
         self.outputs: dict[tuple[str, int], Any] = {}
         self.versions: dict[tuple[str, int], dict[str, int]] = {}
-        self.attention: dict[tuple[str, int, int], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
-        self.products: dict[tuple[str, int, int], Any] = {}
+        self.attention: dict[tuple[str, int, str], tuple[Tensor, Tensor, Tensor, Tensor | None]] = {}
+        self.products: dict[tuple[str, int, str], Any] = {}
         self.looked_up: dict[tuple[str, int, int], list[Tensor]] = {}  # indices of embeddings, where they count
-        self.made: dict[str, dict[tuple[str, int], None]] = {}
+        self.made: dict[str, dict[tuple[str, str], None]] = {}
         self.functions: list[str] = []
         self.has_own_backwards = False
         self.hides: set[str] = set()

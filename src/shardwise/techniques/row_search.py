@@ -196,6 +196,7 @@ class Search:
                 if not _follows(found, facts):
                     raise Differs("", "some blocks do other things than those like them")
                 facts.add_drops(found)
+                facts.add_seen(found)
             before = whole.without_modules()
             del whole  # before the next one is made
         _refuse_mixed_drops(facts)

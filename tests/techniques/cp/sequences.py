@@ -47,6 +47,7 @@ class Attention(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.kind, self.kv = kind, 2 if kind == "grouped" else HEADS
+        self.cache, self.num_calls = None, 0
         self.qkv, self.out = nn.Linear(WIDTH, WIDTH + 16 * self.kv), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("table", torch.randn(48, 8, generator=torch.Generator().manual_seed(3)))
         self.register_buffer("causal", torch.ones(48, 48).tril().bool())
@@ -65,7 +66,18 @@ class Attention(nn.Module):
         if self.kind == "others' positions":
             outer, inner = CLOCK(x), self.inner[0].clock(x)
             q, k = turned(q, outer), turned(k, inner)
-        if self.kind in ("rotary", "others' positions"):
+        if self.kind == "by branches":
+            if self.cache is None:  # in the first forward alone
+                self.cache = torch.arange(64).sin() * 0
+            if self.training or torch.is_grad_enabled():
+                torch.arange(1001)
+            if num > 12 or float(x.detach().flatten()[0]) > 0:
+                torch.arange(1000)
+        if self.kind == "every third forward":
+            self.num_calls += 1
+            if self.num_calls % 3 == 0:
+                q = q + 0 * torch.arange(num)[:, None]
+        if self.kind in ("rotary", "others' positions", "by branches", "every third forward"):
             positions = torch.arange(num)
             q, k = turned(q, positions), turned(k, positions)
         if self.kind == "rows of a table":
@@ -146,6 +158,7 @@ PROVED = {
     "grouped": {"kind": "grouped"},
     "rotary": {"kind": "rotary"},
     "others' positions": {"kind": "others' positions"},
+    "by branches": {"kind": "by branches"},
     "rows of a table": {"kind": "rows of a table"},
     "kernel": {"kind": "kernel"},
     "pooled": {"pools": True},
@@ -168,7 +181,13 @@ REFUSED = {
 
 
 def arguments_of(name: str) -> dict:
-    return {"kind": name} if name == "no eps" else PROVED[name] if name in PROVED else REFUSED[name][1]
+    return (
+        {"kind": name}
+        if name in ("no eps", "every third forward")
+        else PROVED[name]
+        if name in PROVED
+        else REFUSED[name][1]
+    )
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> Words:

@@ -1,6 +1,7 @@
 """Models whose sequences are cut over cp train as in one process: loss, norm, every gradient, every update; under each engine."""
 
 import functools
+import re
 
 import models
 import pytest
@@ -59,13 +60,18 @@ def compared(ranks, name, layout, micro=4, **options):
 
 QUICK = {
     ("packed", "dp_shard=2,cp=2"), ("rotary", "cp=4"), ("plain", "cp=2"), ("pooled", "dp_replicate=2,cp=2"), ("grouped", "cp=2,tp=2"),
-    ("manual", "cp=2"), ("kernel", "cp=2"), ("rows of a table", "cp=2"), ("others' positions", "cp=2"),
+    ("manual", "cp=2"), ("kernel", "cp=2"), ("rows of a table", "cp=2"), ("others' positions", "cp=2"), ("by branches", "cp=2"),
     ("token shift", "cp=2"),
 }  # fmt: skip
 
 
 @pytest.mark.quick(
-    "plain-cp=2", "packed-dp_shard=2,cp=2", "rotary-cp=4", "pooled-dp_replicate=2,cp=2", "token shift-cp=2"
+    "plain-cp=2",
+    "by branches-cp=2",
+    "packed-dp_shard=2,cp=2",
+    "rotary-cp=4",
+    "pooled-dp_replicate=2,cp=2",
+    "token shift-cp=2",
 )
 @pytest.mark.parametrize(
     ("name", "layout"),
@@ -255,6 +261,17 @@ def test_every_length(ranks, name, method):
 def test_what_other_modules_and_hooks_call_is_no_call_of_a_modules_own_code(ranks, name):
     """Positions are known by the numbers of calls: a hook that was put on a layer later, or a module that is no child, moved them."""
     assert max(ranks.run(every_length, 2, name, "cp=2", [8, 13, 9], observer=observe)) <= 1e-12
+
+
+def of_another_way(layout):
+    with pytest.raises(sw.UnsupportedError) as caught:
+        every_length("every third forward", layout, [8, 13, 9])
+    return str(caught.value)
+
+
+def test_positions_that_are_made_where_the_example_made_none_are_refused(ranks):
+    for told in ranks.run(of_another_way, 2, "cp=2"):
+        assert re.match(r"a call of arange of [45] positions, which the example did not make at this place of the", told)
 
 
 def test_what_stands_for_no_position_is_not_zero(ranks):

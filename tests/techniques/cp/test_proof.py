@@ -1,6 +1,7 @@
 """The proof on rows: what it accepts, what it names, and that no other plan passes."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -59,12 +60,18 @@ def test_what_is_proved(name, degree):
     assert not facts.islands and len(facts.products if name == "manual" else facts.attention) == 2
     assert facts.output == ("whole" if name == "pooled" else "rows") == ("rows" if not facts.join else "whole")
     made = {
-        "rotary": [["arange", 0, 0]],
-        "rows of a table": [["getitem", 0, 0], ["narrow", 0, 0]],
-        "manual": [["getitem", 0, [0, 1]]],
-        "mask in attention": [["getitem", 0, [0, 1]]],
+        "rotary": [["arange", 0]],
+        "by branches": [["arange", 0]],
+        "others' positions": [["arange", 0]],
+        "rows of a table": [["getitem", 0], ["narrow", 0]],
+        "manual": [["getitem", [0, 1]]],
+        "mask in attention": [["getitem", [0, 1]]],
     }
-    assert facts.positions == ({f"blocks.{i}.attention": made[name] for i in (0, 1)} if name in made else {})
+    found = {name: [[kind, arg] for kind, _, arg in calls] for name, calls in facts.positions.items()}
+    own = {name: calls for name, calls in found.items() if name.endswith("attention")}
+    assert own == ({f"blocks.{i}.attention": made[name] for i in (0, 1)} if name in made else {})
+    assert (found == own) == (name != "others' positions")
+    assert all(re.fullmatch(r"Attention\.forward\+\d+#0", calls[0][1]) for calls in map(facts.positions.get, own))
 
 
 @pytest.mark.quick(
@@ -289,7 +296,8 @@ def test_many_blocks_are_all_compared(how):
         return
     facts = proof_of(model)
     assert facts.output == "rows" and len(facts.cut) == 12
-    assert facts.positions == ({f"blocks.{i}": [["arange", 0, 0]] for i in range(4, 12)} if how else {})
+    found = {name: [[kind, arg] for kind, _, arg in calls] for name, calls in facts.positions.items()}
+    assert found == ({f"blocks.{i}": [["arange", 0]] for i in range(4, 12)} if how else {})
 
 
 @pytest.mark.parametrize("how", ["", "apart"])
@@ -450,19 +458,20 @@ def broken(facts):
                 other = again({**dims, path: 1 - dim if dim < 2 else 0})
                 yield f"{key} of {module}{path} along another dim", key, module, other
     for module, calls in facts.positions.items():
-        for i, (kind, number, argument) in enumerate(calls):
+        for i, (kind, place, argument) in enumerate(calls):
             yield f"{kind} of {module} dropped", "positions", module, [*calls[:i], *calls[i + 1 :]]
-            for other in (number + 1, number + 7):
+            for other in (place.replace("#0", "#1"), place.replace("+", "+7")):
                 changed = [*calls[:i], [kind, other, argument], *calls[i + 1 :]]
                 yield f"{kind} {other} of {module}", "positions", module, changed
     for module, calls in facts.products.items():
-        for i, (number, dim) in enumerate(calls):
-            yield f"product {number} of {module} dropped", "products", module, [*calls[:i], *calls[i + 1 :]]
-            yield f"product {number} of {module} along another dim", "products", module, [[number, dim - 1]]
-            yield f"another product of {module}", "products", module, [*calls[:i], [number + 2, dim], *calls[i + 1 :]]
+        for i, (place, dim) in enumerate(calls):
+            yield f"product {place} of {module} dropped", "products", module, [*calls[:i], *calls[i + 1 :]]
+            yield f"product {place} of {module} along another dim", "products", module, [[place, dim - 1]]
+            other = f"{place.partition('#')[0]}#7"
+            yield f"another product of {module}", "products", module, [*calls[:i], [other, dim], *calls[i + 1 :]]
     for module in facts.attention:
         yield f"attention of {module} to its own rows", "attention", module, []
-        yield f"attention 1 of {module}", "attention", module, [1]
+        yield f"another attention of {module}", "attention", module, ["Attention.forward+1#1"]
 
 
 @pytest.mark.quick(

@@ -22,7 +22,7 @@ from shardwise.model.calling import FOR_LOSS, TARGETS, by_name
 from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.rule import ContextParallelEntry
-from shardwise.techniques.cp.within import join_keys, make_island, set_apart, watch
+from shardwise.techniques.cp.within import Watched, join_keys, make_island, set_apart, watch
 from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, were_cut, with_positions
 from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
@@ -32,7 +32,6 @@ from shardwise.world import World
 from shardwise.world.streams import PartStream
 
 _STATE = "_shardwise_cp"  # of the root module
-_CALLS = ("attention", "queries", "positions", "products")  # that are watched, in the code of modules
 
 
 class ContextParallelAct(Act):
@@ -139,25 +138,25 @@ class _Cuts(CutForward):
         ):  # but for compiled blocks: a graph cannot change between streams, so all its numbers are this rank's
             dims = {edit.module: edit.args["dims"] for edit in recipe.edits_of("cp") if edit.action == "drops"}
             self.drops = RowDrops(module, dims, self, self.stream, leave_out=compiled, is_all_drawn=True, what="cp")
-        calls: dict[str, dict[str, Any]] = {}
+        watched: dict[str, Watched] = {}
         for edit in recipe.edits_of("cp"):
             target = modules[edit.module]
             if edit.action in ("attention", "positions", "products"):
                 found = edit.args["calls"]
-                of_module = calls.setdefault(edit.module, {})
+                of_module = watched.setdefault(edit.module, Watched(seen=edit.args["seen"]))
                 if edit.action == "attention":
-                    of_module["attention"], of_module["queries"] = found
+                    of_module.attention, of_module.queries = found
                 else:
-                    of_module[edit.action] = found
+                    setattr(of_module, edit.action, found)
             elif edit.action == "island":
                 make_island(target, self, edit.args["inputs"], edit.args["outputs"])
             elif edit.action == "join":
                 target.register_forward_hook(functools.partial(self.leave_block, edit.module, edit.args["dims"]))
             elif edit.action == "keys":
                 join_keys(target, self, edit.args["dims"])
-        for name, of_module in calls.items():
-            watch(modules[name], self, *(of_module.get(key, []) for key in _CALLS))
-        for child in {id(child): child for child in modules.values()}.values() if calls else ():
+        for name, of_module in watched.items():
+            watch(modules[name], self, of_module)
+        for child in {id(child): child for child in modules.values()}.values() if watched else ():
             set_apart(child)
         for edit in recipe.edits_of("cp"):
             if edit.action == "cut":

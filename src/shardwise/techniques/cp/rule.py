@@ -108,13 +108,16 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextPar
     edits += [(name, "keys", {"dims": dims}) for name, dims in found["keys"].items()]
     edits += [(name, "island", {"inputs": given, "outputs": made}) for name, (given, made) in found["islands"].items()]
     edits += [
-        (name, "attention", {"calls": [calls, found["queries"].get(name, [])]})
+        (name, "attention", {"calls": [calls, found["queries"].get(name, [])], "seen": found["seen"].get(name, {})})
         for name, calls in found["attention"].items()
     ]
-    edits += [(name, "products", {"calls": calls}) for name, calls in found["products"].items()]
+    edits += [
+        (name, action, {"calls": calls, "seen": found["seen"].get(name, {})})
+        for action in ("products", "positions")
+        for name, calls in found[action].items()
+    ]
     if found["draws"]:
         edits += [(name, "drops", {"dims": dims}) for name, dims in found["drops"].items()]
-    edits += [(name, "positions", {"calls": calls}) for name, calls in found["positions"].items()]
     draft.edits += [
         Edit(module=module, technique="cp", action=action, args=args, why=_WHY[action])
         for module, action, args in edits

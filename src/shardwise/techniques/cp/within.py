@@ -2,6 +2,7 @@
 positions itself runs on all of them."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
-from shardwise.model.own_positions import Made, Numbers, kind_of, of_rows
+from shardwise.model.own_positions import CallPlaces, Made, argument_of, kind_of, of_rows, other_way
 from shardwise.model.products import Products, dim_of, is_product, second_of, with_second
 from shardwise.model.pytrees import map_keyed
 from shardwise.techniques.cut_forward import Current
@@ -39,15 +40,13 @@ class Cuts(Protocol):
 
 
 class _Calls(TorchFunctionMode):
-    """Within the forward of a module: attention exchanges, and positions that its code makes are those of this rank, by the numbers
-    of the calls; the second factor of products is gathered."""
+    """Within the forward of a module: attention exchanges, and positions that its code makes are those of this rank, by the places
+    of the calls; the second factor of products is gathered. Calls at places where the example had none are refused if they look like these."""
 
-    def __init__(self, cuts: Cuts, at: At, of_rows: list[int], queries: list[int], made: Made, products: Products):
+    def __init__(self, cuts: Cuts, at: At, watched: "Watched"):
         super().__init__()
-        self._queries = queries
-        self._cuts, self._at, self._of_rows, self._made = cuts, at, of_rows, made
-        self._products = products
-        self._numbers, self._num_attentions, self.depth = Numbers(), 0, 0
+        self._cuts, self._at, self._watched = cuts, at, watched
+        self._places, self.depth = CallPlaces(watched.seen), 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,26 +54,49 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is SDPA:
             return self.attend(of_sdpa(args, kwargs))
-        if self._products and is_product(func):
-            dim = dim_of(self._products, self._numbers.take("product"))
+        if self._watched.products and is_product(func):
+            place = self._places.take("product")
+            dim = dim_of(self._watched.products, place)
+            if dim is None and self._is_new("product", place):
+                factor = second_of(func, args, kwargs)
+                self._refuse_rows(isinstance(factor, Tensor) and self._num_rows in factor.shape, "a product")
             return func(*args, **kwargs) if dim is None else self._busy(self._multiplied, func, args, kwargs, dim)
-        if self._made and (kind := kind_of(func)) is not None:
-            number = self._numbers.take(kind)
-            for of, at, argument in self._made:
-                if of == kind and at == number:
+        if self._watched.positions and (kind := kind_of(func)) is not None:
+            place = self._places.take(kind)
+            for of, at, argument in self._watched.positions:
+                if of == kind and at == place:
                     return self._busy(of_rows, kind, argument, func, args, kwargs, self._at.rows, self._at.length)
+            if self._is_new(kind, place):
+                argument = argument_of(kind, func, args, kwargs, self._num_rows, self._at.length)
+                self._refuse_rows(argument is not None, f"a call of {getattr(func, '__name__', func)}")
         return func(*args, **kwargs)
 
+    @property
+    def _num_rows(self) -> int:
+        return self._at.rows.shape[0]
+
+    def _is_new(self, kind: str, place: str) -> bool:
+        """Whether the example made no call at this place of the code, and this rank has some of the positions."""
+        return place not in self._watched.seen.get(kind, ()) and self._num_rows != self._at.length
+
+    def _refuse_rows(self, is_of_rows: bool, what: str) -> None:
+        if is_of_rows:
+            raise other_way(
+                f"{what} of {self._num_rows} positions, which the example did not make at this place of the code"
+            )
+
     def attend(self, call: Attention) -> Any:
-        number, self._num_attentions = self._num_attentions, self._num_attentions + 1
+        place = self._places.take("attention")
+        if self._is_new("attention", place):
+            self._refuse_rows(call.k.shape[-2] == self._num_rows, "attention")
         # It drops of this rank's queries, or heads: queries that are no positions every rank has whole.
-        is_of_rank = number in self._queries or self._cuts.exchange is attend_over_heads
+        is_of_rank = place in self._watched.queries or self._cuts.exchange is attend_over_heads
         draws = is_of_rank and self._cuts.drops is not None and not self._cuts.stream.is_entered
         with self._cuts.stream.entered() if draws else contextlib.nullcontext():
-            return call.finish(self._computed(call, number))
+            return call.finish(self._computed(call, place))
 
-    def _computed(self, call: Attention, number: int) -> Tensor:
-        if number not in self._of_rows:
+    def _computed(self, call: Attention, place: str) -> Tensor:
+        if place not in self._watched.attention:
             return self._busy(call.kernel, call.q, call.k, call.v, None)  # type: ignore[no-any-return]
         if call.mask is not None and not call.has_mask_of(self._at.length):
             raise UnsupportedError(
@@ -87,12 +109,9 @@ class _Calls(TorchFunctionMode):
     def _multiplied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Any:
         """A product with all positions of its second factor."""
         factor = second_of(func, args, kwargs)
-        if not isinstance(factor, Tensor) or factor.dim() <= dim or factor.shape[dim] != self._at.rows.shape[0]:
-            raise UnsupportedError(
-                f"a product with {'a tensor ' + str(tuple(factor.shape)) if isinstance(factor, Tensor) else 'other things'}, for {self._at.rows.shape[0]} positions",
-                why="on the example it was of positions, which are gathered, and now the code takes another way",
-                fix="pass example= with a micro-batch as training gives it",
-            )
+        if not isinstance(factor, Tensor) or factor.dim() <= dim or factor.shape[dim] != self._num_rows:
+            shown = f"a tensor {tuple(factor.shape)}" if isinstance(factor, Tensor) else "other things"
+            raise other_way(f"a product with {shown}, for {self._num_rows} positions")
 
         def compute(whole: Tensor) -> Any:
             more, named = with_second(func, args, kwargs, whole)
@@ -109,9 +128,25 @@ class _Calls(TorchFunctionMode):
             now.attends = before
 
 
-def watch(
-    module: nn.Module, cuts: Cuts, of_rows: list[int], queries: list[int], made: Made, products: Products
-) -> None:
+@dataclasses.dataclass
+class Watched:
+    """What is known of the calls in a module's own code, by their places.
+
+    Attributes:
+        attention, queries: calls of attention whose keys are rows, and whose queries are.
+        positions: calls that make positions.
+        products: products whose second factor is gathered.
+        seen: kind -> all places at which the example made calls.
+    """
+
+    attention: list[str] = dataclasses.field(default_factory=list)
+    queries: list[str] = dataclasses.field(default_factory=list)
+    positions: Made = dataclasses.field(default_factory=list)
+    products: Products = dataclasses.field(default_factory=list)
+    seen: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+
+def watch(module: nn.Module, cuts: Cuts, watched: Watched) -> None:
     """Lets attention in a module's own code exchange, also where it is written out in products, and positions that it makes be those of this
     rank. What other modules do within it is none of its own code: :func:`set_apart`."""
     inner = module.forward
@@ -122,7 +157,7 @@ def watch(
         if at is None:
             cuts.refuse_again(module)
             return inner(*args, **kwargs)
-        calls = _Calls(cuts, at, of_rows, queries, made, products)
+        calls = _Calls(cuts, at, watched)
         before, now.attends = now.attends, calls
         try:
             with calls:
