@@ -271,7 +271,9 @@ def of_another_way(layout):
 
 def test_positions_that_are_made_where_the_example_made_none_are_refused(ranks):
     for told in ranks.run(of_another_way, 2, "cp=2"):
-        assert re.match(r"a call of arange of [45] positions, which the example did not make at this place of the", told)
+        assert re.match(
+            r"a call of arange of [45] positions, which the example did not make at this place of the", told
+        )
 
 
 def test_what_stands_for_no_position_is_not_zero(ranks):
