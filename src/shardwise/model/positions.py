@@ -424,7 +424,10 @@ class Rows(ComparedRows):
         if not all(each.name for each in layer.further):
             return NotImplemented
         y = cheap(layer, x, self._trial.num_outputs(layer, x))
-        return y if self.gradients is None else self.gradients.weighted(layer.weight, y)
+        if self.gradients is None:
+            return y
+        with self.busy():
+            return self.gradients.weighted(layer.weight, y)
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._rows is None and not self._is_busy:
