@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.parallel.copies import _BLOCK, _checksum
+from shardwise.parallel.copies import _BLOCK, checksum_of
 
 
 def _build():
@@ -110,22 +110,22 @@ def test_the_sum_that_ranks_compare_takes_no_second_tensor():
             return result
 
     with Sizes() as sizes:
-        found = _checksum(tensor, 0)
+        found = checksum_of(tensor, 0)
     assert sizes.largest == 0
     tensor[-1] ^= 1
-    assert _checksum(tensor, 0) != found
+    assert checksum_of(tensor, 0) != found
     tensor[-1] ^= 1
     tensor[5] ^= 1 << 30
-    assert _checksum(tensor, 0) != found
+    assert checksum_of(tensor, 0) != found
 
 
 def test_the_sum_that_ranks_compare_sees_the_order_of_rows():
     rows = torch.randn(8, 64)
-    assert _checksum(rows, 0) != _checksum(rows.flip(0), 0) and _checksum(rows, 0) == _checksum(rows.clone(), 0)
+    assert checksum_of(rows, 0) != checksum_of(rows.flip(0), 0) and checksum_of(rows, 0) == checksum_of(rows.clone(), 0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):  # signs are the top bits of words
         values = torch.randn(8, 8).to(dtype)
         signs = values.clone()
         signs[:, [1, 3]] *= -1
-        assert len({_checksum(tensor, 0) for tensor in (values, signs, -values)}) == 3
+        assert len({checksum_of(tensor, 0) for tensor in (values, signs, -values)}) == 3
     flags = torch.zeros(7, dtype=torch.bool)
-    assert _checksum(flags, 0) != _checksum(torch.ones_like(flags), 0)
+    assert checksum_of(flags, 0) != checksum_of(torch.ones_like(flags), 0)

@@ -16,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import shardwise as sw
 from shardwise.model.tensors import like_parameter
+from shardwise.state.shared_state import shared_places
 
 EVERY = sw.Sharding(min_unit_bytes=0)
 OPTIMIZERS = {
@@ -393,6 +394,20 @@ def test_one_tensor_at_several_places_is_one_after_a_resume(ranks, tmp_path, fir
     states = list(got[1]["state"].values())
     assert len(states) == 6 and all(state["step"] is states[0]["step"] for state in states)
     assert all(state["own"] is state["again"][0] for state in states)
+
+
+class Coded(torch.Tensor):
+    """As an 8-bit state of torchao: codes and a scale, which have the memory, behind a face that has none."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+
+def test_tensors_without_memory_of_their_own_are_not_one():
+    assert shared_places({name: {"m": Coded(torch.zeros(4))} for name in "ab"}) == []
+    same = torch.zeros(4)
+    assert shared_places({name: {"m": same} for name in "ab"}) == [[["a", "m"], ["b", "m"]]]
 
 
 def with_a_shared_average(layout, state):

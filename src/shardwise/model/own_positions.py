@@ -32,7 +32,7 @@ _KINDS: dict[Any, str] = {
 }
 
 _OTHERS = ("shardwise.", "torch.")  # modules whose frames are not the code of a model
-_places: dict[tuple[Any, int], str] = {}  # code and instruction -> where that is
+_places: dict[tuple[tuple[Any, int], ...], str] = {}  # code and instruction of each function in a call -> where that is
 
 Made = list[list[Any]]
 """Calls of a module that make positions, ``[kind, place, argument]`` each: the dim, or index, that has the length, of arange 0; or two of
@@ -47,7 +47,7 @@ def kind_of(func: Any) -> str | None:
 
 class CallPlaces:
     """Names the calls of each kind in one forward of a module: by the function and line, counted from its first one, of the model's code that
-    makes the call, and how often it has made one there in this forward, ``Attention.forward+7#1``.
+    makes the call, and of those that have called it, and how often it has made one there in this forward, ``table+1 < Attention.forward+7#1``.
 
     Args:
         seen: kind -> the places in the order of the calls. Where code is compiled, which has no frames, the number of a call tells its place.
@@ -70,17 +70,19 @@ class CallPlaces:
 
 
 def _place() -> str:
-    """Where the model's code makes the call that is looked at; "" in modules of torch itself."""
+    """Where the model's code makes the call that is looked at, up to the module that runs; "" in modules of torch itself."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OTHERS):
-        if frame.f_code.co_name == "_call_impl":
-            return ""
+    frames: list[FrameType] = []
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(_OTHERS):
+            frames.append(frame)
+        elif frame.f_code.co_name == "_call_impl":
+            break
         frame = frame.f_back
-    if frame is None:
-        return ""
-    key = frame.f_code, frame.f_lasti
+    key = tuple((each.f_code, each.f_lasti) for each in frames)
     if (found := _places.get(key)) is None:
-        found = _places[key] = f"{frame.f_code.co_qualname}+{frame.f_lineno - frame.f_code.co_firstlineno}"
+        lines = (f"{each.f_code.co_qualname}+{each.f_lineno - each.f_code.co_firstlineno}" for each in frames)
+        found = _places[key] = " < ".join(lines)
     return found
 
 

@@ -137,7 +137,8 @@ def _refuse_packed(runtime: Runtime, own: Sequence[str], merge: bool) -> None:
         raise UsageError(
             "save_weights(packed=True) of a model with adapters, merged",
             why="packing the merged weights again gives others than those that were trained",
-            fix="write plain values, save_weights(model, dest); or the base alone, merge=False, and save_adapter(model, folder)",
+            fix="write plain values, save_weights(model, dest); or the packed base, save_weights(model, dest, merge=False, packed=True), and "
+            "save_adapter(model, folder)",
         )
     refuse_own_methods(runtime, "save_weights(packed=True) of")
 

@@ -19,8 +19,10 @@ def shared_places(states: Mapping[str, Mapping[str, Any]]) -> list[list[list[str
     at: dict[int, list[tuple[str, str, Tensor]]] = {}  # memory -> what is there
     for name, values in states.items():
         for place, value in values.items():
-            if isinstance(value, Tensor) and (local := local_tensor(value)).numel():
-                at.setdefault(local.data_ptr(), []).append((name, place, local))
+            if isinstance(value, Tensor) and (
+                memory := (local := local_tensor(value)).data_ptr()
+            ):  # 0: it has none of its own
+                at.setdefault(memory, []).append((name, place, local))
     groups = [group for group in at.values() if len(group) > 1]
     for (name, place, first), *others in groups:
         for other, its, tensor in others:

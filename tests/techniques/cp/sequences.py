@@ -19,6 +19,11 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
 
+def positions_of(num: int) -> Tensor:
+    """A function that is called at several places."""
+    return torch.arange(num)
+
+
 def own_kernel(q: Tensor, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor:
     """Causal attention written out, as a kernel for ``sw.attend``."""
     rows = torch.arange(q.shape[-2]) if rows is None else rows
@@ -68,7 +73,7 @@ class Attention(nn.Module):
             q, k = turned(q, outer), turned(k, inner)
         if self.kind == "by branches":
             if self.cache is None:  # in the first forward alone
-                self.cache = torch.arange(64).sin() * 0
+                self.cache = positions_of(64).sin() * 0
             if self.training or torch.is_grad_enabled():
                 torch.arange(1001)
             if num > 12 or float(x.detach().flatten()[0]) > 0:
@@ -78,7 +83,7 @@ class Attention(nn.Module):
             if self.num_calls % 3 == 0:
                 q = q + 0 * torch.arange(num)[:, None]
         if self.kind in ("rotary", "others' positions", "by branches", "every third forward"):
-            positions = torch.arange(num)
+            positions = positions_of(num)
             q, k = turned(q, positions), turned(k, positions)
         if self.kind == "rows of a table":
             q, k = q * self.table[:num], k * self.table.narrow(0, 0, num)

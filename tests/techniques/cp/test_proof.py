@@ -71,7 +71,10 @@ def test_what_is_proved(name, degree):
     own = {name: calls for name, calls in found.items() if name.endswith("attention")}
     assert own == ({f"blocks.{i}.attention": made[name] for i in (0, 1)} if name in made else {})
     assert (found == own) == (name != "others' positions")
-    assert all(re.fullmatch(r"Attention\.forward\+\d+#0", calls[0][1]) for calls in map(facts.positions.get, own))
+    assert all(
+        re.fullmatch(r"(positions_of\+2 < )?Attention\.forward\+\d+#0", calls[0][1])
+        for calls in map(facts.positions.get, own)
+    )
 
 
 @pytest.mark.quick(
