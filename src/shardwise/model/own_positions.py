@@ -6,7 +6,7 @@ that is made in the first forward alone, or a branch, would move.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -67,6 +67,10 @@ class CallPlaces:
             seen = self._seen.get(kind, ())
             return seen[times] if times < len(seen) else f"#{times}"
         return f"{place}#{times}"
+
+    def are_as_many(self, kinds: Iterable[str]) -> bool:
+        """Whether as many calls of these kinds were made, without their places, as the example made: else their numbers tell none."""
+        return all(self._times.get((kind, ""), 0) == len(self._seen.get(kind, ())) for kind in kinds)
 
 
 def _place() -> str:

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -85,6 +86,14 @@ class _Calls(TorchFunctionMode):
                 f"{what} of {self._num_rows} positions, which the example did not make at this place of the code"
             )
 
+    def refuse_moved(self) -> None:
+        """Raises UnsupportedError where code is compiled and made other calls than on the example, whose numbers told their places."""
+        kinds = {kind for kind, *_ in self._watched.positions} | ({"product"} if self._watched.products else set())
+        if not self._places.are_as_many(kinds | ({"attention"} if self._watched.attention else set())):
+            raise other_way(
+                "a compiled block that makes more, or fewer, calls than on the example: a table that the first forward alone makes"
+            )
+
     def attend(self, call: Attention) -> Any:
         place = self._places.take("attention")
         if self._is_new("attention", place):
@@ -161,7 +170,10 @@ def watch(module: nn.Module, cuts: Cuts, watched: Watched) -> None:
         before, now.attends = now.attends, calls
         try:
             with calls:
-                return inner(*args, **kwargs)
+                output = inner(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                calls.refuse_moved()
+            return output
         finally:
             now.attends = before
 
