@@ -3093,8 +3093,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-stream-goes-on",
-        "        with self._stream.entered():\n            return func(*args, **kwargs)\n",
-        "        self._stream.enter()\n        return func(*args, **kwargs)\n",
+        "        with self._stream.entered(is_used=True):\n            return func(*args, **kwargs)\n",
+        "        self._stream.enter(is_used=True)\n        return func(*args, **kwargs)\n",
         "tests/techniques/cp/test_parity.py -k dropout",
         "ranks draw other numbers where they must draw equal ones",
     ),
@@ -3478,8 +3478,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hooks-counted-at-run-time",
-        "        calls.depth += 1\n        try:\n            return inner(*args, **kwargs)\n",
-        "        try:\n            return inner(*args, **kwargs)\n",
+        "            calls.depth += 1\n",
+        "            calls.depth += 0\n",
         "tests/techniques/cp/test_parity.py -k own_code",
         "positions under cp are moved by what a hook on a layer, or another module, calls",
     ),
@@ -3499,10 +3499,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "part-streams-in-eval-mode",
-        "        if not any(module.training for module in self._modules):\n",
-        "        if False:\n",
+        "        may_be_unused = not is_used and not any(module.training for module in self._modules)\n",
+        "        may_be_unused = False\n",
         "tests/world/test_streams.py",
         "numbers drawn in eval mode are other ones under tp and cp",
+    ),
+    Mutant(
+        "part-streams-of-no-rows",
+        "        may_be_unused = not is_used and not any(module.training for module in self._modules)\n",
+        "        may_be_unused = not any(module.training for module in self._modules)\n",
+        "tests/world/test_streams.py",
+        "a rank of cp without rows draws other numbers than the others from then on",
     ),
     Mutant(
         "calls-by-their-numbers",

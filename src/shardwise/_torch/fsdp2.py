@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import alloc_storage
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch.fully_shard import groups_of, init_groups, take_reductions
-from shardwise._torch.modules import PausableHooks
+from shardwise._torch.modules import PausableHooks, around_calls
 from shardwise._torch.spans import span
 from shardwise._torch.stand_ins import StandIn
 
@@ -52,16 +52,19 @@ def when_interrupted(module: nn.Module, call: Callable[[], None]) -> None:
     """Makes ``call`` run when a call of ``module`` ends by something that is not an Exception (Ctrl-C): torch runs no
     hooks then."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return type(module)._call_impl(module, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            call()
-            raise
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return inner(*args, **kwargs)
+            except Exception:
+                raise
+            except BaseException:
+                call()
+                raise
 
-    module.__dict__["_call_impl"] = run
+        return run
+
+    around_calls(module, around)
 
 
 class Unit:

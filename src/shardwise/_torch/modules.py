@@ -18,7 +18,7 @@ from shardwise._torch.dtensor import cut_like, local_tensor
 from shardwise._torch.patches import patch
 
 __all__ = [
-    "CALLS", "BatchNormBase", "DDPModule", "PausableHooks", "before_fan", "before_functional_call", "cast_floating",
+    "CALLS", "BatchNormBase", "DDPModule", "PausableHooks", "around_calls", "before_fan", "before_functional_call", "cast_floating",
     "is_spectral_norm", "materialise", "replace_apply",
 ]  # fmt: skip
 
@@ -108,6 +108,18 @@ def replace_apply(check: Callable[[nn.Module, Callable[[Tensor], Tensor]], None]
         return apply(module, fn, recurse)
 
     patch(nn.Module, "_apply", checked, "refuses half(), to() and share_memory() of a sharded model")
+
+
+def around_calls(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Makes calls of ``module``, with the hooks on it, run what ``make`` makes of what they have run before."""
+    before = vars(module).get(
+        "_call_impl"
+    )  # of an earlier call of this; else that of its class, which FSDP2 may change
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return type(module)._call_impl(module, *args, **kwargs) if before is None else before(*args, **kwargs)
+
+    module.__dict__["_call_impl"] = make(inner)
 
 
 def before_functional_call(check: Callable[[nn.Module, Any], None]) -> None:

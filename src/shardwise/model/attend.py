@@ -29,6 +29,7 @@ class Attention(NamedTuple):
         mask: what it adds, or hides, ``[..., queries, keys]``; None: nothing.
         is_causal: a query has no use for keys behind its own position: the kernel may be given those of some rows, and the keys up to the last.
         finish: makes what the model gets of the kernel's result.
+        chance: with which weights are dropped; None: it is not known.
     """
 
     q: Tensor
@@ -38,6 +39,7 @@ class Attention(NamedTuple):
     mask: Tensor | None
     is_causal: bool = False
     finish: Callable[[Tensor], Any] = lambda result: result
+    chance: float | None = None
 
     def has_mask_of(self, length: int) -> bool:
         """Whether its mask, if any, is for as many keys, or the same for all of them."""
@@ -123,7 +125,7 @@ def of_sdpa(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Attention:
         shown = causal_mask(rows, k, q.dtype) if is_causal else mask_of_rows(mask, rows, k.shape[-2])
         return SDPA(q, k, v, attn_mask=shown, **given)
 
-    return Attention(q, k, v, kernel, mask, is_causal and mask is None)
+    return Attention(q, k, v, kernel, mask, is_causal and mask is None, chance=given.get("dropout_p", 0.0))
 
 
 def causal_mask(rows: Tensor, keys: Tensor, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor:
@@ -267,5 +269,6 @@ def _of_transformers(
 
     is_plain = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
     of_rows = bool(is_causal) and is_plain and name == "sdpa"
-    call = Attention(q, k, v, kernel, mask, of_rows, lambda result: (result.transpose(1, 2), None))
+    chance = kwargs.get("dropout", 0.0)
+    call = Attention(q, k, v, kernel, mask, of_rows, lambda result: (result.transpose(1, 2), None), chance)
     return now.attends.attend(call)  # type: ignore[no-any-return]

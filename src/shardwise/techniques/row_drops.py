@@ -108,7 +108,7 @@ class RowDrops(TorchFunctionMode):
             )
         if dim < 0 or self._stream.is_entered:
             return func(*args, **kwargs)
-        with self._stream.entered():
+        with self._stream.entered(is_used=True):
             return func(*args, **kwargs)
 
     def _is_of_rows(self, size: int, at: At) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise._torch.modules import around_calls
 from shardwise.errors import UnsupportedError
 from shardwise.model.attend import SDPA, Attention, now, of_sdpa
 from shardwise.model.own_positions import CallPlaces, Made, argument_of, kind_of, of_rows, other_way
@@ -100,8 +101,8 @@ class _Calls(TorchFunctionMode):
             self._refuse_rows(call.k.shape[-2] == self._num_rows, "attention")
         # It drops of this rank's queries, or heads: queries that are no positions every rank has whole.
         is_of_rank = place in self._watched.queries or self._cuts.exchange is attend_over_heads
-        draws = is_of_rank and self._cuts.drops is not None and not self._cuts.stream.is_entered
-        with self._cuts.stream.entered() if draws else contextlib.nullcontext():
+        draws = is_of_rank and call.chance != 0 and self._cuts.drops is not None and not self._cuts.stream.is_entered
+        with self._cuts.stream.entered(is_used=call.chance is not None) if draws else contextlib.nullcontext():
             return call.finish(self._computed(call, place))
 
     def _computed(self, call: Attention, place: str) -> Tensor:
@@ -182,20 +183,21 @@ def watch(module: nn.Module, cuts: Cuts, watched: Watched) -> None:
 
 def set_apart(module: nn.Module) -> None:
     """Lets what a module does, and the hooks on it, not be taken for the own code of the one that calls it."""
-    inner = module._call_impl
 
-    @functools.wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls = now.attends
-        if not isinstance(calls, _Calls):
-            return inner(*args, **kwargs)
-        calls.depth += 1
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            calls.depth -= 1
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls = now.attends
+            if not isinstance(calls, _Calls):
+                return inner(*args, **kwargs)
+            calls.depth += 1
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                calls.depth -= 1
 
-    module.__dict__["_call_impl"] = call
+        return call
+
+    around_calls(module, around)
 
 
 def join_keys(module: nn.Module, cuts: Cuts, dims: Mapping[str, int]) -> None:
