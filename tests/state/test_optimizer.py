@@ -403,9 +403,15 @@ class Coded(torch.Tensor):
     def __new__(cls, codes):
         return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
 
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func} of codes")
+
 
 def test_tensors_without_memory_of_their_own_are_not_one():
     assert shared_places({name: {"m": Coded(torch.zeros(4))} for name in "ab"}) == []
+    sparse = torch.eye(3).to_sparse()
+    assert shared_places({name: {"m": sparse} for name in "ab"}) == []
     same = torch.zeros(4)
     assert shared_places({name: {"m": same} for name in "ab"}) == [[["a", "m"], ["b", "m"]]]
 

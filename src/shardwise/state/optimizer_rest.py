@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.parallel import Runtime
 from shardwise.parallel.part_values import cut_of_part
+from shardwise.state.shared_state import memory_of
 from shardwise.world import described
 
 _FORM = {"state", "param_groups"}
@@ -30,7 +30,7 @@ _KEEP = (
 def rest_of(runtime: Runtime, optim: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The rest of an optimizer's state, on the CPU; None: there is none."""
     known = _numbered(optim)
-    known["memory"] = {local_tensor(value).data_ptr() for _, value in _tensors(known["state"], "")} - {0}
+    known["memory"] = {memory_of(value) for _, value in _tensors(known["state"], "")} - {0}
     params = [param for group in optim.param_groups for param in group["params"]]
     others = {key: value for key, value in optim.state.items() if not isinstance(key, Tensor)}
     # With state of a parameter that was taken out of the groups torch's own would fail.
@@ -165,7 +165,7 @@ def _without(value: Any, known: Mapping[str, Any], place: str) -> Any:
                 fix=_KEEP,
                 name=place,
             )
-        if value.data_ptr() in known["memory"]:
+        if memory_of(value) in known["memory"]:
             raise UnsupportedError(
                 f"state_dict()/{place} of an optimizer, which is a tensor of the state of a parameter",
                 why="each would be a tensor of its own after it is loaded, and a write into one would not reach the other",

@@ -4,6 +4,7 @@ tensor again where it is loaded. As several, a write into one would not reach th
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwise._torch.dtensor import local_tensor
@@ -19,10 +20,8 @@ def shared_places(states: Mapping[str, Mapping[str, Any]]) -> list[list[list[str
     at: dict[int, list[tuple[str, str, Tensor]]] = {}  # memory -> what is there
     for name, values in states.items():
         for place, value in values.items():
-            if isinstance(value, Tensor) and (
-                memory := (local := local_tensor(value)).data_ptr()
-            ):  # 0: it has none of its own
-                at.setdefault(memory, []).append((name, place, local))
+            if memory := memory_of(value):
+                at.setdefault(memory, []).append((name, place, local_tensor(value)))
     groups = [group for group in at.values() if len(group) > 1]
     for (name, place, first), *others in groups:
         for other, its, tensor in others:
@@ -34,6 +33,12 @@ def shared_places(states: Mapping[str, Mapping[str, Any]]) -> list[list[list[str
                     name=other,
                 )
     return [[[name, place] for name, place, _ in group] for group in groups]
+
+
+def memory_of(value: Any) -> int:
+    """Where a tensor's memory begins; 0: it has none of its own, as codes behind another face, or it is no plain tensor."""
+    local = local_tensor(value) if isinstance(value, Tensor) else None
+    return local.data_ptr() if local is not None and local.layout is torch.strided else 0
 
 
 def refuse_other_cuts(runtime: Runtime, shared: Shared, cut: Iterable[tuple[str, str]]) -> None:
