@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def steps(name, model, optim, world, numbers):
         if name == "odd":
             x = torch.randint(0, VOCAB, (2, 5), generator=generator)
         else:
-            x = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+            shape = (4, 6) if name == "alike" else (2, 3, 8, 8)
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
         with sw.accumulate(model, is_last=True):
             loss = model(x).square().sum()
             loss.backward()
@@ -259,11 +261,12 @@ class Histories(torch.optim.Optimizer):
                     param.add_(kept, alpha=-group["lr"] / 10)
 
 
-def with_histories(layout, root, numbers, kind, state=None, past=list):
+def resumed(name, make, layout, root, numbers, kind, state=None):
+    """The state behind some steps of an optimizer that ``make`` makes, from a checkpoint or a state dict, if there is one."""
     world = sw.init(layout, device="cpu")
     with world:
-        model = sw.parallelize(build("conv"), world, sharding=EVERY)
-        optim = Histories(model.parameters(), past=past)
+        model = sw.parallelize(build(name), world, sharding=EVERY)
+        optim = make(model.parameters())
         step = sw.TrainStep(model, optim, loss=lambda *_: None)
         manager = sw.CheckpointManager(root, step, async_save=False) if kind == "checkpoint" else None
         if state is not None:
@@ -272,7 +275,7 @@ def with_histories(layout, root, numbers, kind, state=None, past=list):
         elif manager is not None:
             manager.load()
         for number in numbers:
-            steps("conv", model, optim, SameData(), (number,))
+            steps(name, model, optim, SameData(), (number,))
         if manager is not None:
             manager.save()
             manager.close()
@@ -291,10 +294,12 @@ class SameData:
 @pytest.mark.parametrize("kind", ["whole", "checkpoint"])
 @pytest.mark.parametrize(("first", "second"), [("dp_shard=2", "dp_replicate=2"), ("dp_replicate=2", "dp_shard=2")])
 def test_histories_in_lists_dicts_and_tuples_are_cut_as_the_parameter(ranks, tmp_path, first, second, kind):
-    half = ranks.run(with_histories, 2, first, str(tmp_path), (1, 2), kind)[0]
+    half = ranks.run(resumed, 2, "conv", Histories, first, str(tmp_path), (1, 2), kind)[0]
     assert [len(half[1]["state"]["stages.0.0.weight"][key]) for key in ("past", "pair", "none")] == [2, 2, 0]
-    through = ranks.run(with_histories, 2, first, None, (1, 2, 3, 4), "whole")[0]
-    got = ranks.run(with_histories, 2, second, str(tmp_path), (3, 4), kind, half if kind == "whole" else None)[0]
+    through = ranks.run(resumed, 2, "conv", Histories, first, None, (1, 2, 3, 4), "whole")[0]
+    got = ranks.run(
+        resumed, 2, "conv", Histories, second, str(tmp_path), (3, 4), kind, half if kind == "whole" else None
+    )[0]
     for name, value in through[0].items():
         torch.testing.assert_close(got[0][name], value, rtol=1e-12, atol=1e-12)
     for name, values in through[1]["state"].items():
@@ -303,7 +308,7 @@ def test_histories_in_lists_dicts_and_tuples_are_cut_as_the_parameter(ranks, tmp
 
 def with_a_deque():
     try:
-        with_histories("dp_shard=2", None, (1,), "whole", past=collections.deque)
+        resumed("conv", functools.partial(Histories, past=collections.deque), "dp_shard=2", None, (1,), "whole")
     except sw.UnsupportedError as error:
         return str(error)
 
@@ -357,37 +362,15 @@ class OneCount(torch.optim.Optimizer):
                     param.add_(state["own"] / state["step"], alpha=-group["lr"])
 
 
-def with_one_count(layout, root, numbers, kind, state=None):
-    world = sw.init(layout, device="cpu")
-    with world:
-        model = sw.parallelize(build("alike"), world, sharding=EVERY)
-        optim = OneCount(model.parameters())
-        step = sw.TrainStep(model, optim, loss=lambda *_: None)
-        manager = sw.CheckpointManager(root, step, async_save=False) if kind == "checkpoint" else None
-        if state is not None:
-            sw.load_full_state_dict(model, state[0])
-            sw.load_full_optimizer_state_dict(model, optim, state[1])
-        elif manager is not None:
-            manager.load()
-        for number in numbers:
-            x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
-            with sw.accumulate(model, is_last=True):
-                model(x).square().sum().backward()
-            optim.step()
-            optim.zero_grad()
-        if manager is not None:
-            manager.save()
-            manager.close()
-        return sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optim)
-
-
 @pytest.mark.quick("dp_shard=2-dp_replicate=2-whole", "dp_replicate=2-dp_shard=2-checkpoint")
 @pytest.mark.parametrize("kind", ["whole", "checkpoint"])
 @pytest.mark.parametrize(("first", "second"), [("dp_shard=2", "dp_replicate=2"), ("dp_replicate=2", "dp_shard=2")])
 def test_one_tensor_at_several_places_is_one_after_a_resume(ranks, tmp_path, first, second, kind):
-    half = ranks.run(with_one_count, 2, first, str(tmp_path), (1, 2), kind)[0]
-    through = ranks.run(with_one_count, 2, first, None, (1, 2, 3, 4), "whole")[0]
-    got = ranks.run(with_one_count, 2, second, str(tmp_path), (3, 4), kind, half if kind == "whole" else None)[0]
+    half = ranks.run(resumed, 2, "alike", OneCount, first, str(tmp_path), (1, 2), kind)[0]
+    through = ranks.run(resumed, 2, "alike", OneCount, first, None, (1, 2, 3, 4), "whole")[0]
+    got = ranks.run(
+        resumed, 2, "alike", OneCount, second, str(tmp_path), (3, 4), kind, half if kind == "whole" else None
+    )[0]
     for number in (0, 1):
         got_of, wanted = (whole[number]["state"] if number else whole[0] for whole in (got, through))
         torch.testing.assert_close(got_of, wanted, rtol=1e-12, atol=1e-12)
@@ -429,7 +412,7 @@ def with_a_shared_average(layout, state):
 
 
 def test_one_tensor_for_parameters_that_are_cut_in_other_ways_is_refused(ranks):
-    state = ranks.run(with_one_count, 2, "dp_shard=2", None, (1, 2), "whole")[0][1]
+    state = ranks.run(resumed, 2, "alike", OneCount, "dp_shard=2", None, (1, 2), "whole")[0][1]
     ours = {"0.weight", "1.weight"}
     state["state"] = {name: values for name, values in state["state"].items() if name in ours}
     state["param_groups"][0]["params"] = sorted(ours)
