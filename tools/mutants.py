@@ -3708,6 +3708,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a loss of what a layer that is not trained has computed of a rank's heads is taken for one of all heads",
     ),
     Mutant(
+        "tp-evaluation-of-parts",
+        "        refuse_other_losses(self.runtime, agreed)\n",
+        "",
+        "'tests/techniques/tp/test_past_regions.py::test_a_loss_without_gradients_of_what_a_rank_has_a_part_of_is_refused[tp=2-False]'",
+        "an evaluation by another method than the forward has the loss of rank 0's part",
+    ),
+    Mutant(
+        "tp-entry-of-parts",
+        "            refuse_other_losses(self._runtime, agreed)\n",
+        "            pass\n",
+        "'tests/techniques/tp/test_past_regions.py::test_a_loss_without_gradients_of_what_a_rank_has_a_part_of_is_refused[tp=2-False]'",
+        "an entry of the loss, without gradients, is that of rank 0's part",
+    ),
+    Mutant(
         "sp-rows-taken-for-whole",
         '"whole" if there == "rows" else "part"',
         '"whole"',

@@ -75,6 +75,8 @@ class Runtime:
         # Mesh axis -> what a user may do without: its ranks work on parts of the same data, so gradients of what each holds whole are
         # compared in every window.
         self.compared: dict[str, str] = {}
+        # The error for an entry of the loss, by its name, that ranks have other values of which compute the same; None: no ranks do.
+        self.other_loss: Callable[[str], ShardwiseError] | None = None
         self.before_first_step: list[Callable[[], None]] = []  # called by all ranks, before an optimizer first steps
         self.before_backward: list[Callable[[Backward], None]] = []  # called in a window, of what adds to gradients
         # Subject -> what was chosen or seen since training began, for people: its text.

@@ -19,6 +19,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffer_errors import BEGIN
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.argument_checks import refuse_torch_loss
+from shardwise.step.equal_losses import entries_of_losses, refuse_other_losses
 from shardwise.step.forward import sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.loss import (
@@ -147,9 +148,11 @@ class _Sums:
                 "unclear": self._check.entries([])["unclear"],
                 **self._buffers.entries(is_idle=self._is_idle),
                 **{f"sum of {name}": self.totals[name] * float(counts) for name in sorted(self.totals)},
+                **entries_of_losses(self.runtime, self.totals),
             },
             "evaluation, adding up",
         )
+        refuse_other_losses(self.runtime, agreed)
         self._buffers.apply(agreed, "an evaluation")
         if float(agreed["unclear"]):
             self._check.run([self._last], StepState(self.runtime.step, is_training=False))

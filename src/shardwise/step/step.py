@@ -28,6 +28,7 @@ from shardwise.step.argument_checks import (
     warn_of_left_out,
 )
 from shardwise.step.clip import Clipping, NormType
+from shardwise.step.equal_losses import entries_of_losses, refuse_other_losses
 from shardwise.step.forward import sums_on
 from shardwise.step.fused import fused_forward
 from shardwise.step.local_optimizer import has_own_step, local_optimizer
@@ -210,6 +211,7 @@ class TrainStep:
             self._drop_gradients()
             agree_on_settings(self)
         self._check.agree(sorted(sums), agreed["told"])
+        self._refuse_other_losses(agreed)
         if float(agreed["unclear"]):
             self._try_loss(w)
         else:
@@ -304,6 +306,13 @@ class TrainStep:
             self._drop_gradients()
             raise
 
+    def _refuse_other_losses(self, agreed: Mapping[str, Tensor]) -> None:
+        try:
+            refuse_other_losses(self._runtime, agreed)
+        except ShardwiseError:
+            self._drop_gradients()
+            raise
+
     def _entries(self, sums: Mapping[str, Tensor], problem: ShardwiseError | None) -> dict[str, Entry]:
         """What the step adds to the window's second exchange between ranks."""
         counts = self._runtime.world.counts
@@ -315,6 +324,7 @@ class TrainStep:
             **self._scale.entries(),
             # An entry per metric: a rank with other metrics is named in the error.
             **{f"sum of {name}": value if counts else torch.zeros(()) for name, value in sums.items()},
+            **entries_of_losses(self._runtime, sums),
         }
 
     def _step(self, clipping: Clipping, norm: float) -> None:

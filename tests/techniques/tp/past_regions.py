@@ -200,3 +200,61 @@ def off(grads, plain):
     expected = {name: p.grad for name, p in plain.named_parameters()}
     assert {n for n, x in expected.items() if x is None} == {n for n, x in grads.items() if x is None}
     return largest_error(grads, {name: x for name, x in expected.items() if x is not None and bool(x.any())})
+
+
+# ---- without gradients: losses and entries of them, of what another way through the code returns ------------------------
+
+
+def _heads(model, given):
+    """What lies between cut layers: this rank's heads of k."""
+    return model.attention.k(model.tokens(given["input_ids"]))
+
+
+def _features(model, given):
+    """What lies between blocks, whole on every rank."""
+    return model.blocks[1](model.tokens(given["input_ids"]))
+
+
+FORWARDS = {"forward": lambda model, given: model(given["input_ids"]), "features": _features, "heads": _heads}
+
+
+def _mean_square(output, given):
+    return output.double().square().mean() * count(given)
+
+
+def _with_entry(output, given):
+    return {"loss": loss_of(output[0], given), "square": _mean_square(output[1], given)}
+
+
+def losses(layout, sequence):
+    """Each evaluation's loss, and those of a step with an entry that has no gradient; or what is said; and those of one process."""
+    batches = [batch(1, 9), batch(2, 13)]
+
+    def evaluated(model, forward):
+        return sw.evaluate(model, batches, loss=_mean_square, count=count, forward=forward)["loss"]
+
+    def stepped(model, other):
+        def forward(model, given):
+            output = model(given["input_ids"])
+            with torch.no_grad():
+                return output, other(model, given)
+
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+        step = sw.TrainStep(model, optim, loss=_with_entry, count=count, forward=forward)
+        return step(batches).metrics["square"]
+
+    plain, found = build(), {}
+    total = sum(float(count(given)) for given in batches)
+    with sw.init(layout, device="cpu", timeout_s=60, seed=0) as world:
+        parallel = sw.TensorParallel(sequence_parallel=sequence)
+        example = {"input_ids": batch(1, 24)["input_ids"]}
+        model = sw.parallelize(build(), world, example=example, tensor_parallel=parallel)
+        for name, forward in FORWARDS.items():
+            with torch.no_grad():
+                alone = sum(float(_mean_square(forward(plain, given), given)) for given in batches) / total
+            for what, run in (("evaluated", evaluated), ("stepped", stepped)):
+                try:
+                    found[what, name] = alone, run(model, forward)
+                except ShardwiseError as error:
+                    found[what, name] = alone, str(error)
+    return found

@@ -1,7 +1,7 @@
 """What comes to parameters past the layers that are cut counts once, as in one process, or is refused by the parameter's name before the backward."""
 
 import pytest
-from techniques.tp.past_regions import USES, gradients_off
+from techniques.tp.past_regions import USES, gradients_off, losses
 
 import shardwise as sw
 
@@ -56,3 +56,20 @@ def test_it_counts_once_or_is_refused(ranks, layout, sequence, hows, options):
                 assert str(found[how]).startswith(refused[how]), (how, found[how])
             else:
                 assert found[how] < 1e-12, (how, found[how])
+
+
+@pytest.mark.parametrize(
+    ("layout", "sequence"),
+    [
+        ("tp=2", False),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("tp=2", True), ("dp_replicate=2,tp=2", False))),
+    ],
+)
+def test_a_loss_without_gradients_of_what_a_rank_has_a_part_of_is_refused(ranks, layout, sequence):
+    """An evaluation, or an entry of the loss, that another way through the code computes."""
+    for found in ranks.run(losses, 2 if layout == "tp=2" else 4, layout, sequence, timeout_s=120):
+        for (what, name), (alone, parallel) in found.items():
+            if name == "heads":
+                assert "of a loss, of which ranks along tp have other values" in str(parallel), (what, parallel)
+            else:
+                assert parallel == pytest.approx(alone, rel=1e-12), (what, name)

@@ -36,7 +36,7 @@ from shardwise.techniques.tp.layers import (
 from shardwise.techniques.tp.parts import call_computed, norm_whole, work_on_parts
 from shardwise.techniques.tp.rule import TensorParallelEntry
 from shardwise.techniques.tp.sequence import JoinedStream, SequenceCuts
-from shardwise.techniques.tp.whole_uses import WholeUses
+from shardwise.techniques.tp.whole_uses import WholeUses, other_loss
 from shardwise.world import World
 from shardwise.world.axis import Axis
 from shardwise.world.streams import PartStream
@@ -142,6 +142,7 @@ class TensorParallelAct(Act):
             axis = runtime.world.axis("tp")
             uses = WholeUses(runtime.recipe, trained, group_name(axis.group), axis.size)
             runtime.before_backward.append(lambda backward: uses.share(runtime, backward))
+            runtime.other_loss = other_loss
             if (cuts := runtime.module.__dict__.get(_STATE)) is not None:
                 cuts.begin(runtime)
                 runtime.compared["tp"] = "leave sequence_parallel out"

@@ -105,6 +105,17 @@ def _mixed() -> UnsupportedError:
     )
 
 
+def other_loss(entry: str) -> UnsupportedError:
+    """For an entry of a loss that ranks along ``tp`` have other values of."""
+    return UnsupportedError(
+        f"the entry {entry!r} of a loss, of which ranks along tp have other values",
+        why="they have the same samples, and what lies between layers that are cut over tp was taken for all of it: by another method than the forward "
+        "that the example ran, a hook there, or another way through the code; or code of yours computes by the rank",
+        fix="return the value from the model's forward, in every forward, so that the example shows it; or keep the layers around it whole: "
+        "tensor_parallel=sw.TensorParallel(plan={...}); a figure of each rank, such as seconds, is no entry of a loss",
+    )
+
+
 def _on_parts(name: str) -> UnsupportedError:
     return UnsupportedError(
         "a parameter of whose gradient each rank along tp gets a part, and on the example got all",
