@@ -1855,8 +1855,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "overflow-of-one-rank-alone",
-        'is_finite = math.isfinite(float(norm.finish(summed["norm"])))',
-        "is_finite = math.isfinite(float(norm.finish(norm.entry())))",
+        'is_finite = math.isfinite(float(summed["largest"]))',
+        "is_finite = math.isfinite(float(largest))",
         "tests/step/test_scaler.py -k 'shard_of_one_rank'",
         "a rank with an overflow skips the step, the others take it",
     ),
@@ -3720,6 +3720,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "            pass\n",
         "'tests/techniques/tp/test_past_regions.py::test_a_loss_without_gradients_of_what_a_rank_has_a_part_of_is_refused[tp=2-False]'",
         "an entry of the loss, without gradients, is that of rank 0's part",
+    ),
+    Mutant(
+        "models-of-a-step-in-any-order",
+        "    return sorted(found, key=lambda runtime: runtime.number)\n",
+        "    return list(found)\n",
+        "tests/parallel/test_copies.py -k one_order",
+        "ranks compare copies of other models with each other before a first step, and refuse it by chance",
+    ),
+    Mutant(
+        "other-models-of-an-optimizer-stay-scaled",
+        "        if each.world is not runtime.world:\n            continue\n        if each is not runtime and",
+        "        if each is not runtime:\n            continue\n        if each is not runtime and",
+        "tests/step/test_scaler.py -k 'each_optimizer and dp_shard'",
+        "an optimizer over two models steps the second one by gradients times the loss scale",
     ),
     Mutant(
         "sp-rows-taken-for-whole",

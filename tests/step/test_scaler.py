@@ -254,6 +254,94 @@ def test_a_shard_of_one_rank_is_enough_to_skip(ranks):
     assert ranks.run(infinite_on_one, 2, "dp_shard=2") == [(False, True, 32768.0)] * 2
 
 
+def scaled_loop(models: list[nn.Module], of: list[list[nn.Module]], backward, unscale) -> tuple:
+    """Three windows of a loop with an optimizer for each of ``of``; a gradient of the first one's is infinite in the second window."""
+    optims = [torch.optim.SGD([p for m in each for p in m.parameters()], lr=0.1) for each in of]
+    scaler, told = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    for number in range(3):
+        backward(models, number, scaler)
+        if number == 1:
+            models[0].up.weight.grad.mul_(float("inf"))
+        told.append([unscale(models[0], optim, scaler) for optim in optims])
+        for optim in optims:
+            scaler.step(optim)
+        scaler.update()
+        for optim in optims:
+            optim.zero_grad()
+    return told, scaler.get_scale()
+
+
+class UpDown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, dtype=torch.float64), nn.Linear(8, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+OPTIMIZERS = {
+    "one of two models": lambda a, b: [[a, b]],
+    "two of a model": lambda a, b: [[a.up, b], [a.down]],
+    "one of a part": lambda a, b: [[a.down], [a.up], [b]],
+}
+
+
+def loops(layout: str, how: str) -> tuple:
+    """What the loop says, and the largest difference to one process with torch's own ``unscale_``."""
+
+    def made() -> list[nn.Module]:
+        torch.manual_seed(1)
+        return [UpDown(), UpDown()]
+
+    def data(number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return [torch.randn(rows, 4, generator=generator, dtype=torch.float64) for rows in (3, 1, 4, 2)]
+
+    def alone(models: list[nn.Module], number: int, scaler) -> None:
+        for x in data(number):
+            scaler.scale(models[1](models[0](x)).square().sum() / 10).backward()
+
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+
+        def parallel(models: list[nn.Module], number: int, scaler) -> None:
+            axis = world.axis("dp")
+            with sw.window(
+                models[0], [{"x": x} for x in data(number)[axis.rank :: axis.size]], count=lambda b: len(b["x"])
+            ) as w:
+                for b in w:
+                    scaler.scale(models[1](models[0](b["x"])).square().sum() / w.num_tokens).backward()
+
+        plain, example = made(), {"x": torch.zeros(2, 4, dtype=torch.float64)}
+        _, scale = scaled_loop(plain, OPTIMIZERS[how](*plain), alone, lambda _, optim, scaler: scaler.unscale_(optim))
+        models = [sw.parallelize(model, world, sharding=BLOCKS, example=example) for model in made()]
+        told, found = scaled_loop(models, OPTIMIZERS[how](*models), parallel, sw.unscale_gradients_)
+        pairs = zip(models, plain, strict=True)
+        off = max(
+            float((whole(a) - b.detach()).abs().max())
+            for one, other in pairs
+            for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        )
+        return told, found == scale, off
+
+
+@pytest.mark.parametrize("how", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "layout", ["dp_shard=2", *(pytest.param(each, marks=pytest.mark.soak) for each in ("dp_replicate=2", "tp=2"))]
+)
+def test_gradients_are_unscaled_and_judged_for_each_optimizer(ranks, layout, how):
+    """One optimizer over two models; several over one, of which that with the infinite gradient alone is skipped."""
+    for told, same_scale, off in ranks.run(loops, 2, layout, how):
+        assert same_scale and off < 1e-12
+        assert told[0] == told[2] == [True] * len(told[0])
+        assert (
+            told[1]
+            == {"one of two models": [False], "two of a model": [False, True], "one of a part": [True, False, True]}[
+                how
+            ]
+        )
+
+
 # ---- checkpoints and misuse ------------------------------------------------------------------------------------------
 
 

@@ -220,8 +220,9 @@ _clearing: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def _stepped(held: Mapping[int, torch.Tensor]) -> list[Runtime]:
-    """Sharded models with a parameter in ``held`` (id -> parameter)."""
-    return [r for r in list(_watched) if not held.keys().isdisjoint(map(id, r.parameters.values()))]
+    """Sharded models with a parameter in ``held`` (id -> parameter), in one order on all ranks, which a set has not: each has exchanges."""
+    found = (r for r in list(_watched) if not held.keys().isdisjoint(map(id, r.parameters.values())))
+    return sorted(found, key=lambda runtime: runtime.number)
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch.Tensor]) -> None:

@@ -19,9 +19,10 @@ from shardwise._torch.scaler import is_unscaled, scale_of, tell_scaler
 from shardwise.config.keywords import public_call
 from shardwise.errors import UnsupportedError, UsageError
 from shardwise.parallel import Runtime, runtime_of
+from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.parallel.stale import refuse_no_optimizer
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
-from shardwise.step.norm import GradientNorm
+from shardwise.step.norm import norm_power_sum
 
 
 class LossScale:
@@ -85,7 +86,7 @@ class LossScale:
 @public_call()
 def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
     """Replaces ``scaler.unscale_(optim)`` in your own training loop: divides the gradients of the optimizer's
-    parameters by the loss scale. All ranks must call it, after the window and before clipping.
+    parameters, of this model and of others, by the loss scale. All ranks must call it, after the window and before clipping.
 
     Args:
         model: from ``parallelize``.
@@ -93,7 +94,7 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
         scaler: torch's, which has scaled the losses of the window.
 
     Returns:
-        whether they are finite on every rank; if not, ``scaler.step(optim)`` skips the step on all of them.
+        whether these are finite on every rank; if not, ``scaler.step(optim)`` skips the step on all of them.
 
     Raises:
         UsageError: it is called twice for one step, or nothing was scaled.
@@ -119,15 +120,33 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
             why="the gradients were divided by the scale already, and would be too small",
             fix="call it once after each window; scaler.update() after the step begins the next",
         )
-    held = {id(param) for group in optim.param_groups for param in group["params"]}
-    gradients = runtime.gradients()
-    grads = [grad for name, grad in gradients.items() if id(runtime.parameters[name]) in held]
+    grads = _gradients_of(optim, runtime)
     _divide(grads, scaler.get_scale())
-    norm = GradientNorm(runtime)  # of all gradients: one that is not finite makes it not finite
-    summed = runtime.world.agreement.sum({"norm": norm.entry()}, "unscaling gradients")
-    is_finite = math.isfinite(float(norm.finish(summed["norm"])))
+    largest = norm_power_sum(grads, math.inf)  # not finite where one of them is not
+    summed = runtime.world.agreement.sum({"largest": largest}, "unscaling gradients")
+    is_finite = math.isfinite(float(summed["largest"]))
     tell_scaler(scaler, optim, found_inf=not is_finite)
     return is_finite
+
+
+def _gradients_of(optim: torch.optim.Optimizer, runtime: Runtime) -> list[Tensor]:
+    """This rank's gradients of an optimizer's parameters: of the model, of others that are sharded, and of none."""
+    held = {id(param): param for group in optim.param_groups for param in group["params"]}
+    grads: list[Tensor] = []
+    for each in runtimes_in_use():
+        if each.world is not runtime.world:
+            continue
+        if each is not runtime and held.keys() & {id(param) for param in each.parameters.values()}:
+            refuse_in_window(each, "unscale_gradients_", "unscale after the with block")
+            refuse_unreduced(each, "unscale_gradients_")
+            _refuse_half_storage(each)
+        found = each.gradients()
+        grads += [
+            found[name]
+            for name, param in each.parameters.items()
+            if held.pop(id(param), None) is not None and name in found
+        ]
+    return grads + [param.grad for param in held.values() if param.grad is not None]
 
 
 def _divide(grads: list[Tensor], scale: float) -> None:
