@@ -3722,6 +3722,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "an entry of the loss, without gradients, is that of rank 0's part",
     ),
     Mutant(
+        "counts-on-parameters-not-seen",
+        '    return _values_in([("", _own(module)), *tensors])',
+        '    return _values_in([("", _own(module))])',
+        "tests/step/test_buffers.py -k 'on_parameters_and_classes and dp_shard'",
+        "what a forward counts on its parameters follows a rank's own samples, without a word",
+    ),
+    Mutant(
+        "counts-on-classes-not-seen",
+        "        if not _is_of_torch(cls):  # FSDP2's class",
+        "        if False:  # FSDP2's class",
+        "tests/step/test_buffers.py -k 'on_parameters_and_classes and dp_shard'",
+        "what a forward counts on its class follows a rank's own samples, without a word",
+    ),
+    Mutant(
         "models-of-a-step-in-any-order",
         "    return sorted(found, key=lambda runtime: runtime.number)\n",
         "    return list(found)\n",

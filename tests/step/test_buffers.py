@@ -681,6 +681,38 @@ def test_what_a_forward_makes_and_then_changes_is_named_in_the_second_window(ran
     assert told[0].startswith("num changed in the first windows: plain numbers") and told[1].startswith("mean changed")
 
 
+class Aside(nn.Module):
+    """Counts on its parameter, on its class and in a list there; the class it inherits from has a number that stays."""
+
+    num, lengths, factor = 0, {"of": [1.0]}, 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.body.weight.seen, self.body.bias.steady = torch.zeros(()), 3
+
+    def forward(self, x):
+        if self.training:
+            type(self).num += 1
+            self.lengths["of"].append(1.0)
+            self.body.weight.seen += x.detach().mean()
+        return self.body(x) * self.factor + self.body.bias.steady
+
+
+class AsideAgain(Aside):
+    """A class of its own."""
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2"])
+def test_what_a_forward_counts_on_parameters_and_classes_is_named(ranks: RankPool, layout):
+    said = ("numbers:", "attributes:")
+    (told, lines), (other, _) = ranks.run(_warned, 2, layout, AsideAgain, "of this rank only", said)
+    assert len(told) == 2 == len(lines) and not other
+    first, second = told  # the number of its own class is made in the first window
+    assert first.startswith("Aside.lengths.of, body.weight.seen changed in the first windows: lists")
+    assert second.startswith("AsideAgain.num changed in the first windows: plain numbers")
+
+
 class Counter(nn.Module):
     """Counts its forwards in a buffer, which its forward goes by or not."""
 

@@ -283,8 +283,23 @@ def _mutable_parts(
 
 
 def plain_values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Path within a module, and value, of what it keeps as attributes and in containers there; not its parameters and buffers."""
-    parts: list[tuple[str, Any]] = [("", _own(module))]
+    """Path within a module, and value, of what it and its parameters keep as attributes and in containers there; not its parameters and
+    buffers."""
+    tensors = ((name, vars(param)) for name, param in module._parameters.items() if param is not None)
+    return _values_in([("", _own(module)), *tensors])
+
+
+def values_of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """The same of a class of modules, and of what it inherits from other classes than torch's."""
+    own: dict[str, dict[str, Any]] = {}
+    for cls in reversed(kind.__mro__):
+        if not _is_of_torch(cls):  # FSDP2's class of a module's has what `type(self).num += 1` counts
+            values = {key: value for key, value in vars(cls).items() if not key.startswith("__")}
+            own.setdefault(cls.__name__.removeprefix("FSDP"), {}).update(values)
+    return _values_in([*own.items()])
+
+
+def _values_in(parts: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     while parts:
         path, part = parts.pop()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.config.caller import level_of_caller
 from shardwise.config.suggest import first_few
-from shardwise.model.module_state import plain_values
+from shardwise.model.module_state import plain_values, values_of_class
 from shardwise.model.tensors import change_marks, has_no_memory, version_of
 from shardwise.parallel import Runtime
 
@@ -123,14 +123,18 @@ class WrittenState:
 
 
 class _PlainState:
-    """What the modules of a model keep in attributes at one time: numbers, tensors and arrays by their values, lists by their lengths."""
+    """What the modules of a model, their classes and parameters keep in attributes at one time: numbers, tensors and arrays by their values, lists by their lengths."""
 
     def __init__(self, runtime: Runtime):
         self._seen: dict[tuple[str, str], Any] = {}
         self._numbers: set[tuple[str, str]] = set()
         tensors: dict[tuple[str, str], Tensor] = {}
-        for prefix, module in runtime.modules:
-            for path, value in plain_values(module):
+        classes = {type(module): ("", values_of_class(type(module))) for _, module in runtime.modules}
+        for prefix, values in (
+            *((prefix, plain_values(module)) for prefix, module in runtime.modules),
+            *classes.values(),
+        ):
+            for path, value in values:
                 if type(value) is Tensor and not value.requires_grad and not value.is_meta and value.nbytes <= _LARGEST:
                     if not has_no_memory(value):
                         tensors[prefix, path] = value
