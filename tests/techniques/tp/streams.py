@@ -378,6 +378,7 @@ class Words(nn.Module):
             self.head.weight = self.tokens.weight
         if how == "norm of the root":
             self.norm.weight = self.blocks[1].norm2.weight
+        self.biases = nn.Embedding(5, WIDTH // 4) if how == "distances" else None  # of heads, by the distance
 
     def forward(self, input_ids, leave_out=False):
         x = self.tokens(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
@@ -389,6 +390,9 @@ class Words(nn.Module):
             options["condition"] = F.silu(self.of_samples * x[:, 0])
         for i, block in enumerate(self.blocks):
             block.is_long = input_ids.shape[1] > 26
+            if self.how == "distances":
+                at = torch.arange(input_ids.shape[1], device=input_ids.device)
+                options["mask"] = self.biases((at - at[:, None]).clamp(-2, 2) + 2).permute(2, 0, 1)[None]
             if self.how == "root between":
                 x = 0.9 * x + 0.1 * start
             if self.how == "first output" and i:
@@ -486,7 +490,7 @@ EXACT = (
     *("", "kv-1", "kv-2", "full-width norm", "norm of heads", "inline", "keyword", "tuple", "dictionary", "tied", "tied norms"),
     *("frozen norm", "norm inside", "gate inside", "used both ways", "norm of the root", "mask", "condition", "first output"),
     *("root between", "block twice", "list twice", "pooled", "shift", "batch norm", "counts"),
-    *("two streams", "no eps"),
+    *("two streams", "no eps", "distances"),
 )  # fmt: skip
 """What makes each model another."""
 

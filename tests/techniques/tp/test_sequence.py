@@ -43,7 +43,17 @@ def compared(ranks, how, layout, **options):
     )
 
 
-QUICK = {"kv-1", "inline", "norm inside", "norm of the root", "condition", "used both ways", "list twice", "batch norm"}
+QUICK = {
+    "kv-1",
+    "distances",
+    "inline",
+    "norm inside",
+    "norm of the root",
+    "condition",
+    "used both ways",
+    "list twice",
+    "batch norm",
+}
 
 
 @pytest.mark.quick("inline", "norm inside", "norm of the root", "condition")
