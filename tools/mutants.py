@@ -3736,6 +3736,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "what a forward counts on its class follows a rank's own samples, without a word",
     ),
     Mutant(
+        "cp-places-include-the-loop",
+        'frame.f_code.co_name in ("_call_impl", "forward")',
+        'frame.f_code.co_name == "_call_impl"',
+        "tests/techniques/cp/test_parity.py -k runs_again_in_a_loop",
+        "a block that runs again in the backward of a user's loop is refused",
+    ),
+    Mutant(
+        "sp-drops-counted-twice-in-second-runs",
+        "if at is None or not is_first or self._is_entered():",
+        "if at is None or not is_first:",
+        "tests/techniques/tp/test_sequence.py -k drops_it_drops_again",
+        "a block with dropout that runs again in backward is refused under sequence parallelism",
+    ),
+    Mutant(
         "models-of-a-step-in-any-order",
         "    return sorted(found, key=lambda runtime: runtime.number)\n",
         "    return list(found)\n",

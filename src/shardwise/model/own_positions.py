@@ -74,13 +74,14 @@ class CallPlaces:
 
 
 def _place() -> str:
-    """Where the model's code makes the call that is looked at, up to the module that runs; "" in modules of torch itself."""
+    """Where the model's code makes the call that is looked at, up to the module that runs; "" in modules of torch itself. A module's forward that
+    runs again in backward is not called as a module, but by what stands in its place here."""
     frame: FrameType | None = sys._getframe(2)
     frames: list[FrameType] = []
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_OTHERS):
             frames.append(frame)
-        elif frame.f_code.co_name == "_call_impl":
+        elif frame.f_code.co_name in ("_call_impl", "forward"):
             break
         frame = frame.f_back
     key = tuple((each.f_code, each.f_lasti) for each in frames)

@@ -8,9 +8,11 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise._torch.autograd import function_modes
 from shardwise.errors import UnsupportedError
 from shardwise.model.layers import bound
 from shardwise.model.leaves import DROPOUT, DROPOUTS, DROPPING
@@ -78,7 +80,7 @@ class RowDrops(TorchFunctionMode):
             at, is_first = self._cuts.positions_now(), all(each.at is None for each in self._running)
             self._running.append(_Forward(name, dims, at))
             try:
-                if at is None or not is_first:
+                if at is None or not is_first or self._is_entered():
                     return inner(*args, **kwargs)
                 with self:
                     return inner(*args, **kwargs)
@@ -86,6 +88,10 @@ class RowDrops(TorchFunctionMode):
                 self._running.pop()
 
         module.forward = forward
+
+    def _is_entered(self) -> bool:
+        """Whether it is active already: around a block that runs again in backward are the modes of its first run."""
+        return not torch.compiler.is_compiling() and any(mode is self for mode in function_modes())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,5 +1,6 @@
 """What ranks run for the tests of context parallelism."""
 
+import copy
 import gc
 
 import torch
@@ -51,12 +52,25 @@ def every_length(name, layout, lengths, *, observer=None, **options):
     return worst
 
 
-def own_loop(name, layout, kind):
+class InBlock(Block):
+    """Calls attention in its own code."""
+
+    def forward(self, x, mask=None):
+        qkv = self.attention.qkv(self.norm(x)).chunk(3, -1)
+        y = F.scaled_dot_product_attention(*map(heads, qkv), is_causal=True)
+        x = x + self.attention.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def own_loop(name, layout, kind, *, in_block=False, **options):
     """The largest error of parameters after two windows of a loop of one's own, with ``sw.window`` or ``sw.accumulate``."""
     plain = build(name)
+    for block in plain.blocks if in_block else ():
+        block.__class__ = InBlock
     reference = torch.optim.SGD(plain.parameters(), lr=0.05)
     with sw.init(layout, device="cpu") as world:
-        model = parallel(name, world)
+        example = {"input_ids": batch(1, 24, name)["input_ids"]}
+        model = sw.parallelize(copy.deepcopy(plain), world, example=example, **options)
         optim, data = torch.optim.SGD(model.parameters(), lr=0.05), world.axis("dp")
         for micro in windows(name, steps=2):
             total = sum(int(count(given)) for given in micro)

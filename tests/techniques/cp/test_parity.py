@@ -295,6 +295,11 @@ def test_loops_of_ones_own(ranks, kind):
     assert max(ranks.run(own_loop, 4, "rotary", "dp_replicate=2,cp=2", kind)) <= 1e-12
 
 
+def test_a_block_runs_again_in_a_loop_of_ones_own(ranks):
+    """Its calls are known by their places in its code; around its second run stands the loop, and no call of a module."""
+    assert max(ranks.run(own_loop, 2, "plain", "cp=2", "window", in_block=True, remat="full")) <= 1e-12
+
+
 @pytest.mark.parametrize("name", ["packed", pytest.param("pooled", marks=pytest.mark.soak)])
 def test_answers_are_whole_and_evaluations_are_cut(ranks, name):
     for error, of_loss, found, expected in ranks.run(whole_answer, 2, name, "cp=2"):

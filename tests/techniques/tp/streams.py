@@ -662,11 +662,11 @@ def kept_between(layout):
         return sum(size for _, size in kept.values())
 
 
-def dropped(layout):
-    """The shape of what was dropped in each call, and where."""
+def dropped(layout, **options):
+    """The shape of what was dropped in each call, and where; a number drawn behind the blocks; and what was trained."""
     found = []
     with sw.init(layout, device="cpu") as world:
-        model = parallel("dropout", world)
+        model = parallel("dropout", world, **options)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.register_forward_hook(
@@ -677,7 +677,7 @@ def dropped(layout):
         step = trained(model)
         for num in (12, 12):
             step([batch(1, num)])
-        return found, drawn
+        return found, drawn, [sw.full_tensor(param).tolist() for param in model.parameters()]
 
 
 class Drops(Block):
@@ -713,12 +713,12 @@ class DropsBetween(Words):
         return self.head(self.norm(self.blocks[1](self.rows(x))))
 
 
-def dropped_otherwise(layout):
-    """The kind of each dropout, and where it dropped; and a number that is drawn behind the blocks."""
+def dropped_otherwise(layout, **options):
+    """The kind of each dropout, and where it dropped; a number that is drawn behind the blocks; and what was trained."""
     found, drawn = [], []
     with sw.init(layout, device="cpu") as world:
         example = {"input_ids": batch(1, 24)["input_ids"]}
-        model = sw.parallelize(DropsBetween().double(), world, example=example, tensor_parallel=PARALLEL)
+        model = sw.parallelize(DropsBetween().double(), world, example=example, tensor_parallel=PARALLEL, **options)
 
         def note(kind, _, args, y):
             is_out = (y == 0) & (args[0] != 0)
@@ -731,7 +731,7 @@ def dropped_otherwise(layout):
         step = trained(model)
         for num in (12, 13, 12):
             step([batch(1, num)])
-        return found, drawn
+        return found, drawn, [sw.full_tensor(param).tolist() for param in model.parameters()]
 
 
 def buffers_of(how, layout):

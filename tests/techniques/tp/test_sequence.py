@@ -212,7 +212,7 @@ def test_own_loop_answer_and_evaluation(ranks):
 
 
 def test_dropout_differs_on_rows_and_is_equal_in_regions(ranks):
-    (one, end), (other, other_end) = ranks.run(dropped, 2, "tp=2")
+    (one, end, _), (other, other_end, _) = ranks.run(dropped, 2, "tp=2")
     assert end == other_end and len(one) == len(other) == 8
     for (shape, mine), (other_shape, its) in zip(one, other, strict=True):
         assert shape == other_shape
@@ -223,11 +223,20 @@ def test_dropout_differs_on_rows_and_is_equal_in_regions(ranks):
 
 def test_what_is_dropped_follows_from_what_it_is(ranks):
     """Rows by other masks on each rank, whatever the code around has; samples and channels, which have no positions, by equal ones."""
-    (one, drawn), (other, its_drawn) = ranks.run(dropped_otherwise, 2, "tp=2")
+    (one, drawn, _), (other, its_drawn, _) = ranks.run(dropped_otherwise, 2, "tp=2")
     assert drawn == its_drawn
     assert len(one) == len(other) == 3 * 7  # in each block, and between them
     for (kind, mine), (_, its) in zip(one, other, strict=True):
         assert (mine == its) == (kind != "rows")
+
+
+@pytest.mark.parametrize("run", [dropped_otherwise, pytest.param(dropped, marks=pytest.mark.soak)])
+def test_what_a_block_drops_it_drops_again(ranks, run):
+    """In its second run, in backward: the parameters are those of a run without one."""
+    for (_, drawn, plain), (_, again, found) in zip(
+        ranks.run(run, 2, "tp=2"), ranks.run(run, 2, "tp=2", remat="full"), strict=True
+    ):
+        assert drawn == again[: len(drawn)] and found == plain
 
 
 @pytest.mark.quick("counts")
