@@ -120,7 +120,7 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
             why="the gradients were divided by the scale already, and would be too small",
             fix="call it once after each window; scaler.update() after the step begins the next",
         )
-    grads = _gradients_of(optim, runtime)
+    grads = [grad for grad in _gradients_of(optim, runtime) if grad.numel()]
     _divide(grads, scaler.get_scale())
     largest = norm_power_sum(grads, math.inf)  # not finite where one of them is not
     summed = runtime.world.agreement.sum({"largest": largest}, "unscaling gradients")
