@@ -121,7 +121,48 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
+def clipped_to_half() -> Any:
+    """Gradients are clipped to half of the norm that was asked for."""
+    scale = shardwise.step.clip.scale_gradients
+
+    def half(runtime: Any, norm: float, max_norm: float) -> None:
+        scale(runtime, norm, max_norm / 2)
+
+    return mock.patch.object(shardwise.step.clip, "scale_gradients", half)
+
+
+def paddings_count() -> Any:
+    """The copies that fill up a window are trained on."""
+    accumulation = shardwise.step.window.Accumulation
+    set_padding = accumulation.set_padding
+
+    def never(self: Any, padding: bool) -> None:
+        set_padding(self, False)
+
+    return mock.patch.object(accumulation, "set_padding", never)
+
+
+def same_masks() -> Any:
+    """Dropout has the same masks in every micro-batch of every step."""
+    derive = shardwise.step.window.derive_seed
+
+    def one(seed: int, *place: Any) -> int:
+        return derive(seed, place[0], 0, 0)
+
+    return mock.patch.object(shardwise.step.window, "derive_seed", one)
+
+
+FAULTS_OF_DEFAULTS = {fault.__name__: fault for fault in (clipped_to_half, paddings_count, same_masks)}
+"""What a comparison finds whose windows and options are those of the command."""
+
+
 def run_with_fault(fault: str, *args: Any) -> Any:
     """What a rank runs instead of ``run_sharded``."""
     with FAULTS[fault]():
         return run_sharded(*args)
+
+
+def run_with_fault_of_defaults(fault: str, function: Any, *args: Any) -> Any:
+    """What a rank of the command runs instead of ``function``."""
+    with FAULTS_OF_DEFAULTS[fault]():
+        return function(*args)

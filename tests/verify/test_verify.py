@@ -119,6 +119,50 @@ def test_both_sides_clip_as_the_run_does(ranks):
     assert largest == 2e-3
 
 
+def test_gradients_are_clipped_by_default_and_not_without_a_norm(ranks):
+    report = verify(ranks, Small, loss=sum_loss)
+    limit = run_oracle(Task(Small, batches()[:1], sum_loss, lambda batch: 3, call))[0].grad_norm / 2
+    assert report.looked_at[0] == f"gradient clipping, to a norm of {limit:.2g}, in 2 of 2 steps"
+    report = verify(ranks, Small, loss=sum_loss, max_grad_norm=None)
+    assert report.left_out == ("gradient clipping: no gradient norm was above a max_grad_norm",)
+    assert verify(ranks, still, loss=sum_loss).left_out == report.left_out  # half of nothing clips nothing
+
+
+def still():
+    model = Small()
+    model.blocks[2].requires_grad_(False).weight.detach().zero_()
+    return model
+
+
+class Noisy(Small):
+    """Draws by dropout, and from a generator that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(3)
+
+    def forward(self, input: Tensor) -> Tensor:
+        kept = torch.rand(input.shape, generator=self.own) < 0.7
+        return super().forward(F.dropout(input * kept, 0.2, self.training))
+
+
+def test_ranks_that_read_other_samples_draw_what_one_process_does(ranks):
+    report = verify(ranks, Noisy, loss=sum_loss)
+    assert report.err <= 1e-12 and not report.left_out
+
+
+def test_where_ranks_draw_other_numbers_a_difference_is_not_blamed_on_the_layout(ranks):
+    with pytest.raises(
+        VerifyError, match=r"than on the ranks \(ranks along tp draw numbers of their own for their parts"
+    ):
+        sw.verify(Wide, "tp=2", batches=batches(), loss=sum_loss, run=ranks.run)
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
 def test_the_oracle_of_a_complex_model_is_complex():
     task = Task(Spectral, batches(), sum_loss, lambda batch: 3, call)
     gradient = run_oracle(task)[0].grads["blocks.0.weight"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from verify.faults import run_with_fault_of_defaults
 
 from shardwise.cli.main import main as cli
 from shardwise.errors import ConfigError
@@ -120,15 +121,61 @@ def test_a_difference_names_the_tensor(model_file, warm):
     assert "random numbers are drawn in the model's own forward" in done.stderr and "report" not in done.stderr
 
 
-def test_a_model_with_dropout_is_compared_in_eval_mode_and_it_says_so(model_file, warm):
+def test_a_model_with_dropout_is_compared_in_train_mode(model_file, warm):
     done = _verify(f"{model_file}:dropping", "--layout", "dp_shard=2", cwd=model_file.parent)
     assert done.returncode == 0, done.stderr
-    assert "in eval mode: in training, random numbers are drawn in 'layers.1.1' (dropout?)" in " ".join(
-        done.stdout.split()
-    )
+    told = "random numbers are drawn in 'layers.1.1', the model's own forward, or the loss (dropout?): on the ranks the same ones"
+    assert told in " ".join(done.stdout.split()) and "NOT compared" not in done.stdout
     said = [line for line in done.stdout.splitlines() if line.startswith("... ")]
     assert said[:2] == ["... loading the model", "... one plain process: 3 steps"] and len(said) == 7
     assert said[5] == "... the ranks ran them once more, with every block a unit"  # first the units of training
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--layout=dp_shard=1,tp=2"], "ranks along tp draw numbers of their own for their parts"),
+        (
+            ["--layout=dp_shard=1", "--parallel.compile.backend=inductor"],
+            "graphs of inductor draw numbers of their own",
+        ),
+    ],
+)
+def test_where_ranks_draw_other_numbers_dropout_is_compared_in_eval_mode_and_it_says_so(model_file, warm, words, why):
+    done = _verify(f"{model_file}:dropping", "--steps=1", *words, cwd=model_file.parent)
+    told = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    assert "in eval mode: in training, random numbers are drawn in 'layers.1.1'" in told and why in told
+    assert "NOT compared: train mode, with its dropout and batch norm: the model was in eval mode" in told
+
+
+@pytest.mark.parametrize(
+    ("fault", "model", "step"),
+    [("clipped_to_half", "build", 1), ("paddings_count", "build", 2), ("same_masks", "dropping", 1)],
+)
+def test_the_command_finds_by_default_what_training_has(model_file, ranks, monkeypatch, fault, model, step):
+    def faulty(function, num_ranks, *args):
+        return ranks.run(run_with_fault_of_defaults, num_ranks, fault, function, *args)
+
+    monkeypatch.setattr("shardwise.verify.job.in_fresh_processes", faulty)
+    done = _verify(f"{model_file}:{model}", cwd=model_file.parent)
+    assert done.returncode == 1 and f"embed.weight: grad differs at step {step}:" in done.stderr, done.stderr
+    assert "did not compute what one process computes" in done.stderr  # and dropout is not blamed
+
+
+def test_the_report_says_what_was_looked_at(model_file, warm):
+    for words, told in (
+        (
+            [],
+            "gradient clipping, to a norm of 0.13, in 3 of 3 steps; a padding (the copy that a rank with a micro-batch fewer runs",
+        ),
+        (
+            ["--steps=1"],
+            "NOT compared: a padding (the copy that a rank with a micro-batch fewer runs): all ranks had as many",
+        ),
+    ):
+        done = _verify(f"{model_file}:build", *words, cwd=model_file.parent)
+        assert done.returncode == 0 and told in " ".join(done.stdout.split()), done.stdout
 
 
 def test_a_model_nothing_can_be_guessed_for(model_file):
@@ -299,7 +346,7 @@ def test_images_counts_and_directories_are_compared_and_told_in_80_columns(users
     assert done.returncode == 0, done.stderr
     assert "equal: 2 ranks, layout dp_shard=2, fsdp2, 1 unit, 1 step\n" in done.stdout
     assert ("equal: 2 ranks, layout dp_shard=2, fsdp2, 3 units" in done.stdout) == (model == "model")
-    assert ("in eval mode" in done.stdout) == (model == "model")
+    assert ("random numbers are drawn" in done.stdout) == (model == "model")
     assert "against one process: 1 step, 2 micro-batches per rank" in " ".join(done.stdout.split())
     assert "1 steps" not in done.stdout and "... one plain process: 1 step\n" in done.stdout
     # Lines of torch are not ours: where a name server is slow it says that it has no name for a socket.

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.world.rng import is_generator
+
 # The attribute under which a wrapper class of torch keeps the wrapped module: torch.compile, activation checkpointing,
 # DDP. Looked up by class, not by attribute name: a user's own module may well be called "module".
 _WRAPPERS = {
@@ -63,6 +65,16 @@ def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if child is not None and id(child) not in above:
                 children.append((start + name, child, below))
         waiting += reversed(children)
+
+
+def canonical_generators(root: nn.Module) -> dict[str, Any]:
+    """Canonical name -> random generator that a module keeps as an attribute."""
+    found: dict[int, tuple[str, Any]] = {}
+    for prefix, module in canonical_modules(root):
+        for attr, value in module.__dict__.items():
+            if is_generator(value):
+                found.setdefault(id(value), (f"{prefix}.{attr}" if prefix else attr, value))
+    return dict(found.values())
 
 
 def canonical_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str]]:

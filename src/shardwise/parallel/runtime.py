@@ -20,13 +20,14 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError, UsageE
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, dtype_name
 from shardwise.model.module_state import ModuleState
+from shardwise.model.names import canonical_generators
 from shardwise.model.own_state import OwnState
 from shardwise.model.tensors import loose_tensors, tensors_of
 from shardwise.parallel.protocols import CutSequence, Engine, OpenGradients, Pending, ShownClasses
 from shardwise.parallel.stale import ModuleSnapshot
 from shardwise.recipe import RankView, Recipe, Slice, extents
 from shardwise.techniques.data.rule import DataEntry
-from shardwise.world import World, is_generator
+from shardwise.world import World
 from shardwise.world.agreement import Scope
 
 T = TypeVar("T")
@@ -304,13 +305,8 @@ class Runtime:
 
     @functools.cached_property
     def generators(self) -> dict[str, Any]:
-        """Name -> random generator that a module keeps as an attribute; searched once, when the first window begins."""
-        found: dict[int, tuple[str, Any]] = {}
-        for prefix, module in canonical_modules(self.module):
-            for attr, value in module.__dict__.items():
-                if is_generator(value):
-                    found.setdefault(id(value), (f"{prefix}.{attr}" if prefix else attr, value))
-        return dict(found.values())
+        """:func:`canonical_generators`, searched once, when the first window begins."""
+        return canonical_generators(self.module)
 
     # ---- checks ----------------------------------------------------------------------------------------------
 

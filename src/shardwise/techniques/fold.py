@@ -165,6 +165,14 @@ def check_early(parallel: Any, origins: Mapping[str, str]) -> None:
         technique.check_early(origins, **{option.key: getattr(parallel, option.key) for option in technique.options})
 
 
+def own_draws(parallel: Any, layout: Layout) -> str:
+    """Why a forward on the ranks draws other random numbers than in one process, as text; "" if it draws the same."""
+    axes = [name for name, axis in MESH_AXES.items() if axis.batch != "samples" and layout.degree(name) > 1]
+    parts = [f"ranks along {name} draw numbers of their own for their parts" for name in axes]
+    given = parallel.options()
+    return ", ".join(filter(None, [*parts, *(each.own_draws(**each.settled(given)) for each in TECHNIQUES)]))
+
+
 def options_of_proof(parallel: Any, device: str, times: int) -> tuple[Any, list[str]]:
     """The options with which a run on ``device`` (a type) is proved in float64 on the CPU, and texts about those left
     out. A number of float64 takes ``times`` the bytes that it takes in the run. :func:`prepared` has changed the module's structure already."""

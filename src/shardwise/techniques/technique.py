@@ -359,6 +359,7 @@ class Technique:
             made without this technique: a text to show, or "" if there is nothing to show; None: it is made with it.
         in_proof: ``in_proof(times, **options)``: its options that are others in that proof, because they are in bytes:
             a number of float64 takes ``times`` as many as in the run.
+        own_draws: ``own_draws(**options)``: why a forward draws other random numbers with them than without; "" if it draws the same.
         without: the text of ``shardwise verify`` for users who give its options; "": verify accepts them.
     """
 
@@ -378,6 +379,7 @@ class Technique:
     check_early: Callable[..., None] = lambda _origins, **_: None
     leaves_proof: Callable[[str], str | None] = lambda _: None
     in_proof: Callable[..., Mapping[str, Any]] = lambda _times, **_: {}
+    own_draws: Callable[..., str] = lambda **_: ""
     without: str = ""
 
     def load(self, part: str) -> Any:

@@ -40,7 +40,7 @@ class Difference:
 @dataclass(frozen=True)
 class Report:
     """The result of a comparison. ``worst``: the largest difference of each kind: loss, grad, grad_norm, param,
-    buffer."""
+    buffer. ``left_out``: what it says nothing of."""
 
     layout: str
     engine: str
@@ -52,6 +52,8 @@ class Report:
     num_units: int
     bytes_per_rank: tuple[int, ...]
     num_statistics: int = 0  # buffers that are compared between the ranks only
+    looked_at: tuple[str, ...] = ()  # of what training may do and these steps need not, as texts
+    left_out: tuple[str, ...] = ()
 
     @property
     def err(self) -> float:
@@ -65,6 +67,7 @@ class Report:
             f"equal: {counted(self.num_ranks, 'rank')}, layout {self.layout}, {self.engine}, {counted(self.num_units, 'unit')}, "
             f"{counted(self.num_steps, 'step')}\n"
             f"       largest difference {worst.err:.1e}{at}, allowed {max(self.gate, worst.allowed):.0e}{self._of_statistics()}"
+            f"{_listed('compared too', self.looked_at)}{_listed('NOT compared', self.left_out)}"
         )
 
     def _of_statistics(self) -> str:
@@ -74,6 +77,10 @@ class Report:
             f"\n       {counted(self.num_statistics, 'running statistic')} of norms compared between the ranks only: one process updates them "
             "in every micro-batch, a rank in its own, so evaluation and saved weights depend on the layout"
         )
+
+
+def _listed(what: str, texts: Sequence[str]) -> str:
+    return f"\n       {what}: {'; '.join(texts)}" if texts else ""
 
 
 def counted(number: int, noun: str) -> str:
@@ -110,6 +117,7 @@ def compare(
                 worst[difference.kind] = replace(difference, allowed=allowed)
             if not difference.err <= allowed:
                 raise _error(difference, recipe, len(ranks), allowed)
+    looked_at, left_out = _coverage(task, oracle, recipe.grid.degree("dp"))
     return Report(
         layout=str(recipe.grid),
         engine=recipe.engine,
@@ -121,7 +129,28 @@ def compare(
         num_units=len({param.unit for param in recipe.params.values()}),  # a root without parameters gathers nothing
         bytes_per_rank=tuple(recipe.at(rank).num_bytes() for rank in range(len(ranks))),
         num_statistics=sum(map(_is_statistic, oracle[0].buffers)) if len(ranks) > 1 else 0,
+        looked_at=tuple(looked_at),
+        left_out=tuple(left_out),
     )
+
+
+def _coverage(task: Task, oracle: Sequence[StepRecord], num_readers: int) -> tuple[list[str], list[str]]:
+    """What training may do and these steps have done, and what they have not, as texts. ``num_readers``: ranks that read different data."""
+    looked_at, left_out = [], []
+    limit, num_steps = task.max_grad_norm or math.inf, counted(len(oracle), "step")
+    if num_clipped := sum(step.grad_norm > limit for step in oracle):
+        looked_at.append(f"gradient clipping, to a norm of {limit:.2g}, in {num_clipped} of {num_steps}")
+    else:
+        left_out.append("gradient clipping: no gradient norm was above a max_grad_norm")
+    if num_padded := sum(len(window) % num_readers > 0 for window in task.windows):
+        looked_at.append(
+            f"a padding (the copy that a rank with a micro-batch fewer runs, which must not count), in {num_padded} of {num_steps}"
+        )
+    elif num_readers > 1:
+        left_out.append("a padding (the copy that a rank with a micro-batch fewer runs): all ranks had as many")
+    if not all(step.in_training for step in oracle):
+        left_out.append("train mode, with its dropout and batch norm: the model was in eval mode")
+    return looked_at, left_out
 
 
 def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tensor | None:

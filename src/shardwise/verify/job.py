@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping
@@ -13,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
-from shardwise.layout import parse_layout
+from shardwise.layout import layout_of, num_ranks_of
 from shardwise.model import read_anatomy
 from shardwise.model.calling import call
 from shardwise.run.train_config import MODEL_LOSS
 from shardwise.step.loss import count_of, next_token_loss, with_count
 from shardwise.step.model_loss import model_loss
-from shardwise.techniques.fold import Prepared
+from shardwise.techniques.fold import Prepared, own_draws
 from shardwise.verify.compare import Report, counted
 from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.named import CountOfLoss, Function, named_model, user_errors
@@ -79,8 +78,12 @@ def main(
     """
     _say("loading the model")
     build = named_model(model)
-    num_ranks = math.prod(int(degree) for degree in parse_layout(layout).values())
-    windows = _windows(build(), batch, [num_ranks * accumulate] * steps)
+    grid = layout_of(layout, num_ranks_of(layout) or 1)
+    num_ranks, draws = grid.size, own_draws(parallel, grid)
+    sizes = [grid.degree("dp") * accumulate] * steps
+    if steps > 1 and grid.degree("dp") > 1:
+        sizes[1] -= 1  # the last rank gets a padding, as at the end of an epoch
+    windows = _windows(build(), batch, sizes)
     sums: Any = model_loss if loss == MODEL_LOSS else Function(loss, "--loss") if loss else next_token_loss
     runs: Any = Function(forward, "--forward") if forward else call
     counts = _counts(sums, count, batch, windows[0][0])
@@ -94,12 +97,12 @@ def main(
     with user_errors(
         f"MODEL={model!r}" + (f" with --batch {batch}" if batch else ""), "its forward, or the loss,", fix
     ):
-        build = _without_dropout(build, parallel, windows, sums, runs)
+        build = _drawing_alike(build, parallel, draws, windows, sums, runs)
     task = Task(Prepared(build, parallel), windows, sums, count_of(sums, counts), runs, fused=fused)
-    reference = Reference(task, _say)
+    reference = Reference(task, _say, draws, clips=True)
     _say(f"sharded: the same steps on {counted(num_ranks, 'rank')} (each loads torch, a few seconds)")
     is_twice = small_units and _has_blocks(build, parallel)
-    for turn, records in enumerate(_turns(task, num_ranks, layout, parallel, is_twice=is_twice)):
+    for turn, records in enumerate(_turns(reference.task, num_ranks, layout, parallel, is_twice=is_twice)):
         if turn:
             _say("the ranks ran them once more, with every block a unit")
         _print_report(reference.compared(records))
@@ -161,7 +164,7 @@ def _print_report(report: Report) -> None:
     _print("largest difference of the two runs, relative to the largest element:")
     for kind, worst in report.worst.items():
         where = f"  {worst.place}" if worst.err else ""
-        print(f"  {_KINDS.get(kind, kind):<14} {worst.err:.1e}{where}")
+        _print(f"  {_KINDS.get(kind, kind):<14} {worst.err:.1e}{where}")
     for line in str(report).splitlines():
         _print(line)
 
@@ -186,21 +189,25 @@ def _say(text: str) -> None:
     print(f"... {text}", flush=True)
 
 
-def _without_dropout(
-    build: Callable[[], nn.Module], parallel: Any, windows: Any, loss: Any, forward: Any
+def _drawing_alike(
+    build: Callable[[], nn.Module], parallel: Any, own_draws: str, windows: Any, loss: Any, forward: Any
 ) -> Callable[[], nn.Module]:
-    """``build``, in eval mode if the module draws random numbers only in train mode, which is said then."""
+    """``build``, in eval mode if the module draws random numbers only in train mode, and the ranks would draw other ones; which is said."""
     evaluating = _Evaluating(build)
 
     def drawing(make: Callable[[], nn.Module]) -> list[str]:
         return drawing_modules(Task(Prepared(make, parallel), windows, loss, None, forward))
 
     names = drawing(build)
-    if not names or drawing(evaluating):
+    if names and not own_draws:
+        _print(
+            f"random numbers are drawn in {places_of(names)} (dropout?): on the ranks the same ones as in the one process"
+        )
+    if not names or not own_draws or drawing(evaluating):
         return build
     _print(
         f"in eval mode: in training, random numbers are drawn in {places_of(names)} (dropout?), and the ranks would draw other ones than the "
-        "one process, so nothing could be equal; batch norm, if any, uses its running statistics"
+        f"one process ({own_draws}), so nothing could be equal; batch norm, if any, uses its running statistics"
     )
     return evaluating
 

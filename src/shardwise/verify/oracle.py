@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.modules import cast_floating
 from shardwise.model.lift import LiftFloat32
+from shardwise.model.names import canonical_generators
 from shardwise.step.loss import counter_of, forward_of
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams, seed_torch
@@ -125,6 +126,7 @@ class StepRecord:
     grads: dict[str, Tensor | None]
     params: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    in_training: bool = True
 
 
 def make_optimizer(task: Task, params: Any) -> torch.optim.Optimizer:
@@ -159,7 +161,8 @@ def _step(task: Task, model: nn.Module, optim: torch.optim.Optimizer, number: in
     divisor = tokens or 1.0
     for index, batch in reversed(window) if otherwise else window:
         # What a forward draws (noise, the times of a diffusion) depends on the step and the micro-batch, on the ranks too.
-        draws = forked_streams(derive_seed(task.seed, "forward", number, index), None, {})
+        seed = derive_seed(task.seed, "forward", number, index)
+        draws = forked_streams(seed, None, canonical_generators(model))
         with task.lifted(), draws:
             result = task.result(model, batch, StepState(number + 1, index))
         loss = result["loss"] if isinstance(result, Mapping) else result
@@ -186,4 +189,5 @@ def _step(task: Task, model: nn.Module, optim: torch.optim.Optimizer, number: in
         grads=kept,
         params={name: p.detach().clone() for name, p in params.items()},
         buffers={name: b.clone() for name, b in model.named_buffers()},
+        in_training=model.training,
     )

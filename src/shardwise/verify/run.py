@@ -1,8 +1,10 @@
 """``sw.verify``: trains the user's model sharded and in one process, and compares the numbers."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,12 @@ from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
 from shardwise.launch.environment import is_rank
 from shardwise.launch.script import pickled
-from shardwise.layout import layout_of, num_ranks_of
+from shardwise.layout import Layout, layout_of, num_ranks_of
 from shardwise.model.calling import call
 from shardwise.parallel import parallelize
 from shardwise.step.loss import count_of, next_token_loss, with_count
 from shardwise.techniques import AXES_IN_USE, Parallel
-from shardwise.techniques.fold import Prepared
+from shardwise.techniques.fold import Prepared, own_draws
 from shardwise.verify.compare import Report, compare, counted
 from shardwise.verify.draws import drawing_modules, places_of
 from shardwise.verify.oracle import Task, cast_batches, run_oracle
@@ -38,7 +40,7 @@ def verify(
     count: Any = None,
     forward: Any = call,
     optimizer: Any = "sgd",
-    max_grad_norm: float | None = None,
+    max_grad_norm: float | Literal["half"] | None = "half",
     norm_type: Any = 2.0,
     clip_grad_value: float | None = None,
     fused: bool | str = False,
@@ -57,10 +59,12 @@ def verify(
         build: builds the module; a top-level function, called on every rank. It must be deterministic for a given seed.
         layout: such as ``"dp_shard=2"``; a ``-1`` needs ``num_ranks``.
         batches: per step, the micro-batches of all ranks together, in global order. Give them unequal numbers of valid
-            tokens: equal ones hide the most common faults.
+            tokens: equal ones hide the most common faults; and let one window have a micro-batch too few for the ranks, as
+            the last one of an epoch may.
         loss, count, forward: as :class:`~shardwise.step.step.TrainStep` takes them; top-level functions.
         optimizer: "sgd" (momentum 0.9), "adamw", or a top-level function of the parameters.
-        max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.step.step.TrainStep` takes them.
+        max_grad_norm, norm_type, clip_grad_value: as :class:`~shardwise.step.step.TrainStep` takes them. ``"half"``: half of the
+            gradient norm of the first window, so that gradients are clipped.
         fused: as in :class:`~shardwise.step.step.TrainStep`, on the ranks; the one process holds its logits.
         dtype: both sides compute in it, and floating tensors of batches are cast to it; float64 shows faults that
             rounding would hide.
@@ -74,8 +78,8 @@ def verify(
     Raises:
         UsageError: parallelize does not have the option; a function cannot be sent to another process (a lambda, a function
             inside a function, one of a notebook); it is called at the top level of a script, which ranks run for its functions.
-        VerifyError: with the first tensor that differs; and with the modules that draw random numbers, if there are
-            any: the ranks draw other ones than the one process.
+        VerifyError: with the first tensor that differs; and with the modules that draw random numbers, if the ranks draw other
+            ones than the one process.
 
     Example:
         >>> report = verify(build, "dp_shard=2", batches=[[batch, other]])  # doctest: +SKIP
@@ -86,7 +90,7 @@ def verify(
         _refuse_on_a_rank()
         refuse_while_imported("verify")
         _refuse_unsendable(build=build, loss=loss, count=count, forward=forward, optimizer=optimizer, **options)
-    size = _num_ranks(layout, num_ranks)
+    grid = _layout(layout, num_ranks)
     example, parallel = options.pop("example", None), Parallel.of(**options)
     task = Task(
         build=Prepared(build, parallel),
@@ -95,26 +99,36 @@ def verify(
         count=count_of(loss, count) if loss is not None or count is not None else None,
         forward=forward,
         optimizer=optimizer,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=None if max_grad_norm == "half" else max_grad_norm,
         norm_type=norm_type,
         clip_grad_value=clip_grad_value,
         fused=fused,
         dtype=dtype,
     )
     say = say or (lambda text: None)
-    reference = Reference(task, say)
-    say(f"sharded: the same steps on {counted(size, 'rank')} (each loads torch, a few seconds)")
-    ranks = (run or in_fresh_processes)(run_sharded, size, task, layout, parallel, example)
+    reference = Reference(task, say, own_draws(parallel, grid), clips=max_grad_norm == "half")
+    say(f"sharded: the same steps on {counted(grid.size, 'rank')} (each loads torch, a few seconds)")
+    ranks = (run or in_fresh_processes)(run_sharded, grid.size, reference.task, layout, parallel, example)
     return reference.compared(ranks, gate)
 
 
 class Reference:
-    """The numbers of ``task`` in one plain process, computed when this is made. ``say``: called with a text before each
-    stage."""
+    """The numbers of a task in one plain process, computed when this is made.
 
-    def __init__(self, task: Task, say: Callable[[str], object]):
-        self._task, self._say = task, say
+    Args:
+        task: that the ranks are to run too; :attr:`task` is the one.
+        say: called with a text before each stage.
+        own_draws: why the ranks draw other random numbers; "" if they draw the same.
+        clips: clip gradients to half of the norm that the first window has.
+    """
+
+    def __init__(self, task: Task, say: Callable[[str], object], own_draws: str, *, clips: bool):
+        self._say, self._own_draws = say, own_draws
         say(f"one plain process: {counted(len(task.windows), 'step')}")
+        if clips:
+            norm = run_oracle(replace(task, windows=task.windows[:1]))[0].grad_norm
+            task = replace(task, max_grad_norm=norm / 2 if 0 < norm < math.inf else None)
+        self.task = task
         self._oracle = run_oracle(task)
         say("one plain process once more, its sums in another order")
         self._noise = run_oracle(task, otherwise=True)
@@ -126,24 +140,25 @@ class Reference:
             VerifyError: with the first tensor that differs, as :func:`verify` raises it.
         """
         self._say("comparing every tensor")
-        gate = GATES[self._task.dtype] if gate is None else gate
+        gate = GATES[self.task.dtype] if gate is None else gate
         try:
-            return compare(self._task, self._oracle, ranks, noise=self._noise, gate=gate)
+            return compare(self.task, self._oracle, ranks, noise=self._noise, gate=gate)
         except VerifyError as error:
-            raise _explained(error, self._task) from None
+            raise self._explained(error) from None
 
-
-def _explained(error: VerifyError, task: Task) -> VerifyError:
-    """``error``, extended with the cause if the module draws random numbers."""
-    names = drawing_modules(task)
-    if not names:
-        return error
-    return VerifyError(
-        error.given,
-        why=f"random numbers are drawn in {places_of(names)}: other ones in the one process than on the ranks, so nothing can be equal",
-        fix="compare without them: dropout of 0, or a function that returns module.eval(); this says nothing of the layout",
-        name=error.name,
-    )
+    def _explained(self, error: VerifyError) -> VerifyError:
+        """``error``, extended with the cause if the module draws random numbers that the ranks do not draw."""
+        is_seeded = math.isclose(self._oracle[0].loss, self._noise[0].loss, rel_tol=1e-4)
+        names = drawing_modules(self.task) if self._own_draws or not is_seeded else []
+        if not names:
+            return error
+        why = self._own_draws or "of seeds of its own"
+        return VerifyError(
+            error.given,
+            why=f"random numbers are drawn in {places_of(names)}: other ones in the one process than on the ranks ({why}), so nothing can be equal",
+            fix="compare without them: dropout of 0, or a function that returns module.eval(); this says nothing of the layout",
+            name=error.name,
+        )
 
 
 def _refuse_windows(batches: Any) -> None:
@@ -183,8 +198,8 @@ def _refuse_unsendable(**given: Any) -> None:
         pickled((value,), f"verify({name}={getattr(value, '__name__', type(value).__name__)})")
 
 
-def _num_ranks(layout: str, given: int | None) -> int:
-    """The number of ranks to start for ``layout``.
+def _layout(layout: str, given: int | None) -> Layout:
+    """``layout`` with the number of ranks to start for it.
 
     Raises:
         ConfigError: it has a ``-1`` and no number of ranks was given, or it does not fit that number.
@@ -194,8 +209,7 @@ def _num_ranks(layout: str, given: int | None) -> int:
         raise ConfigError(
             f"verify(layout={layout!r})", why="-1 and node need a number of ranks", fix="pass num_ranks=2"
         )
-    layout_of(layout, size, size, AXES_IN_USE)  # all ranks are on this node
-    return size
+    return layout_of(layout, size, size, AXES_IN_USE)  # all ranks are on this node
 
 
 def in_fresh_processes(function: Any, num_ranks: int, *args: Any) -> list[Any]:

@@ -14,6 +14,10 @@ def _leaves_proof(device: str) -> str | None:
     return None if device == "cpu" else "compile, which would compile for the CPU"
 
 
+def _own_draws(compile: Compile | None) -> str:
+    return "graphs of inductor draw numbers of their own" if compile and compile.backend == "inductor" else ""
+
+
 TECHNIQUE = Technique(
     name="compile",
     options=(
@@ -31,4 +35,5 @@ TECHNIQUE = Technique(
     edit=edit,
     act="shardwise.techniques.compile.act:CompileAct",
     leaves_proof=_leaves_proof,
+    own_draws=_own_draws,
 )
