@@ -15,6 +15,7 @@ import shardwise.techniques.data.fsdp2
 import shardwise.techniques.data.replicas
 from shardwise._torch.fsdp2 import Unit
 from shardwise._torch.fully_shard import unit_groups
+from shardwise.data.batch import MicroBatch
 from shardwise.step.norm import norm_power_sum
 from shardwise.verify import run_sharded
 
@@ -131,8 +132,19 @@ def clipped_to_half() -> Any:
     return mock.patch.object(shardwise.step.clip, "scale_gradients", half)
 
 
-def paddings_count() -> Any:
+def paddings_taken_for_data() -> Any:
     """The copies that fill up a window are trained on."""
+    micro_batch = shardwise.step.window.Window._micro_batch
+
+    def data(self: Any, i: int) -> MicroBatch:
+        batch = micro_batch(self, i)
+        return MicroBatch(batch, index=batch.index)
+
+    return mock.patch.object(shardwise.step.window.Window, "_micro_batch", data)
+
+
+def paddings_have_gradients() -> Any:
+    """What gradients of paddings have beside those of the loss, which is divided by infinity, counts."""
     accumulation = shardwise.step.window.Accumulation
     set_padding = accumulation.set_padding
 
@@ -152,7 +164,9 @@ def same_masks() -> Any:
     return mock.patch.object(shardwise.step.window, "derive_seed", one)
 
 
-FAULTS_OF_DEFAULTS = {fault.__name__: fault for fault in (clipped_to_half, paddings_count, same_masks)}
+FAULTS_OF_DEFAULTS = {
+    fault.__name__: fault for fault in (clipped_to_half, paddings_taken_for_data, paddings_have_gradients, same_masks)
+}
 """What a comparison finds whose windows and options are those of the command."""
 
 

@@ -52,6 +52,20 @@ def dropping():
     net.layers[1] = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
     return net
 
+class Balance(torch.autograd.Function):
+    """Adds a penalty to the gradients, whatever the loss is divided by, as balancing losses of experts do."""
+    @staticmethod
+    def forward(ctx, x, penalty):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.full((), 1e-3, dtype=grad.dtype)
+
+class Balanced(Net):
+    def forward(self, input_ids):
+        x = super().forward(input_ids)
+        return Balance.apply(x, x.square().mean())
+
 class Positions(Net):
     """Twelve positions, and no more."""
     def __init__(self):
@@ -124,7 +138,7 @@ def test_a_difference_names_the_tensor(model_file, warm):
 def test_a_model_with_dropout_is_compared_in_train_mode(model_file, warm):
     done = _verify(f"{model_file}:dropping", "--layout", "dp_shard=2", cwd=model_file.parent)
     assert done.returncode == 0, done.stderr
-    told = "random numbers are drawn in 'layers.1.1', the model's own forward, or the loss (dropout?): on the ranks the same ones"
+    told = "random numbers are drawn in 'layers.1.1' (dropout?): the ranks draw the same"
     assert told in " ".join(done.stdout.split()) and "NOT compared" not in done.stdout
     said = [line for line in done.stdout.splitlines() if line.startswith("... ")]
     assert said[:2] == ["... loading the model", "... one plain process: 3 steps"] and len(said) == 7
@@ -151,7 +165,12 @@ def test_where_ranks_draw_other_numbers_dropout_is_compared_in_eval_mode_and_it_
 
 @pytest.mark.parametrize(
     ("fault", "model", "step"),
-    [("clipped_to_half", "build", 1), ("paddings_count", "build", 2), ("same_masks", "dropping", 1)],
+    [
+        ("clipped_to_half", "build", 1),
+        ("paddings_taken_for_data", "build", 2),
+        ("paddings_have_gradients", "Balanced", 2),
+        ("same_masks", "dropping", 1),
+    ],
 )
 def test_the_command_finds_by_default_what_training_has(model_file, ranks, monkeypatch, fault, model, step):
     def faulty(function, num_ranks, *args):
@@ -163,11 +182,16 @@ def test_the_command_finds_by_default_what_training_has(model_file, ranks, monke
     assert "did not compute what one process computes" in done.stderr  # and dropout is not blamed
 
 
+def test_a_gradient_beside_that_of_the_loss_is_compared_with_a_padding(model_file, warm):
+    done = _verify(f"{model_file}:Balanced", cwd=model_file.parent)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_report_says_what_was_looked_at(model_file, warm):
     for words, told in (
         (
             [],
-            "gradient clipping, to a norm of 0.13, in 3 of 3 steps; a padding (the copy that a rank with a micro-batch fewer runs",
+            "gradient clipping, to a norm of 0.066, in 3 of 3 steps; a padding (the copy that a rank with a micro-batch fewer runs",
         ),
         (
             ["--steps=1"],

@@ -19,6 +19,9 @@ from shardwise.verify.oracle import StepRecord, Task
 from shardwise.verify.sharded import RankRecord, RankStep
 
 _FLOOR = 1e-6  # share of the largest tensor; below it a relative error means nothing
+_MOST_NOISE = (
+    1e9  # in units of rounding: more is not rounding, but a gradient that does not follow what the loss is divided by
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def compare(
     for number in range(1, len(oracle) + 1):
         steps = [rank.steps[number - 1] for rank in ranks]
         for difference in _step_differences(task, recipe, oracle[:number], steps):
-            allowed = max(gate, 8 * own.get((difference.kind, difference.name), 0.0))
+            noise_here = 8 * own.get((difference.kind, difference.name), 0.0)
+            allowed = max(gate, min(noise_here, _MOST_NOISE * torch.finfo(task.dtype).eps))
             if difference.err > worst.get(difference.kind, Difference("", -1.0, "", 0)).err:
                 worst[difference.kind] = replace(difference, allowed=allowed)
             if not difference.err <= allowed:

@@ -201,7 +201,7 @@ def _drawing_alike(
     names = drawing(build)
     if names and not own_draws:
         _print(
-            f"random numbers are drawn in {places_of(names)} (dropout?): on the ranks the same ones as in the one process"
+            f"random numbers are drawn in {places_of(names)} (dropout?): the ranks draw the same ones as the one process"
         )
     if not names or not own_draws or drawing(evaluating):
         return build
