@@ -2901,8 +2901,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "rounding-taken-for-noise",
-        "allowed = max(gate, 8 * own.get(",
-        "allowed = max(gate, 1e-3, 8 * own.get(",
+        "allowed = max(gate, min(noise_here",
+        "allowed = max(gate, 1e-3, min(noise_here",
         "tests/verify/test_parity.py -k five_parts",
         "gradients that are wrong by a part in 20,000 are called equal",
     ),
