@@ -168,10 +168,8 @@ def check_early(parallel: Any, origins: Mapping[str, str]) -> None:
 def own_draws(parallel: Any, layout: Layout) -> str:
     """Why a forward on the ranks draws other random numbers than in one process, as text; "" if it draws the same."""
     axes = [name for name, axis in MESH_AXES.items() if axis.batch != "samples" and layout.degree(name) > 1]
-    words, given = (
-        [f"ranks along {name} draw numbers of their own for their parts" for name in axes],
-        parallel.options(),
-    )
+    words = [f"ranks along {name} draw numbers of their own for their parts" for name in axes]
+    given = parallel.options()
     words += [word for each in TECHNIQUES if (word := each.own_draws(**each.settled(given)))]
     return ", ".join(words)
 
