@@ -3750,6 +3750,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a block with dropout that runs again in backward is refused under sequence parallelism",
     ),
     Mutant(
+        "collectives-over-paddings",
+        '        with NoOwnCollectives("a padding of a window"):\n            yield\n',
+        "        yield\n",
+        "tests/step/test_collective_loss.py -k 'counts_nowhere and (step or loop)'",
+        "a copy of a micro-batch, which counts nowhere, is in statistics that a loss takes over the ranks",
+    ),
+    Mutant(
+        "collectives-over-paddings-of-evaluations",
+        'contextlib.nullcontext() if item.counts else NoOwnCollectives("a padding of an evaluation")',
+        "contextlib.nullcontext()",
+        "tests/step/test_collective_loss.py -k 'counts_nowhere and evaluation'",
+        "a copy of a batch, which counts nowhere, is in what an evaluation's loss gathers over the ranks",
+    ),
+    Mutant(
         "models-of-a-step-in-any-order",
         "    return sorted(found, key=lambda runtime: runtime.number)\n",
         "    return list(found)\n",
