@@ -2090,7 +2090,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "another-models-gradients-stay",
-        "        if float(summed[_OTHERS]):\n",
+        "        if float(summed[OTHERS]):\n",
         "        if False:\n",
         "tests/step/test_backwards.py -k other_models",
         "the gradients of a second model in a loss are those of a rank alone",
@@ -3790,6 +3790,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "        pass",
         "tests/cli/test_generate.py -k checksums",
         "a damaged checkpoint answers without a word",
+    ),
+    Mutant(
+        "scaled-gradients-of-another-model",
+        "            self._scale.refuse_other_models(w)\n",
+        "",
+        "tests/step/test_scaler.py -k comes_to_another_model",
+        "the optimizer of a second model of the loss steps with gradients times the loss scale",
     ),
     Mutant(
         "models-of-a-step-in-any-order",
