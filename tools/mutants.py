@@ -3799,6 +3799,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "the optimizer of a second model of the loss steps with gradients times the loss scale",
     ),
     Mutant(
+        "group-of-one-rank-is-all",
+        "            self._group = self._alone()\n",
+        "            pass\n",
+        "tests/world/test_world.py -k degree_1_too",
+        "a collective over the data ranks goes over all ranks under tp, which bring the same samples again",
+    ),
+    Mutant(
         "models-of-a-step-in-any-order",
         "    return sorted(found, key=lambda runtime: runtime.number)\n",
         "    return list(found)\n",
