@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn as dnn
 from models.tied import Tied
 from step.plain import batch, mine, plain_backward, shard, sum_loss
 
@@ -107,3 +110,67 @@ def test_a_mean_that_one_rank_could_tell_is_refused_on_all(ranks):
     assert set(ranks.run(mean_of_some, 2, "dp_replicate=2")) == {
         "a loss whose 'share' is a mean, or another value that is no sum"
     }
+
+
+# ---- collectives over samples, by hand ---------------------------------------------------------------------------------
+
+
+def _gathered(x):
+    return torch.cat(dnn.all_gather(x.contiguous()))
+
+
+COLLECTIVES = {
+    "statistics": lambda x: x - dnn.all_reduce(x.sum()) / 100,
+    "features": lambda x: x * _gathered(x.flatten()[:2]).sum(),
+    "without gradients": lambda x: x + functional.all_reduce(x.detach().sum(), "sum", dist.group.WORLD),
+    "one rank's numbers": lambda x: x * dnn.broadcast(torch.ones(()), src=0),
+}
+
+
+class Own(Tied):
+    """Its forward makes a collective, or its loss does."""
+
+    how = None
+
+    def forward(self, input_ids):
+        output = super().forward(input_ids)
+        return output if self.how is None else COLLECTIVES[self.how](output)
+
+
+def padded(layout, how, where, run):
+    """A window, or an evaluation, in which the second rank has one micro-batch less."""
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        torch.manual_seed(3)
+        model = sw.parallelize(Own().double(), world, sharding=sw.Sharding(min_unit_bytes=0))
+        model.how = how if where == "forward" else None
+
+        def loss(output, b):
+            return sum_loss(COLLECTIVES[how](output) if where == "loss" else output, b)
+
+        given = [MicroBatch(batch(i), index=i, padding=i == 3) for i in (2 * j + world.rank for j in range(2))]
+        if run == "evaluation":
+            sw.evaluate(model, [b for b in given if not b.padding], loss=loss)
+        elif run == "loop":
+            with sw.window(model, given) as window:
+                for b in window:
+                    (loss(model(b["input_ids"]), b) / window.num_tokens).backward()
+        else:
+            sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)(given)
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "where", "run"),
+    [
+        ("dp_shard=2", "statistics", "loss", "step"),
+        ("dp_replicate=2", "features", "forward", "loop"),
+        ("dp_shard=2", "without gradients", "loss", "evaluation"),
+        ("dp_replicate=2", "one rank's numbers", "loss", "step"),
+    ],
+)
+def test_a_copy_that_counts_nowhere_is_in_no_collective(ranks, layout, how, where, run):
+    if how == "one rank's numbers":
+        ranks.run(padded, 2, layout, how, where, run)
+        return
+    what = "a padding of an evaluation" if run == "evaluation" else "a padding of a window"
+    with pytest.raises(sw.RankError, match=rf"rank 1 raised UsageError: a collective of your own \(all.*{what}"):
+        ranks.run(padded, 2, layout, how, where, run)

@@ -16,7 +16,7 @@ from shardwise.step.exchange import Exchange
 from shardwise.step.grad_stash import GradStash
 from shardwise.world.agreement import Entry
 
-_OTHERS, _PENALTIES = "gradients of other models", "penalties"
+OTHERS, _PENALTIES = "gradients of other models", "penalties"  # entries of the exchange
 _main: "weakref.WeakSet[Accumulation]" = weakref.WeakSet()  # that have not ended; not those of "another model"
 
 
@@ -136,7 +136,7 @@ class Accumulation:
         return {
             **self._exchange.entries(),
             **self.buffers.entries(is_idle=is_idle),
-            _OTHERS: float(others),
+            OTHERS: float(others),
             _PENALTIES: self.runtime.world.agreement.same(self.num_penalties),
         }
 
@@ -152,7 +152,7 @@ class Accumulation:
             )
         is_late = self._exchange.apply(summed, place)
         self.runtime.engine.end()
-        if float(summed[_OTHERS]):
+        if float(summed[OTHERS]):
             self._agree_on_others(place)
         return is_late
 

@@ -34,6 +34,7 @@ from shardwise.step.loss import (
 )
 from shardwise.step.loss_check import LossCheck
 from shardwise.step.no_gradient import refuse_autocast
+from shardwise.step.padding_collectives import NoOwnCollectives
 from shardwise.step.same_data import digest_of_dataset, other_datasets
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
@@ -113,7 +114,8 @@ class _Sums:
             mine = _flat(loader, self.runtime.world.axis("dp"))
             for item in _in_step(self.runtime, mine, self._check, self.counter, self._buffers):
                 state = None if item.counts else self.runtime.module_state()
-                with self._streams(item.number):
+                runs = contextlib.nullcontext() if item.counts else NoOwnCollectives("a padding of an evaluation")
+                with runs, self._streams(item.number):
                     self._add(item)
                 if state is not None:
                     state.restore()

@@ -18,6 +18,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.accumulation import Accumulation
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
+from shardwise.step.padding_collectives import NoOwnCollectives
 from shardwise.step.token_count import agree_on_count
 from shardwise.step.written_state import written_state
 
@@ -124,7 +125,8 @@ def not_counted(gradients: Accumulation, padding: bool, *, has_backward: bool = 
     state = runtime.module_state()
     gradients.set_padding(True)
     try:
-        yield
+        with NoOwnCollectives("a padding of a window"):
+            yield
     finally:
         gradients.set_padding(False)
         with contextlib.nullcontext() if has_backward else unseen_writes(runtime.buffers().values()):

@@ -28,7 +28,7 @@ from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.parallel.step_checks import refuse_unreduced
-from shardwise.step.accumulation import Accumulation
+from shardwise.step.accumulation import OTHERS, Accumulation
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
 from shardwise.step.no_gradient import explain_no_gradient, refuse_unused
 from shardwise.step.own_loop import OwnLoop, TokenCount, not_counted, refuse_within
@@ -100,6 +100,12 @@ class Window:
     def has_others(self) -> bool:
         """Whether a backward ran that was not the step's own."""
         return self._gradients.has_others
+
+    @property
+    def reached_others(self) -> bool:
+        """Whether the loss of any rank came to another model, whose gradients are summed with these. After :meth:`finish`."""
+        assert self.agreed is not None
+        return bool(float(self.agreed[OTHERS]))
 
     @property
     def place(self) -> str:

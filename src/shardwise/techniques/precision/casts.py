@@ -296,7 +296,7 @@ def _recurrent(module: nn.RNNBase, args: Any, kwargs: Any, note: Callable[..., N
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule)
+    return type(module).forward is not nn.Module.forward
 
 
 def _kind(value: Any) -> Any:
