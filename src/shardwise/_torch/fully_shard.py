@@ -142,7 +142,6 @@ def unit_groups(module: nn.Module) -> list[Any]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of an ``FSDPState``."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     known: list[Any] = getattr(state, _GROUPS, [])

@@ -71,7 +71,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def keys() -> list[str]:
-    """Every key of the configuration."""
     from shardwise.config.loader import dotted_keys
     from shardwise.run.config import RunConfig
 

@@ -135,11 +135,7 @@ def refuse_data_loader(dataset: Any) -> None:
 
 
 def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | None = None) -> None:
-    """Refuses what has no meaning for a dataset that is read in its own order.
-
-    Raises:
-        ConfigError: as above.
-    """
+    """Refuses what has no meaning for a dataset that is read in its own order."""
     if shuffle:
         raise ConfigError(
             "Loader(shuffle=True) of a dataset without len() and [i]",
@@ -161,12 +157,7 @@ def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | Non
 
 
 def length_of(dataset: Any) -> int:
-    """The number of samples.
-
-    Raises:
-        UsageError: there is no length, or samples cannot be found by number.
-        ConfigError: there is none.
-    """
+    """The number of samples."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"a dataset of type {type(dataset).__name__} without len() and [i]",

@@ -180,7 +180,6 @@ class Table:
 
 
 def _places(key: str) -> list[str]:
-    """The places in lists that a key names."""
     return [part for part in key.split(".") if part.isdigit()]
 
 

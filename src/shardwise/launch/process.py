@@ -69,7 +69,6 @@ def kill_group(pid: int, number: int = signal.SIGKILL, *, alone: bool = True) ->
 
 
 def num_threads() -> int:
-    """Threads of this process."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:  # not Linux

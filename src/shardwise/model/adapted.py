@@ -219,7 +219,6 @@ class AdaptedEmbedding(Adapted):
 
 
 def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
-    """A, B and m of an adapted layer."""
     name = layer.adapter_name
     if isinstance(layer, AdaptedEmbedding):
         return layer.lora_embedding_A[name], layer.lora_embedding_B[name], None  # type: ignore[attr-defined]

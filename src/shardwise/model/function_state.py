@@ -48,7 +48,6 @@ class FunctionState:
 
     @property
     def written_buffers(self) -> list[tuple[nn.Module, str]]:
-        """The buffers of the modules that have changed."""
         return self._state.written_buffers
 
     def restore(self) -> None:

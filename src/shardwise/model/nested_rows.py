@@ -110,9 +110,6 @@ def run_nested(
         plan: of the inner cut.
         parts: of the rows, as numbers among them.
         known: facts that the inner cut follows.
-
-    Raises:
-        Differs: a module computes something else, or does not run.
     """
     whole = Whole()
     run_mode(trial, NestedRows(outer(), trial, whole, Plan(), None))

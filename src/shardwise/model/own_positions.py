@@ -134,11 +134,7 @@ def of_rows(
     rows: Tensor,
     length: int,
 ) -> Any:
-    """The result of a call that makes positions for ``rows``, of ``length``; or for all of them.
-
-    Raises:
-        UnsupportedError: the call is another than the one that was seen.
-    """
+    """The result of a call that makes positions for ``rows``, of ``length``; or for all of them."""
     kwargs = dict(kwargs)
     queries, keys = argument if isinstance(argument, list) else (argument, None)
     if kind == "arange":

@@ -131,7 +131,6 @@ class Rows(ComparedRows):
         return True
 
     def is_part_of(self, name: str) -> bool | None:
-        """The same of a parameter."""
         return True
 
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

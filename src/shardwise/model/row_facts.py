@@ -89,7 +89,6 @@ class Facts:
 
     @property
     def has_cuts(self) -> bool:
-        """Whether anything is cut."""
         return any(call[0] for calls in self.cut.values() for call in calls)
 
     def add(self, other: "Facts") -> None:

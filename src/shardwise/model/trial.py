@@ -249,7 +249,6 @@ class Trial:
         self._plain.clear()
 
     def in_training(self) -> "Trial":
-        """The same model in training mode."""
         return Trial(
             self._original, self._call, training=True, without=self._without, norms=self.norms, computed=self._computed
         )
@@ -356,7 +355,6 @@ class Trial:
         return found
 
     def unused(self) -> list[str]:
-        """Parameters that no run has used."""
         layers = {name for layer in self.layers.values() for name in layer.names}
         norms = tuple(f"{name}." for name in self.norms)
         names = {self.name_of(param) for param in self.module.parameters()} - layers - self.read.keys() - {None}

@@ -36,7 +36,6 @@ class LeftBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def place(self) -> str:
-        """Where they are, for messages."""
         return self.folder or "no directory: the model was given with them"
 
 
@@ -72,9 +71,6 @@ def refuse_lost_base(runtime: Runtime, root: Path) -> None:
     Args:
         runtime: of the model.
         root: the directory of the checkpoints.
-
-    Raises:
-        ConfigError: on every rank; with the first tensor that has other values than its directory gave.
     """
     origin, names = runtime.memory(Origin), frozen_names(runtime)
     given, save = 'CheckpointManager(frozen="leave")', 'frozen="save", so that checkpoints have them'

@@ -96,7 +96,6 @@ class Accumulation:
             each.is_open = is_open
 
     def set_micro_batch(self, runs: bool) -> None:
-        """Sets whether a micro-batch of a window runs."""
         for each in (self, *self._joined()):
             each.in_micro_batch = runs
 

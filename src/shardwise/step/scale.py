@@ -62,7 +62,6 @@ class LossScale:
         return self.value
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)  # type: ignore[return-value]
 
     def unscale(self) -> None:

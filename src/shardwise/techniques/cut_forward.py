@@ -151,7 +151,6 @@ class CutForward:
         self._positions = dict[tuple[int, torch.device], At]()
 
     def begin(self, runtime: Any) -> None:
-        """Training begins."""
         self._runtime = runtime
         runtime.explainers.append(self.explain)
 
@@ -192,11 +191,9 @@ class CutForward:
         return dict(keyed_leaves(given)).get(self._source)
 
     def length_of(self, source: Tensor) -> int:
-        """Of what is cut."""
         return source.shape[self._dim] + self._extra
 
     def clear(self) -> None:
-        """No forward runs."""
         self.at, self._seen, self.is_running = None, {}, False
 
     def refuse_own_checkpoint(self, output: Any) -> None:

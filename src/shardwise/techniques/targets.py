@@ -23,11 +23,7 @@ TARGETS = doc(
 
 def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any], *, also: str = "") -> Any:
     """``value`` if it is a record or None, else the record for a word; ``cls`` is the class of the record, ``also`` names what
-    else the caller takes.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    else the caller takes."""
     if value is None or isinstance(value, cls):
         return value
     if isinstance(value, str) and value in words:

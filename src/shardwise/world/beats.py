@@ -38,7 +38,6 @@ class Beat:
 
     @property
     def where(self) -> str:
-        """Place and line, for messages."""
         return f"{self.place} ({self.line})" if self.line else self.place
 
 

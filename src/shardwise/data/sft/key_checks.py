@@ -20,9 +20,6 @@ def check_record(given: Mapping[str, Any], kind: str, place: str) -> tuple[str, 
         given: the record.
         kind: text, prompt or messages.
         place: the line, as errors name it.
-
-    Raises:
-        ConfigError: by the line and the key.
     """
     others = []
     for name, value in given.items():
@@ -40,9 +37,6 @@ def check_message(message: Mapping[str, Any], place: str) -> tuple[str, ...]:
     Args:
         message: of a record.
         place: the message and the line, as errors name them.
-
-    Raises:
-        ConfigError: by the line, the message and the key.
     """
     others = []
     for name, value in message.items():
@@ -109,9 +103,6 @@ class ReadKeys:
             messages: the conversation.
             tools: for the template.
             place: the line, as errors name it.
-
-        Raises:
-            ConfigError: one of them changes what a record means.
         """
         if names not in self._unread:
             self._unread[names] = self._found(names, messages, tools)

@@ -19,8 +19,6 @@ _KEPT = 16  # blocks at the ends of parts that are cached: the next tensor often
 
 
 class VerifiedCheckpoint(NamedTuple):
-    """A checkpoint's directory and its manifest."""
-
     folder: Path
     manifest: Manifest
 

@@ -63,8 +63,6 @@ class ContextParallelAct(Act):
 
 
 class _Cuts(CutForward):
-    """The cut sequences of one model."""
-
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         axis, entry = world.axis("cp"), recipe.entry("cp", ContextParallelEntry)
         self._entry, self._size, self._layout = entry, axis.size, recipe.grid
@@ -392,6 +390,5 @@ class _Cuts(CutForward):
         return self.rows_of(x, dim) if is_long else x
 
     def rows_of(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's rows of a tensor of all positions."""
         rows = self.positions(x.shape[dim], x.device).rows
         return x.index_select(dim, rows if self.ranks.has_rows(x.shape[dim]) else rows[:0])

@@ -64,11 +64,7 @@ class ContextParallel(Options, frozen=True, kw_only=True):
 
 
 def context_parallel_of(value: Any) -> ContextParallel:
-    """The record that a value of ``context_parallel=`` means.
-
-    Raises:
-        ConfigError: it is neither the name of a method nor a record.
-    """
+    """The record that a value of ``context_parallel=`` means."""
     if value is None:
         return ContextParallel()
     if isinstance(value, str):

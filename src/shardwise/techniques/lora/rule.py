@@ -34,7 +34,6 @@ class LoRAEntry(Record, frozen=True):
 
     @property
     def lora(self) -> LoRA:
-        """The option."""
         return msgspec.convert(self.option, LoRA)
 
 
@@ -122,7 +121,6 @@ def _span(values: Iterable[float]) -> str:
 
 
 def own_names(recipe: Recipe) -> list[str]:
-    """The parameters of adapters."""
     if "lora" not in recipe.techniques:
         return []
     return _own_names(recipe.params, recipe.entry("lora", LoRAEntry).layers)

@@ -46,7 +46,6 @@ class Plan(NamedTuple):
 
     @property
     def cut(self) -> frozenset[str]:
-        """The weights that it cuts."""
         return frozenset(name for name, kind in self.kinds.items() if kind != "whole")
 
 
@@ -192,7 +191,6 @@ def _kind(style: str) -> str:
 
 
 def _cut(found: Found) -> Kinds:
-    """What is cut, and how."""
     cut: Kinds = {}
     for region in found.regions:
         cut |= dict.fromkeys((*region.columns, *region.whole), "column") | dict.fromkeys(region.rows, "row")

@@ -117,10 +117,6 @@ def check_plan(plan: Any, call: str) -> None:
     Args:
         plan: a mapping of patterns to styles, if it is one.
         call: where it was given, up to it, for messages: ``TensorParallel(plan=``.
-
-    Raises:
-        ConfigError: it is no mapping, it is empty, or there is no such style.
-        UnsupportedError: a style of experts or sequences.
     """
     known = sorted(COLUMN | ROW | TABLE | WHOLE)
     if not isinstance(plan, Mapping):
@@ -151,11 +147,7 @@ def check_plan(plan: Any, call: str) -> None:
 
 
 def tensor_parallel_of(value: Any) -> TensorParallel:
-    """The record that a value of ``tensor_parallel=`` means.
-
-    Raises:
-        ConfigError: it is neither the name of a plan nor a record.
-    """
+    """The record that a value of ``tensor_parallel=`` means."""
     if value is None:
         return TensorParallel()
     if isinstance(value, str):

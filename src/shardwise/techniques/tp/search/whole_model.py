@@ -163,7 +163,6 @@ class _Gradients:
         self._has_tensors = False
 
     def options(self) -> dict[str, Any]:
-        """Options of the run."""
         modules = {region.module for region, _ in self._looked_at}
         changes = {module: functools.partial(self._leaf, module) for module in modules}
         return {"outputs": self._output, "changes": changes}
