@@ -160,11 +160,7 @@ class FirstStop:
 
 
 class Forwarded:
-    """Records each of ``signals`` received within :meth:`handled`, to be sent on to the ranks; it ends nothing here.
-
-    Attributes:
-        pending: those received since :meth:`take`.
-    """
+    """Records each of ``signals`` received within :meth:`handled`, to be sent on to the ranks; it ends nothing here."""
 
     def __init__(self, signals: Iterable[int]):
         self.signals = tuple(signals)

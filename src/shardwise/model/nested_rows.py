@@ -30,11 +30,7 @@ class Exchanges(Rows):
 
 
 class NestedRows(StreamRows):
-    """A run on rows of an outer cut (``rows`` None), or on some of these.
-
-    Args:
-        outer: what that does.
-    """
+    """A run on rows of an outer cut (``rows`` None), or on some of these."""
 
     def __init__(
         self,

@@ -82,11 +82,7 @@ class StreamFacts(Facts):
 
 
 class NeedsWhole(Differs):
-    """A layer that is cut over ranks is given rows.
-
-    Attributes:
-        layer: its weight.
-    """
+    """A layer that is cut over ranks is given rows."""
 
     def __init__(self, name: str, layer: str):
         super().__init__(name, f"{layer} is cut over ranks, and is given some positions alone")

@@ -66,12 +66,7 @@ def frozen_names(runtime: Runtime) -> list[str]:
 
 
 def refuse_lost_base(runtime: Runtime, root: Path) -> None:
-    """Refuses to leave frozen weights where they are if they are nowhere, or where they may be removed. All ranks must call it.
-
-    Args:
-        runtime: of the model.
-        root: the directory of the checkpoints.
-    """
+    """Refuses to leave frozen weights where they are if they are nowhere, or where they may be removed. All ranks must call it."""
     origin, names = runtime.memory(Origin), frozen_names(runtime)
     given, save = 'CheckpointManager(frozen="leave")', 'frozen="save", so that checkpoints have them'
     if origin.folder is None:

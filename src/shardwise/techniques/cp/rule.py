@@ -63,13 +63,7 @@ class ContextParallelEntry(Record, frozen=True):
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextParallel) -> None:
-    """Adds the edits of context parallelism.
-
-    Args:
-        draft: the recipe so far.
-        facts: of the probe: see :func:`shardwise.techniques.cp.probe.probe`; {} where ``cp`` is 1.
-        context_parallel: the option.
-    """
+    """Adds the edits of context parallelism."""
     degree = draft.layout.cp
     if degree == 1:
         if context_parallel != ContextParallel():

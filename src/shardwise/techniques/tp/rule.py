@@ -72,13 +72,7 @@ class TensorParallelEntry(Record, frozen=True):
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParallel) -> None:
-    """Cuts parameters over ``tp``.
-
-    Args:
-        draft: the recipe so far.
-        facts: of the probe: see :func:`shardwise.techniques.tp.probe.facts_of`; {} where ``tp`` is 1.
-        tensor_parallel: the option.
-    """
+    """Cuts parameters over ``tp``."""
     if draft.layout.tp == 1:
         if tensor_parallel != TensorParallel():
             draft.note("tensor_parallel", "no effect: tp=1", option="tensor_parallel")

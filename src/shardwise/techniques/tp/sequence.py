@@ -42,11 +42,7 @@ from shardwise.world.streams import PartStream
 
 
 class JoinedStream:
-    """Joins the stream before regions, and sums outputs of theirs to rows.
-
-    Args:
-        ranks: which share the positions.
-    """
+    """Joins the stream before regions, and sums outputs of theirs to rows."""
 
     def __init__(self, ranks: Ranks):
         self.ranks, self._current = ranks, current_of("tp")
