@@ -59,7 +59,6 @@ def before_composable(check: Callable[[str, nn.Module], None]) -> None:
 
 
 def _caller() -> Any:
-    """The frame that called the calling function."""
     frame = inspect.currentframe()
     return frame and frame.f_back and frame.f_back.f_back
 

@@ -106,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_found(command: "Command", display: "Display") -> None:
-    """Says which configuration was found, where none was named."""
     from shardwise.cli.resume_command import FOUND
 
     if command.has_found:

@@ -122,11 +122,9 @@ class Guard:
             self._process.wait()
 
     def add(self, group: int) -> None:
-        """Puts a process group on the list."""
         self._say(group)
 
     def remove(self, group: int) -> None:
-        """Takes a process group off the list."""
         self._say(-group)
 
     def _say(self, number: int) -> None:

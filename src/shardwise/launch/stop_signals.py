@@ -190,7 +190,6 @@ class Forwarded:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def take(self) -> list[int]:
-        """Returns the pending signals and clears them."""
         taken, self.pending = self.pending, []
         return taken
 

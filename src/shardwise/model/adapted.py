@@ -187,7 +187,6 @@ class AdaptedLinear(Adapted):
         return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The outputs for an input, with this bias."""
         plain = None, None, None
         return adapted_linear(x, self.weight, bias, *adapter_tensors(self), *plain, self.adapter, self.training)  # type: ignore[attr-defined, arg-type]
 

@@ -87,8 +87,6 @@ class ModuleState:
 
 
 class _Owner:
-    """A module, and what it held."""
-
     def __init__(self, module: nn.Module):
         self.module, self.buffers = module, dict(module._buffers)
         self._computed = set(module._non_persistent_buffers_set)

@@ -58,7 +58,6 @@ class CallPlaces:
         self._times: dict[tuple[str, str], int] = {}
 
     def take(self, kind: str) -> str:
-        """The place of a call that is made now."""
         is_compiled = torch.compiler.is_compiling()
         place = "" if is_compiled else _place()
         times = self._times.get((kind, place), 0)

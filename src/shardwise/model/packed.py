@@ -33,7 +33,6 @@ class PackedLinear:
         return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The outputs for an input, with this bias."""
         how, tensors = Adapter(), (None, None, None)
         if isinstance(self, Adapted) and not self.adapter_is_off:
             how, tensors = self.adapter, adapter_tensors(self)  # type: ignore[assignment]

@@ -139,11 +139,9 @@ class Place:
 
     @property
     def new_values(self) -> list[Any]:
-        """What it did not hold."""
         return changed_values(_content(self.part), self.content)
 
     def restore(self) -> None:
-        """Makes it hold that again."""
         part, content = self.part, self.content
         if isinstance(part, Space):
             part.put(content)

@@ -41,8 +41,6 @@ class BackwardDiffers(Differs):
 
 
 class Runs(Protocol):
-    """A run, whole or on rows."""
-
     @property
     def is_whole(self) -> bool: ...
 

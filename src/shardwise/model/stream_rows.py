@@ -297,7 +297,6 @@ class StreamRows(Rows):
             return self.gradients.noted(Place("from", name, number, layer.weight), y)
 
     def _scattered(self, place: Place, weight: str, y: Any) -> Any:
-        """This rank's rows of the output of a layer."""
         name = place.name
         if not isinstance(y, Tensor):
             return y

@@ -437,7 +437,6 @@ class Trial:
         return self._shapes[weight]
 
     def name_of(self, tensor: Any) -> str | None:
-        """Canonical name of a parameter of the copy."""
         param, name = self._names.get(id(tensor), (None, None))
         return name if param is tensor else None
 

@@ -184,7 +184,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments that it writes."""
     found: list[Tensor] = []
     schema = getattr(func, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):

@@ -283,7 +283,6 @@ class Runtime:
 
     @functools.cached_property
     def dtensors(self) -> list[nn.Parameter]:
-        """The parameters of which ranks store parts."""
         return [param for param in self.parameters.values() if isinstance(param, DTensor)]
 
     @functools.cached_property

@@ -55,7 +55,6 @@ class LoadPlan:
     own: OwnLoad | None  # what the modules' own methods make of what is stored; None: they have none
 
     def refuse_changed_files(self) -> None:
-        """Refuses files that changed while they were read."""
         if not self.verified:
             refuse_changed([*self.tensors.values(), *self.to_pack.values()])
 

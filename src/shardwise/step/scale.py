@@ -65,7 +65,6 @@ class LossScale:
         return loss if self.scaler is None else self.scaler.scale(loss)  # type: ignore[return-value]
 
     def unscale(self) -> None:
-        """Divides every local gradient by the scale, in place."""
         if self.value is not None:
             _divide(list(self._runtime.gradients().values()), self.value)
 

@@ -116,6 +116,15 @@ def check_blocks(module: nn.Module, recipe: Recipe, cut: Collection[str], what: 
         )
 
 
+def other_arguments(given: str, found: str) -> UsageError:
+    """The error for a forward with other arguments than the example. ``found``: what running the model on that has shown."""
+    return UsageError(
+        given,
+        why=f"{found} by running the model on the example, and its code may treat these in another way",
+        fix="parallelize(..., example=batch), with one micro-batch as training gives it",
+    )
+
+
 class CutForward:
     """The forwards of one model.
 
@@ -171,8 +180,12 @@ class CutForward:
     # ---- a forward
 
     def is_cut(self) -> bool:
-        """Whether the forward that begins is of this rank's positions."""
-        raise NotImplementedError
+        """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
+        the user's own. Others are whole on every rank."""
+        runtime = self._runtime
+        if runtime is None or runtime.micro_batch is not None:
+            return runtime is not None
+        return runtime.accumulation is not None and torch.is_grad_enabled()
 
     def positions(self, length: int, device: torch.device) -> At:
         """Those of this rank in sequences of a length."""

@@ -496,7 +496,6 @@ class Search:
             self.known[name] = sorted({*self.known.get(name, ()), *paths})
 
     def _repaired(self, trial: Trial, plan: Plan, wrong: Differs, lists: Sequence[Sequence[str]]) -> Plan:
-        """A plan that goes further."""
         name = wrong.name
         if wrong.is_of_gradients or (wrong.is_kept and not self.fallback):
             raise wrong

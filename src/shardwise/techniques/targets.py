@@ -36,6 +36,20 @@ def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any], *, al
     )
 
 
+def named_record(key: str, value: Any, record: Any, field: str, fix: str) -> Any:
+    """``value`` if it is a record like ``record``, which None stands for, else that with the text ``value`` in ``field``."""
+    if isinstance(value, str | None):
+        return record if value is None else type(record)(**{field: value})
+    if isinstance(value, type(record)):
+        return value
+    name = type(record).__name__
+    raise ConfigError(
+        f"{key}={value!r}",
+        why=f"that is a {type(value).__name__}, and neither the name of a {field} nor a {name} record",
+        fix=f"use {fix}",
+    )
+
+
 def settle_targets(record: Any) -> None:
     """Turns a text other than "blocks" into the patterns it lists; refuses empty ones."""
     if isinstance(record.targets, str) and record.targets != "blocks":

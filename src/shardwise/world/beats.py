@@ -33,7 +33,6 @@ class Beat:
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank has left on purpose."""
         return self.count == HAS_LEFT
 
     @property

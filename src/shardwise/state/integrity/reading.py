@@ -49,7 +49,6 @@ class VerifiedFiles(OpenFiles):
         self._ends.clear()
 
     def whole(self, path: Path) -> bytes:
-        """Reads a whole file that a manifest names."""
         if path not in self._facts:
             raise damaged(path, "the checkpoint was written without it")
         memory = bytearray(self._facts[path].size)

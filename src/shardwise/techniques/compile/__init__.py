@@ -24,7 +24,6 @@ TECHNIQUE = Technique(
             ],
             takes="str | Compile | None",
             help='``"blocks"``: ``torch.compile`` of every block; or a :class:`~shardwise.Compile`.',
-            check=compile_of,
             settle=compile_of,
         ),
     ),

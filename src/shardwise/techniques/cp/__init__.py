@@ -24,7 +24,6 @@ TECHNIQUE = Technique(
             takes="str | ContextParallel | None",
             help='how attention gets the keys of all positions over ``cp``: ``"gather"``, ``"ulysses"`` or ``"auto"``; or a '
             ":class:`~shardwise.ContextParallel`.",
-            check=context_parallel_of,
             settle=context_parallel_of,
         ),
     ),

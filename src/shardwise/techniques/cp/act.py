@@ -23,7 +23,14 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.rule import ContextParallelEntry
 from shardwise.techniques.cp.within import Watched, join_keys, make_island, set_apart, watch
-from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, were_cut, with_positions
+from shardwise.techniques.cut_forward import (
+    CutForward,
+    check_blocks,
+    clear_after,
+    other_arguments,
+    were_cut,
+    with_positions,
+)
 from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.same_inputs import input_check
@@ -184,12 +191,11 @@ class _Cuts(CutForward):
                     why="the model would compare this rank's positions with labels of all, and shift them",
                     fix="take the loss of the logits: loss=sw.next_token_loss, which is the same; with fused=True it holds none of them",
                 )
-            raise UsageError(
+            raise other_arguments(
                 f"a forward with {', '.join(more)}, which the example did not have"
                 if more
                 else f"a forward without {self._entry.source}, which the example had",
-                why="that its sequences may be cut was proved by running the model on the example, and its code may treat these in another way",
-                fix="parallelize(..., example=batch), with one micro-batch as training gives it",
+                "that its sequences may be cut was proved",
             )
         self.source_of(module, args, kwargs)
         self._refuse_trained(given)
@@ -218,20 +224,14 @@ class _Cuts(CutForward):
                 )
 
     def is_cut(self) -> bool:
-        """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
-        the user's own. Others are whole on every rank."""
-        runtime = self._runtime
-        if runtime is None or runtime.micro_batch is not None:
-            return runtime is not None
-        if runtime.accumulation is None or not torch.is_grad_enabled():
-            return False
-        if runtime.accumulation.of == "step":
+        is_cut, runtime = super().is_cut(), self._runtime
+        if is_cut and runtime.micro_batch is None and runtime.accumulation.of == "step":
             raise UsageError(
                 f"a forward with gradients in the loss, under {self._layout}",
                 why="what the loss reads of a micro-batch are this rank's positions, and a forward gets all of them",
                 fix="call the model in forward= of sw.TrainStep; or in the loss under torch.no_grad()",
             )
-        return True
+        return is_cut
 
     def _refuse_other_output(self, at: At, output: Any) -> None:
         """Refuses an output that is of other positions than on the example, as where the block was left out at which they are joined."""

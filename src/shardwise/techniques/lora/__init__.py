@@ -19,7 +19,6 @@ TECHNIQUE = Technique(
             ],
             takes="LoRA | None",
             help="a :class:`~shardwise.LoRA`: low-rank adapters beside linear layers are trained, and the layers' own weights are frozen.",
-            check=lora_of,
             settle=lora_of,
         ),
     ),

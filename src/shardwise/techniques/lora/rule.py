@@ -95,7 +95,6 @@ def _stacks_left(draft: Draft, lora: LoRA) -> list[str]:
 
 
 def lines(recipe: Recipe) -> list[str]:
-    """The lines about adapters at the head of ``describe``."""
     if "lora" not in recipe.techniques:
         return []
     entry = recipe.entry("lora", LoRAEntry)

@@ -19,7 +19,6 @@ TECHNIQUE = Technique(
             ],
             takes="str | Quantize | None",
             help='``"nf4"``: frozen weights of linear layers are stored in 4 bits; or a :class:`~shardwise.Quantize`.',
-            check=quantize_of,
             settle=quantize_of,
         ),
     ),

@@ -33,7 +33,6 @@ TECHNIQUE = Technique(
             takes="str | Remat | None",
             help='``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for '
             'its matrix products and attention; a size, ``"8GiB"``: as much of them as does not fit; or a :class:`~shardwise.Remat`.',
-            check=remat_of,
             settle=remat_of,
         ),
     ),

@@ -133,7 +133,6 @@ def _overloads(name: str) -> list[Any]:
 
 
 def _named(word: str) -> list[Any]:
-    """The operators that a user named."""
     name = word.removeprefix("aten.")
     found = _overloads(name)
     given = f"Remat(save=({word!r},))"

@@ -23,7 +23,6 @@ TECHNIQUE = Technique(
             takes="str | TensorParallel | None",
             help='which layers are cut over ``tp``: ``"auto"``, all that can be; ``"hf"``, those of the model\'s own ``tp_plan``; or a '
             ":class:`~shardwise.TensorParallel` with a plan.",
-            check=tensor_parallel_of,
             settle=tensor_parallel_of,
         ),
     ),

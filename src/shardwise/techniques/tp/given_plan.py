@@ -208,7 +208,6 @@ _MEANT = {
 
 
 def _agrees(kind: str, cut: str | None) -> bool:
-    """Whether a layer is cut as a plan says."""
     return cut is None if kind == "whole" else cut in _MEANT[kind]
 
 

@@ -232,7 +232,6 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
 
 
 def _names(region: Region) -> list[str]:
-    """All that a region has names of."""
     settings = [f"{module}." for module, _ in region.settings]
     return [f"{region.module}.", *region.columns, *region.rows, *region.whole, *region.tensors, *settings]
 

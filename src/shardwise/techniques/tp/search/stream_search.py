@@ -62,7 +62,6 @@ class StreamSearch(Search):
         self._free = frozenset({*frozen, *self.partial} - self.cut)
 
     def starts(self) -> set[str]:
-        """Weights of the layers that regions start from."""
         return {weight for region in self.found.regions for weight in region.sources}
 
     @property
