@@ -7,8 +7,6 @@ from shardwise.techniques.cp.options import ContextParallel, context_parallel_of
 from shardwise.techniques.cp.rule import ContextParallelEntry, layout_text, lines, rule
 from shardwise.techniques.technique import MeshAxis, Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="cp",
     options=(

@@ -7,8 +7,6 @@ from shardwise.techniques.lora.options import LoRA, lora_of
 from shardwise.techniques.lora.rule import LoRAEntry, lines, rule
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="lora",
     options=(

@@ -7,8 +7,6 @@ from shardwise.techniques.precision.options import Precision, from_torch, precis
 from shardwise.techniques.precision.rule import PrecisionEntry, edit, rule
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="precision",
     options=(

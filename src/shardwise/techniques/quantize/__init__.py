@@ -7,8 +7,6 @@ from shardwise.techniques.quantize.options import Quantize, quantize_of
 from shardwise.techniques.quantize.rule import lines, rule
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="quantize",
     options=(

@@ -8,8 +8,6 @@ from shardwise.techniques.remat.options import Remat, remat_of
 from shardwise.techniques.remat.rule import edit
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 
 def _in_proof(times: int, *, remat: Remat | None) -> Mapping[str, Any]:
     """The same choice: as many times the bytes."""

@@ -7,8 +7,6 @@ from shardwise.techniques.technique import MeshAxis, Option, Technique
 from shardwise.techniques.tp.options import TensorParallel, tensor_parallel_of
 from shardwise.techniques.tp.rule import TensorParallelEntry, layout_text, lines, rule
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="tp",
     options=(
