@@ -4087,8 +4087,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "frames-looked-at-while-garbage-is-collected",
-        "        gc.disable()\n        try:\n            yield\n",
-        "        try:\n            yield\n",
+        "    with _looking, uncollected():",
+        "    with _looking:",
         "tests/world/test_waiting.py",
         "on Python 3.11 a rank crashes now and then",
     ),

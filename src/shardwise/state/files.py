@@ -114,14 +114,14 @@ class OpenFiles:
 
 
 @contextlib.contextmanager
-def reading(path: Path, kind: type[CheckpointError] = CheckpointError) -> Iterator[None]:
-    """Within: an OSError is raised as the error, of this kind, of a file that cannot be opened or read."""
+def reading(path: Path) -> Iterator[None]:
+    """Within: an OSError is raised as the CheckpointError of a file that cannot be opened or read."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise kind(
+        raise CheckpointError(
             f"the file {path}",
             why=f"reading failed: {error.strerror or error}",
             fix="look whether it is there, and whether you may read it",

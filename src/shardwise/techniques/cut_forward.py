@@ -116,15 +116,6 @@ def check_blocks(module: nn.Module, recipe: Recipe, cut: Collection[str], what: 
         )
 
 
-def other_arguments(given: str, found: str) -> UsageError:
-    """The error for a forward with other arguments than the example. ``found``: what running the model on that has shown."""
-    return UsageError(
-        given,
-        why=f"{found} by running the model on the example, and its code may treat these in another way",
-        fix="parallelize(..., example=batch), with one micro-batch as training gives it",
-    )
-
-
 class CutForward:
     """The forwards of one model.
 

@@ -5,10 +5,11 @@ It is JSON in exactly one spelling, so that it can contain its own SHA-256: anot
 refused too.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +18,6 @@ import numpy as np
 
 from shardwise.config.folders import FORMAT, MANIFEST, step_of
 from shardwise.errors import CheckpointError
-from shardwise.state.files import reading
 from shardwise.state.integrity.sums import BLOCK
 
 VERSION = 1
@@ -110,6 +110,21 @@ def damaged(path: Path, why: str) -> DamagedError:
     )
 
 
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Within: an OSError is raised as the error of a checkpoint that cannot be read."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise DamagedError(
+            str(path),
+            why=f"reading failed: {error.strerror or error}",
+            fix="look whether it is there, and whether you may read it",
+        ) from error
+
+
 def _signed(content: dict[str, Any]) -> bytes:
     digest = hashlib.sha256(_text({**content, "sha256": ""})).hexdigest()
     return _text({**content, "sha256": digest})
@@ -120,7 +135,7 @@ def _text(content: Mapping[str, Any]) -> bytes:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    with reading(path, DamagedError):
+    with _reading(path):
         if path.is_symlink() or not path.exists():
             raise DamagedError(
                 f"the checkpoint {path.parent}",
@@ -193,7 +208,7 @@ def _count(value: Any) -> int:
 def _check_files(folder: Path, files: Mapping[str, FileFact]) -> None:
     """Refuses a directory that does not contain exactly the named files, as plain files (no links) of those sizes."""
     found: dict[str, int] = {}
-    with reading(folder, DamagedError):
+    with _reading(folder):
         for place, folders, names in os.walk(folder):
             for name in (*folders, *names):
                 path = Path(place) / name

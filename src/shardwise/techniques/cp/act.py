@@ -27,7 +27,6 @@ from shardwise.techniques.cut_forward import (
     CutForward,
     check_blocks,
     clear_after,
-    other_arguments,
     were_cut,
     with_positions,
 )
@@ -191,11 +190,12 @@ class _Cuts(CutForward):
                     why="the model would compare this rank's positions with labels of all, and shift them",
                     fix="take the loss of the logits: loss=sw.next_token_loss, which is the same; with fused=True it holds none of them",
                 )
-            raise other_arguments(
+            raise UsageError(
                 f"a forward with {', '.join(more)}, which the example did not have"
                 if more
                 else f"a forward without {self._entry.source}, which the example had",
-                "that its sequences may be cut was proved",
+                why="that its sequences may be cut was proved by running the model on the example, and its code may treat these in another way",
+                fix="parallelize(..., example=batch), with one micro-batch as training gives it",
             )
         self.source_of(module, args, kwargs)
         self._refuse_trained(given)

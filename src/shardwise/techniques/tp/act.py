@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise._torch.autograd import num_hooks
 from shardwise._torch.collectives import group_name, sum_over
-from shardwise.errors import UnsupportedError
+from shardwise.errors import UnsupportedError, UsageError
 from shardwise.layout import Coord
 from shardwise.model import canonical_modules, canonical_tensors
 from shardwise.model.adapted import AdaptedLinear
@@ -20,7 +20,7 @@ from shardwise.model.attention import write_out
 from shardwise.model.calling import FOR_LOSS, TARGETS, tensors_given
 from shardwise.model.tensors import replace_tensors, tensors_of
 from shardwise.recipe import Edit, Param, Recipe, extents, local_shape
-from shardwise.techniques.cut_forward import check_blocks, cut_within, other_arguments
+from shardwise.techniques.cut_forward import check_blocks, cut_within
 from shardwise.techniques.row_exchanges import Ranks
 from shardwise.techniques.same_inputs import input_check
 from shardwise.techniques.technique import Act
@@ -204,8 +204,11 @@ def _refusing_more(recipe: Recipe) -> Callable[..., None]:
 
     def check(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if torch.is_grad_enabled() and (more := sorted(tensors_given(module, args, kwargs) - known)):
-            given = f"a forward with {', '.join(more)}, which the example did not have"
-            raise other_arguments(given, "what can be cut was found")
+            raise UsageError(
+                f"a forward with {', '.join(more)}, which the example did not have",
+                why="what can be cut was found by running the model on the example, and its code may treat these in another way",
+                fix="parallelize(..., example=batch), with one micro-batch as training gives it",
+            )
 
     return check
 
