@@ -3891,8 +3891,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-own-checkpoints-taken",
-        "        if node.name() == name:\n",
-        "        if False:\n",
+        "lambda node: node.name() == name) if node.name() == name)",
+        "lambda node: node.name() == name) if False)",
         "tests/techniques/cp/test_parity.py -k refused",
         "what a model's own checkpoint runs again sees one rank's keys",
     ),
