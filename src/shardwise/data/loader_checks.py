@@ -136,6 +136,7 @@ def refuse_data_loader(dataset: Any) -> None:
 
 
 def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | None = None) -> None:
+    """Refuses what has no meaning for a dataset that is read in its own order."""
     if shuffle:
         raise ConfigError(
             "Loader(shuffle=True) of a dataset without len() and [i]",

@@ -172,6 +172,7 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _refuse_unfit(name: Any, value: Tensor, num_workers: int) -> None:
+    """Raises UsageError for what cannot be handed over to another process."""
     why = None
     if value.requires_grad and not value.is_leaf:
         why = "it has an autograd history: a model has computed it, with gradients on"

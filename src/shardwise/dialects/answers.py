@@ -290,6 +290,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
 
 
 def _refuse_all(facts: Facts) -> None:
+    """Raises ConfigError for all that is refused, each with its reason and what to write."""
     found = list({(one.key, one.text): one for one in facts.refused}.values())
     if not found:
         return

@@ -173,6 +173,7 @@ def collect(values: Mapping[str, Any], facts: Facts, folder: Path | None) -> Fac
 
 
 def _entry(table: Table, written: str, value: Any) -> tuple[str, str, Row | None, Any]:
+    """A key as it is written and as it is called, its row, and its value."""
     row = table.find(written)
     if row is not None and row.alias:
         return written, row.alias, table.find(row.alias), value

@@ -238,6 +238,7 @@ class Isolated:
                 self._waiting += self._visit(name, value)
 
     def _visit(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
+        """Notes a value that is a place; returns what is in it."""
         if isinstance(value, Tensor):
             self._note_tensor(name, value)
             return ()

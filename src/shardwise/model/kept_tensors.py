@@ -52,6 +52,7 @@ def written_keys(values: dict[int, KeptTensor]) -> set[int]:
 
 
 def restore_parts(parts: Iterable[tuple[Any, Any]], tensors: dict[int, KeptTensor]) -> None:
+    """Puts back the content of parts, and the values of tensors, that have changed."""
     for part, content in parts:
         if not is_same(content_of(part), content):
             put(part, content)

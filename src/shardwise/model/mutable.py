@@ -97,6 +97,7 @@ def is_same(now: Any, before: Any) -> bool:
 
 
 def changed_values(now: Any, before: Any) -> list[Any]:
+    """The values in the content of a part that were not in it before."""
     if isinstance(now, dict):
         return [value for key, value in now.items() if key not in before or before[key] is not value]
     if isinstance(now, list | set) and not is_same(now, before):

@@ -482,6 +482,7 @@ def _ignored(_: Any) -> None:
 
 
 def _refuse_replaced(before: Mapping[str, nn.Module], after: Mapping[str, nn.Module]) -> None:
+    """Raises UnsupportedError if a run has replaced modules of the model."""
     name = next((name for name in {**before, **after} if before.get(name) is not after.get(name)), None)
     if name is not None:
         raise UnsupportedError(

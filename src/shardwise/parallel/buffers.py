@@ -175,6 +175,7 @@ class BufferExchange:
                 )
 
     def _name_lost(self, place: str) -> None:
+        """Warns of buffers that differ outside of windows, and of which rank 0's value is taken."""
         runtime, held = self._runtime, self._held.get("rank0", {})
         marks = runtime.world.agreement.gather(checksums(list(held.values())).tolist(), f"{place}, naming buffers")
         names = [name for i, name in enumerate(held) if len({of_rank[i] for of_rank in marks}) > 1]

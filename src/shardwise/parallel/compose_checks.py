@@ -20,6 +20,7 @@ from shardwise.world import World
 
 
 def warn_of_unregistered(module: nn.Module) -> None:
+    """Warns of trained parameters in plain containers, which no optimizer gets."""
     found = unregistered_parameters(module)
     if found:
         first, *others = found

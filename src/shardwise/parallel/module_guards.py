@@ -111,6 +111,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refuse_other_values(module: nn.Module, values: Any) -> None:
+    """Raises UsageError for ``functional_call`` with values in place of a parameter that is cut."""
     if not _known:
         return
     parts = values if isinstance(values, tuple | list) else (values,)

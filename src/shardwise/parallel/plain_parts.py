@@ -34,6 +34,8 @@ def plain_parts(recipe: Recipe) -> dict[str, str]:
 
 
 def refuse_mixing_optimizer(runtime: Runtime, optim: torch.optim.Optimizer) -> None:
+    """Raises UnsupportedError for an optimizer that is not known to be elementwise, with a parameter of ``runtime`` that is a
+    plain part."""
     if is_elementwise(optim):
         return
     held = {id(param) for group in optim.param_groups for param in group["params"]}

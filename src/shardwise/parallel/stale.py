@@ -125,6 +125,7 @@ def refuse_no_optimizer(optim: Any, call: str) -> None:
 
 
 def refuse_stale(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises UsageError for an optimizer that holds a parameter object which sharding has replaced."""
     for group in optimizer.param_groups:
         names = [name for param in group["params"] if (name := getattr(param, _MARK, None)) is not None]
         if names:

@@ -124,6 +124,7 @@ def _values_of(stepped: list[Runtime], held: Mapping[int, torch.Tensor]) -> dict
 
 
 def _refuse_still(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises UsageError if the first step of an optimizer of the user's own has changed no shard."""
     before = _before_first.pop(optimizer, None)
     if not before or all(group.get("lr") == 0 for group in optimizer.param_groups):
         return

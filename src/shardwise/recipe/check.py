@@ -7,6 +7,7 @@ from shardwise.recipe.records import Cut, Param, Part
 
 
 def check_param(name: str, param: Param, layout: Layout) -> None:
+    """Raises PlanError if a cut of ``param`` is impossible on ``layout``."""
     sizes = list(param.shape)
     seen: list[str] = []
     for cut in param.cuts:

@@ -154,6 +154,7 @@ def _blame_changes(config: RunConfig, error: CheckpointError) -> None:
 
 
 def loaded_text(report: LoadReport | None) -> str:
+    """What a run says of the weights that it has loaded."""
     if report is None:
         return ""
     pairs = sorted(set(report.cast.values()))

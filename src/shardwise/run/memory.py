@@ -78,6 +78,7 @@ def state_bytes(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, in
 
 
 def local_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor on this rank: of its local shard, if it is sharded."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
 

@@ -37,6 +37,7 @@ FIGURES = frozenset(
 
 
 def refuse_taken_names(names: Iterable[str]) -> None:
+    """Refuses entries of a loss with the name of a figure of the run."""
     taken = next((name for name in names if name in FIGURES), None)
     if taken is not None:
         raise ConfigError(
@@ -253,6 +254,7 @@ def unit_of(config: RunConfig) -> str:
 
 
 def perplexity_of(config: RunConfig, loss: float) -> float | None:
+    """The perplexity for a loss per token, ``exp(loss)``; None for another loss."""
     if unit_of(config) != "nats/token":
         return None
     return math.exp(loss) if loss < 700 else math.inf

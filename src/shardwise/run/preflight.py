@@ -113,6 +113,7 @@ def _check_size(config: RunConfig, origins: Mapping[str, str]) -> None:
 
 
 def _check_hf(folder: str, origin: str) -> None:
+    """Refuses a path that is not a model directory, and a model whose library is not installed."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(
             f"model.hf={folder!r} ({origin})",

@@ -57,6 +57,7 @@ def _built(kind: Any, config: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _refuse_no_table(model: Any, rows: int, given: str) -> None:
+    """Refuses a model whose embedding, or head, is not one table with a row for each token."""
     from torch import nn
 
     try:

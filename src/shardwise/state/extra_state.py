@@ -30,6 +30,7 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Calls ``set_extra_state`` of every module in ``states`` with its state."""
     for name, module in extra_names(model).items():
         if name in states:
             module.set_extra_state(states[name])

@@ -67,6 +67,7 @@ def refuse_unfit(
 
 
 def refuse_none(matched: Matched, source: Source) -> None:
+    """Raises CheckpointError if no name of the source is one of the model's."""
     if not matched.tensors:
         raise CheckpointError(
             f"weights from {source.place}",

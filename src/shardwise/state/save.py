@@ -191,6 +191,7 @@ def _checked_dtype(dtype: str | torch.dtype | None) -> str | None:
 
 
 def _notes_of(runtime: Runtime, states: dict[str, Any]) -> Iterator[str]:
+    """What a directory of weights does not keep of a model."""
     if filled := [name for name, state in states.items() if state is not None]:
         yield (
             f"weights without {', '.join(filled)}: safetensors holds tensors only; what get_extra_state returned is in "

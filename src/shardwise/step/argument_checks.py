@@ -29,6 +29,7 @@ _FUNCTIONS = {
 
 
 def refuse_torch_loss(loss: Any) -> None:
+    """Raises UsageError for a loss of torch's, which takes other arguments."""
     if type(loss).__module__ == nn.modules.loss.__name__ or getattr(loss, "__module__", "") == F.__name__:
         name = getattr(loss, "__name__", type(loss).__name__)
         function = _FUNCTIONS.get(name, name if name in _FUNCTIONS.values() else "cross_entropy")

@@ -48,6 +48,7 @@ def next_token_loss(output: Any, batch: Batch) -> Tensor:
 
 
 def logits_of(output: Any) -> Tensor:
+    """The ``.logits`` of a model output that is not a tensor."""
     found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(found, Tensor):
         return found

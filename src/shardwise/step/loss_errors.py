@@ -117,6 +117,7 @@ def too_large(tensor: Tensor) -> UsageError:
 
 
 def warn_of_square(name: str) -> None:
+    """Warns of a loss that pairs each sample with each other one."""
     _warn(
         f"the {name} grows with the square of the number of samples: four times as large for a micro-batch twice over, nine times for three copies. "
         "Where an output of shape [N, 1] meets a target of shape [N], torch makes [N, N] of them: output.squeeze(-1). A loss of pairs of samples is "

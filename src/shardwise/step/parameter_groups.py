@@ -42,6 +42,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def has_groups(model: nn.Module) -> bool:
+    """Whether a model has a method that makes its parameter groups."""
     return bool(methods_called(model, _METHOD))
 
 

@@ -161,6 +161,7 @@ class Worker:
         return self._output.read().decode("utf-8", "replace").rstrip()
 
     def show_output(self, rank: int) -> None:
+        """Prints the rank's output, with the rank before each line."""
         self._output.seek(0)
         for line in self._output.read().decode("utf-8", "replace").splitlines():
             print(f"[rank {rank}] {line}")

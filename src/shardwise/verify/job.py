@@ -167,6 +167,7 @@ def _print_report(report: Report) -> None:
 
 
 def _print(text: str) -> None:
+    """Prints a text, wrapped to the width of the terminal."""
     width = max(60, min(120, shutil.get_terminal_size().columns))
     print(
         "\n".join(

@@ -137,6 +137,7 @@ def on_rank() -> list[str]:
 
 
 def main() -> int:
+    """Runs the checks and prints what is wrong. Returns 0 if nothing is."""
     os.environ[RUNS] = "1"
     absent = missing()
     if absent:

@@ -160,6 +160,7 @@ class PeerConnections:
         self._store.set(f"connect/{self.rank}", json.dumps({**place, "secrets": [s.hex() for s in self._secrets]}))
 
     def _connect(self) -> None:
+        """Connects to the right neighbour, as soon as its address is in the store."""
         assert self._store is not None
         if not self._store.check([f"connect/{self.right}"]):
             return

@@ -122,6 +122,7 @@ class WaitReport:
         return wait is not None and now - wait.since >= self._next_s
 
     def say(self, wait: Wait, now: float, whom: str) -> None:
+        """Prints the report; ``whom`` it waits for is a text."""
         waited = now - wait.since
         self._next_s = _AGAIN * waited
         text = f"shardwise: rank {self._rank} has waited {waited:.0f} s {wait.what}: {whom}"

@@ -142,6 +142,7 @@ class _Commit(StagedSave):
                 yield path, sizes[path], iter([(0, memoryview(text))])
 
     def finish(self, everyone: list[PartialSums]) -> None:
+        """On rank 0: writes the manifest, and renames the directory to its place."""
         assert self.staged is not None
         sizes = self.contents.sizes()
         sums = put_together(sizes, everyone)

@@ -79,6 +79,7 @@ class Directory:
         return self._world.broadcast(found)
 
     def folder(self, step: int) -> Path:
+        """The path that the checkpoint of that step has, or would have."""
         return self.root / folder_name(step)
 
     def refuse_behind(self, step: int, going_on: bool, left_behind: Collection[int]) -> None:

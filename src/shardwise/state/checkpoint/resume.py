@@ -209,6 +209,7 @@ class ResumePoint:
 
 
 def refuse_unknown(override: Sequence[str], given: Given) -> None:
+    """Refuses names in ``override`` that are not settings of the run."""
     if isinstance(override, str) or not all(isinstance(name, str) for name in override):
         raise ConfigError(
             f"override={override!r}",

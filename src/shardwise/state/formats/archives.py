@@ -66,6 +66,7 @@ class FileSlice(io.RawIOBase):
 
 
 def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archive:
+    """Opens an archive that is a file or is inside one, and reads its list of records."""
     stamp = stamp_of(path)
     try:
         length = stamp[0] if length is None else length
@@ -90,6 +91,7 @@ def open_archive(path: Path, begin: int = 0, length: int | None = None) -> Archi
 def _records(
     path: Path, archive: zipfile.ZipFile, file: BinaryIO, begin: int
 ) -> tuple[dict[str, Record], dict[str, bytes]]:
+    """The records of an archive that begins at ``begin`` of the file, and the content of the small ones."""
     records: dict[str, Record] = {}
     small: dict[str, bytes] = {}
     home = next((entry.filename.partition("/")[0] for entry in archive.infolist()), "")

@@ -68,6 +68,7 @@ class VerifiedFiles(OpenFiles):
                 self.whole(path)
 
     def read(self, path: Path, offset: int, memory: memoryview, record: Record | None = None) -> None:
+        """Fills ``memory`` with the bytes of ``path`` from ``offset`` on."""
         fact = self._facts.get(path)
         if fact is None and not any(path.is_relative_to(folder) for folder in self._folders):
             super().read(path, offset, memory, record)

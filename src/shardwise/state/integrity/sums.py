@@ -36,6 +36,7 @@ class Sums:
         found[block] = found.get(block, 0) ^ sum_of(image) ^ _sum_of_zeros(len(image))
 
     def add_part(self, file: str, size: int, offset: int, memory: memoryview) -> None:
+        """Adds ``memory``, which is at ``offset`` of a file of ``size`` bytes."""
         position = 0
         while position < len(memory):
             block, inside = divmod(offset + position, BLOCK)

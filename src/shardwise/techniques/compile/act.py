@@ -89,6 +89,7 @@ class CompileAct(Act):
 
 
 def refuse_graphs(mode: str | None, device: torch.device) -> None:
+    """Raises UnsupportedError for a mode that replays CUDA graphs on ``device``."""
     if device.type == "cuda" and mode in ("reduce-overhead", "max-autotune"):
         raise UnsupportedError(
             f"Compile(mode={mode!r}) on cuda",

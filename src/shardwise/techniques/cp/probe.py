@@ -168,6 +168,7 @@ def _of_example(
 
 
 def _refuse_cut_again(module: nn.Module, layout: Layout, search: Search, inner: Search) -> None:
+    """Refuses a model of which a rank's positions cannot be cut over ``tp`` too."""
     try:
         search.refuse_cut_again(inner)
     except Differs as wrong:

@@ -143,6 +143,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def lines(recipe: Recipe) -> list[str]:
+    """The lines about context parallelism at the head of ``describe``."""
     degree = recipe.layout["cp"]
     if degree == 1:
         return []

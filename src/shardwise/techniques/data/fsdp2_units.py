@@ -52,6 +52,7 @@ def refuse_other_cuts(recipe: Recipe) -> None:
 
 
 def refuse_containers(modules: dict[str, nn.Module], names: tuple[str, ...]) -> None:
+    """Raises UnsupportedError for a list or dict of modules as a unit."""
     for name in names:
         target = modules[name]
         if isinstance(target, nn.ModuleList | nn.ModuleDict) and type(target).forward is nn.Module.forward:

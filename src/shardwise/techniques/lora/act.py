@@ -144,6 +144,7 @@ def _layers(runtime: Any) -> Iterator[tuple[str, list[str], Adapter]]:
 
 
 def _refuse_others(recipe: Recipe, what: str) -> None:
+    """Refuses a model of PEFT with layers that were not adopted."""
     others = recipe.entry("lora", LoRAEntry).as_they_are if "lora" in recipe.techniques else {}
     for name, why in others.items():
         raise UnsupportedError(
@@ -206,6 +207,7 @@ def _refuse_own_forward(layer: Any, name: str) -> None:
 
 
 def _refuse_tie(runtime: Any, weight: str, low: str) -> None:
+    """Refuses to merge into a weight that another module has too, which has no adapter there."""
     modules = dict(runtime.modules)
     if weight not in runtime.recipe.params:  # a tied weight is not packed
         return

@@ -47,6 +47,7 @@ def chosen_parameters(module: nn.Module, lora: LoRA) -> tuple[dict[str, list[str
 
 
 def _why_not(name: str, owner: nn.Module, param: nn.Parameter, others: list[str]) -> tuple[str, str] | None:
+    """Why a parameter can have no adapter, and what to do; None: it can."""
     host = name.rpartition(".")[0]
     leave = "leave it out of experts="
     if param.dim() not in (2, 3) or not param.is_floating_point():

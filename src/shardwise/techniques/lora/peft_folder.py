@@ -168,6 +168,7 @@ def refuse_other(
     names: Collection[str],
     prefix: str,
 ) -> None:
+    """Refuses adapters of another kind or of other layers than a model's."""
     there, config = option_in(folder), config_in(folder)
     of_theirs = _units(folder, config, *peft_parameters.split(config, layers_in(folder, shapes_in(folder))[0]))
     weights = {f"{unit}.weight": unit for unit in units}  # of layers, which PEFT may have adapted as parameters

@@ -43,6 +43,7 @@ def is_attention(names: Sequence[str]) -> bool:
 
 
 def note_of_attention(modules: Sequence[str]) -> str:
+    """What PEFT makes of adapters of nn.MultiheadAttention that is not meant."""
     if not modules:
         return ""
     return (

@@ -8,6 +8,7 @@ from shardwise.techniques.targets import resolve
 
 
 def edit(draft: Draft, *, remat: Remat | None) -> None:
+    """Adds an edit for each module that runs again in backward."""
     if remat is None:
         return
     args: dict[str, Any] = {"mode": remat.mode}

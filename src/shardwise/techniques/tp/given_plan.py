@@ -212,6 +212,7 @@ def _agrees(kind: str, cut: str | None) -> bool:
 
 
 def refuse_uncut(found: Found, plan: Plan, degree: int) -> None:
+    """Raises UnsupportedError for a layer that a plan cuts, and that cannot be cut so."""
     cut = _cut(found)
     for weight, kind in plan.kinds.items():
         if kind != "whole" and not _agrees(kind, cut.get(weight)):

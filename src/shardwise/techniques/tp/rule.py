@@ -186,4 +186,5 @@ def _add_notes(draft: Draft, facts: Mapping[str, Any]) -> None:
 
 
 def _without_numbers(text: str) -> str:
+    """A text without the numbers of the blocks in the names in it."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", text)
