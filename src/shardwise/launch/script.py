@@ -14,7 +14,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.importing import importing
+from shardwise.config.user_script import importing
 from shardwise.errors import UsageError
 
 Script = dict[str, Any]
