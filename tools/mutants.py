@@ -4066,8 +4066,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-own-checkpoints-taken",
-        "        if node.name() == name:\n",
-        "        if False:\n",
+        "lambda node: node.name() == name) if node.name() == name)",
+        "lambda node: node.name() == name) if False)",
         "tests/techniques/cp/test_parity.py -k refused",
         "what a model's own checkpoint runs again sees one rank's keys",
     ),
@@ -4262,8 +4262,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "frames-looked-at-while-garbage-is-collected",
-        "        gc.disable()\n        try:\n            yield\n",
-        "        try:\n            yield\n",
+        "    with _looking, uncollected():",
+        "    with _looking:",
         "tests/world/test_waiting.py",
         "on Python 3.11 a rank crashes now and then",
     ),

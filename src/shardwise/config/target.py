@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.config.importing import importing
 from shardwise.config.suggest import closest, did_you_mean, listing, missing_blank
+from shardwise.config.user_script import importing
 from shardwise.errors import ConfigError
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from shardwise.config.importing import refuse_while_imported
+from shardwise.config.user_script import refuse_while_imported
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.launch.child import Job
 from shardwise.launch.environment import variables_of

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from shardwise.config.importing import refuse_while_imported
 from shardwise.config.keywords import public_call
+from shardwise.config.user_script import refuse_while_imported
 from shardwise.layout import Layout
 from shardwise.techniques import AXES_IN_USE
 from shardwise.world import World

@@ -72,7 +72,6 @@ class Accumulation:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients of this rank."""
         has_new = self.has_begun and any(param.grad is not None for param in self.runtime.parameters.values())
         return has_new or self.runtime.engine.has_gradients()
 
@@ -96,7 +95,6 @@ class Accumulation:
             each.is_open = is_open
 
     def set_micro_batch(self, runs: bool) -> None:
-        """Sets whether a micro-batch of a window runs."""
         for each in (self, *self._joined()):
             each.in_micro_batch = runs
 
@@ -212,7 +210,6 @@ class Accumulation:
                 main._join([self.runtime])
 
     def forget(self) -> None:
-        """Ends what has seen no backward."""
         self.runtime.engine.end()
         self._stash.put_back()
         self._leave()

@@ -64,11 +64,9 @@ class LossScale:
         return self.value
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)  # type: ignore[return-value]
 
     def unscale(self) -> None:
-        """Divides every local gradient by the scale, in place."""
         if self.value is not None:
             _divide(list(self._runtime.gradients().values()), self.value)
 

@@ -109,7 +109,6 @@ class Window:
 
     @property
     def place(self) -> str:
-        """The window's number as text, for messages."""
         return f"window {self.runtime.step + 1}"
 
     # ---- entering --------------------------------------------------------------------------------------------

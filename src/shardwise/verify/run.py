@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.importing import refuse_while_imported
 from shardwise.config.keywords import public_call
 from shardwise.config.suggest import did_you_mean
+from shardwise.config.user_script import refuse_while_imported
 from shardwise.errors import ConfigError, UsageError, VerifyError
 from shardwise.launch import launch_local
 from shardwise.launch.environment import is_rank
