@@ -3800,8 +3800,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "cp-places-include-the-loop",
-        'frame.f_code.co_name in ("_call_impl", "forward")',
-        'frame.f_code.co_name == "_call_impl"',
+        'place[0].startswith("shardwise.") and place[1] == "forward"',
+        "False",
         "tests/techniques/cp/test_parity.py -k runs_again_in_a_loop",
         "a block that runs again in the backward of a user's loop is refused",
     ),

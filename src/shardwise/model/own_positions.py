@@ -78,9 +78,12 @@ def _place() -> str:
     frame: FrameType | None = sys._getframe(2)
     frames: list[FrameType] = []
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_OTHERS):
+        place = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if not place[0].startswith(_OTHERS):
             frames.append(frame)
-        elif frame.f_code.co_name in ("_call_impl", "forward"):
+        elif place == ("torch.nn.modules.module", "_call_impl") or (
+            place[0].startswith("shardwise.") and place[1] == "forward"
+        ):
             break
         frame = frame.f_back
     key = tuple((each.f_code, each.f_lasti) for each in frames)
