@@ -717,6 +717,33 @@ def test_what_is_said_of_an_optimizer_that_is_not_named_is_refused(name):
     assert tried >= 3
 
 
+CURVES = {
+    "deepspeed": 6,
+    "torchtune": 2,
+    "optimus": 9,
+    "ml": 4,
+}  # system -> keys of a curve that has another key for its name
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_what_is_said_of_a_curve_that_is_not_named_is_refused(name):
+    section, said = "scheduler" if name == "deepspeed" else "lr_scheduler", []
+    for key, row in load(name).rows.items():
+        is_word = "@curve" in row.action_of("") or row.is_pattern or row.alias
+        if not key.startswith(f"{section}.") or is_word or row.verdicts[""] == "refused":
+            continue
+        values = deepcopy(BASE[name])
+        values.pop(section)
+        put(values, key, next(iter(values_of(row))))
+        try:
+            run = from_config(values, dialect=name, ranks=8).run
+        except ConfigError as error:
+            said += [key] if "which curve it is of is not said" in str(error) else []
+        else:
+            assert row.verdicts[""] == "dropped" or "train.steps" in str(run) or key.endswith("total_num_steps"), key
+    assert len(said) >= CURVES[name]
+
+
 @pytest.mark.parametrize("name", BASE)
 def test_an_optimizer_that_is_not_said_has_to_be_written(name):
     made = from_config(without_optimizer(name) if name in CLASSES else BASE[name], dialect=name, ranks=8)

@@ -22,6 +22,7 @@ _OF_CURVE = (
     "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
 )  # fmt: skip
+_MORE_OF_CURVE = ("curve_max", "curve_min_ratio", "target_lr", "warmup_percent", "sqrt_power")
 _OF_BF16 = ("mp", "mp_bf16", "mp_bf16_else", "store_low")
 _UNUSED = {  # optimizer -> facts that are none of its arguments
     "adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "betas", "eps", "amsgrad"),
@@ -210,7 +211,16 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
     """``schedule``: ours where it follows theirs within two steps, else theirs by ``schedule.build``."""
     is_none = facts.has("lr") and not facts.take("lr")
     facts.stop_if(is_none, "lr", "nothing would be trained: write the rate that the run has")
-    curve = facts.take("curve") or _implied(facts)
+    curve = facts.take("curve")
+    if (
+        curve is None and facts.table.head.get("curve", "constant") == "constant"
+    ):  # which has nothing of what is said of one
+        unsaid = [*filter(facts.is_given, (*_OF_CURVE, *_MORE_OF_CURVE))]
+        for one in unsaid:
+            facts.say(one, "refused", "which curve it is of is not said: name it")
+        if unsaid:
+            return
+    curve = curve or _implied(facts)
     if curve is None:
         return
     args = ARGUMENTS[curve.family](facts, curve.kind, steps, facts.take("lr") or 1.0)
