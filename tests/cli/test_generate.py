@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from shardwise.cli import main as cli
+from shardwise.errors import ConfigError
 from shardwise.run.build import build_plain
 from shardwise.run.config import load_config
-from shardwise.run.generation import _Tokenizer, generate_text
+from shardwise.run.generation import _merge, _Tokenizer, generate_text
 from shardwise.run.model_folder import find_model, has_template
 from shardwise.run.sample import complete_text
 
@@ -215,6 +216,30 @@ def test_weights_that_lack_tensors_are_refused(folder, tmp_path, capsys):
     chat.tokenizer().save_pretrained(tmp_path)
     assert cli.main(["generate", str(tmp_path), "--prompt", "a", "--device", "cpu"]) == 2
     assert "they would be drawn at random" in capsys.readouterr().err
+
+
+def test_the_weights_of_a_checkpoint_are_compared_with_their_checksums(folder, tmp_path, capsys):
+    checkpoint = tmp_path / "step-00000001"
+    assert cli.main(["convert", str(folder), str(checkpoint), "--to", "shardwise"]) == 0
+    words = ["generate", str(checkpoint), "--prompt", "a", "--raw", "--device", "cpu", "--max-tokens", "2"]
+    assert cli.main(words) == 0
+    (file,) = checkpoint.glob("model*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert cli.main(words) != 0 and file.name in capsys.readouterr().err
+
+
+def test_a_base_that_is_packed_is_to_be_merged_first(folder, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(folder)
+    weight = next(name for name, _ in model.named_parameters() if name.endswith("q_proj.weight"))
+    model.get_submodule(weight.removesuffix(".weight")).weight = torch.nn.Parameter(
+        torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False
+    )
+    with pytest.raises(ConfigError, match=r"shardwise convert .* --adapter") as caught:
+        _merge(model, folder, tmp_path)
+    assert caught.value.name == weight
 
 
 @pytest.mark.soak  # in a process of its own; all others call the command in this one

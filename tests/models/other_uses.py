@@ -215,6 +215,18 @@ class OneByOne(Mlp):
         return self.down(F.relu(self.up(x)) + F.linear(x * 0.5, self.up.weight))
 
 
+class TurnedProduct(Mlp):
+    """Divides its weight by its largest singular value, which it finds by products with a vector of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.up.weight
+        u = torch.ones(weight.shape[0], dtype=weight.dtype)
+        for _ in range(2):
+            v = F.normalize(weight.T @ u, dim=0)
+            u = F.normalize(weight @ v, dim=0)
+        return self.down(F.relu(F.linear(x, weight / (u @ weight @ v), self.up.bias)))
+
+
 class Measured(Mlp):
     """Divides by the number of its features, as its weight has it."""
 
@@ -433,6 +445,7 @@ _DECODERS = (
     Rotated,
     Swapped,
     OneByOne,
+    TurnedProduct,
     Measured,
     Counted,
     MixedBackward,

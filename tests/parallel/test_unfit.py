@@ -35,6 +35,14 @@ def test_a_compiled_module_is_refused(how):
     assert "torch.compile" in caught.value.given and "compile=" in caught.value.fix
 
 
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 4))])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_program_of_torch_jit_is_refused_by_name(make):
+    with init("dp_shard=1", device="cpu") as world, pytest.raises(UnsupportedError) as caught:
+        parallelize(nn.Sequential(nn.Linear(4, 4), make(nn.Linear(4, 4))), world)
+    assert caught.value.name == "1" and caught.value.given.endswith("a Linear")
+
+
 def test_a_model_compiled_after_sharding_is_told_so():
     with init("dp_shard=1", device="cpu") as world, pytest.raises(UsageError) as caught:
         runtime_of(torch.compile(parallelize(nn.Linear(4, 4), world)))

@@ -83,6 +83,62 @@ def test_a_tied_tensor_that_was_trained_as_two_is_refused(ranks, tmp_path):
     assert "tie" in caught.value.why
 
 
+@pytest.mark.parametrize("said", [True, None, False])
+def test_a_table_that_was_trained_apart_from_its_head_is_refused(tmp_path, said):
+    """As PEFT trains a copy of a module in ``modules_to_save``: the head keeps the base's values."""
+    base("tied").save_pretrained(tmp_path / "from")
+    config = json.loads((tmp_path / "from/config.json").read_text())
+    config.pop("tie_word_embeddings")
+    (tmp_path / "from/config.json").write_text(
+        json.dumps(config if said is None else {**config, "tie_word_embeddings": said})
+    )
+    table = load_file(tmp_path / "from/model.safetensors")["model.embed_tokens.weight"]
+    adapter, layer = tmp_path / "adapter", "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight".format
+    adapter.mkdir()
+    tensors = {
+        layer("A"): torch.zeros(2, 24),
+        layer("B"): torch.zeros(24, 2),
+        "base_model.model.model.embed_tokens.weight": table + 1,
+    }
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    for keeps in (False, True):
+        option = {
+            "peft_type": "LORA",
+            "r": 2,
+            "lora_alpha": 4,
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": keeps,
+        }
+        (adapter / "adapter_config.json").write_text(json.dumps(option))
+        if keeps or said is False:
+            with OpenFiles() as files:
+                found = with_adapter(open_source(tmp_path / "from"), adapter).tensors["model.embed_tokens.weight"]
+                assert torch.equal(found.load(files), table + 1)
+        else:
+            with pytest.raises(
+                sw.CheckpointError, match=r"model\.embed_tokens\.weight trained apart from the model's head"
+            ):
+                with_adapter(open_source(tmp_path / "from"), adapter)
+
+
+def test_a_damaged_checkpoint_is_noticed_beside_adapters_too(tmp_path, capsys):
+    save_file({"layer.weight": torch.ones(400, 400)}, tmp_path / "from.safetensors")  # two blocks with a checksum each
+    checkpoint, adapter = tmp_path / "step-00000001", tmp_path / "adapter"
+    assert main(["convert", str(tmp_path / "from.safetensors"), str(checkpoint), "--to", "shardwise"]) == 0
+    key = "base_model.model.layer.lora_{}.weight".format
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    save_file({key("A"): torch.ones(2, 400), key("B"): torch.ones(400, 2)}, adapter / "adapter_model.safetensors")
+    words = ["convert", str(checkpoint), str(tmp_path / "result"), "--adapter", str(adapter), "--overwrite"]
+    assert main(words) == 0
+    file = checkpoint / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2000] ^= 64
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert main(words) != 0 and "model.safetensors" in capsys.readouterr().err
+
+
 def test_another_base_is_refused(tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()

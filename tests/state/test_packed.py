@@ -210,6 +210,21 @@ def test_a_packed_directory_is_converted_to_plain_values(ranks, tmp_path, bnb):
         convert(Conversion(source=tmp_path / "parts.safetensors", dest=tmp_path / "out", to="hf"))
 
 
+def test_adapters_of_every_packed_weight_leave_no_packed_word_in_the_result(tmp_path, bnb):
+    """The usual case of QLoRA: no packed weight is without an adapter."""
+    adapter, factors = tmp_path / "adapter", {}
+    for name, value in weights(base().state_dict()).items():
+        for part, shape in (("A", (2, value.shape[1])), ("B", (value.shape[0], 2))):
+            factors[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] = torch.zeros(shape)
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    save_file(factors, adapter / "adapter_model.safetensors")
+    done = convert(Conversion(source=Path(bnb()), dest=tmp_path / "plain", to="hf", adapter=adapter, verify=True))
+    assert f"{len(factors) // 2} weights are packed in the source" in done.notes[0]
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+    same(load_file(tmp_path / "plain/model.safetensors"), unpacked(weights(base().state_dict())))
+
+
 def edited(suffix, change):
     def edit(tensors):
         value = change(tensors.pop(FIRST + suffix))

@@ -342,6 +342,33 @@ def test_gradients_are_unscaled_and_judged_for_each_optimizer(ranks, layout, how
         )
 
 
+def joined(layout: str, has_scaler: bool) -> tuple:
+    """What a step says whose loss comes to a second model; the second one's gradients; whether the first one has changed."""
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        torch.manual_seed(1)
+        first, second = (sw.parallelize(UpDown(), world, sharding=BLOCKS) for _ in range(2))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if has_scaler else None
+        step = sw.TrainStep(first, torch.optim.SGD(first.parameters(), lr=0.1), loss=None, scaler=scaler, count=lambda b: len(b["x"]),
+                            forward=lambda model, b: second(model(b["x"])).square().sum())  # fmt: skip
+        for param in second.parameters():
+            param.grad = torch.ones_like(param)
+        before, said = values(first), ""
+        try:
+            step([{"x": torch.ones(2, 4, dtype=torch.float64)}])
+        except sw.UnsupportedError as error:
+            said = str(error)
+        return said, [whole(param.grad) for param in second.parameters()], same(before, values(first))
+
+
+def test_a_scaled_step_that_comes_to_another_model_is_refused(ranks):
+    """Its gradients are what they were."""
+    for said, grads, is_same in ranks.run(joined, 2, "dp_shard=2", True):
+        assert said.startswith("a TrainStep with a gradient scaler, whose loss comes to another model") and is_same
+        assert all(bool((grad == 1).all()) for grad in grads)
+    for said, grads, is_same in ranks.run(joined, 2, "dp_shard=2", False):
+        assert not said and not is_same and not all(bool((grad == 1).all()) for grad in grads)
+
+
 # ---- checkpoints and misuse ------------------------------------------------------------------------------------------
 
 

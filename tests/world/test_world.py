@@ -506,3 +506,27 @@ def test_worlds_that_were_never_closed_do_not_disturb_the_next(ranks):
         assert ranks.run(_never_closed, 2, 0) == [2, 2]
         assert ranks.run(_alone, 1)
     assert len(ranks.run(_reopened, 2, 3)) == 2
+
+
+def gathered_over_dp(layout):
+    """How many samples a collective of torch over the group of the data ranks brings."""
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        group, mine = world.axis("dp").group, torch.full((1,), float(world.rank))
+        found = torch.cat(torch.distributed.nn.functional.all_gather(mine, group=group))
+        return found.tolist(), world.axis("dp").ranks, group is world.axis("dp").group
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "dp_shard=2", "dp_shard=2,tp=2"])
+def test_the_group_of_an_axis_is_of_its_ranks_at_degree_1_too(ranks, layout):
+    """None would mean all ranks to torch: under tp=2 a contrastive loss would have each sample twice."""
+    for found, along, is_kept in ranks.run(gathered_over_dp, 4 if "," in layout else 2, layout):
+        assert found == [float(rank) for rank in along] and is_kept
+
+
+def test_an_axis_of_a_world_of_one_has_no_group(ranks):
+    assert ranks.run(alone, 1) == [None]
+
+
+def alone():
+    with sw.init("tp=1", device="cpu") as world:
+        return world.axis("dp").group

@@ -34,6 +34,7 @@ __all__ = [
     "first_nodes",
     "freed_leaf",
     "function_modes",
+    "graph_below",
     "has_users_hook",
     "hook_counts",
     "hooks_of_saved_tensors",
@@ -77,16 +78,20 @@ def runs_again(tensor: Tensor) -> bool:
 
 def first_nodes(tensor: Tensor, name: str) -> Iterator[Any]:
     """The nodes of this name in the graph of ``tensor``: the first one on each way."""
-    waiting, seen = [tensor.grad_fn], set[Any]()
+    return (node for node in graph_below([tensor.grad_fn], lambda node: node.name() == name) if node.name() == name)
+
+
+def graph_below(nodes: Iterable[Any], is_last: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """These nodes of a graph, and those below them, each once; below those that are the last of their way, none."""
+    waiting, seen = [*nodes], set[Any]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == name:
-            yield node
-        else:
-            waiting += [each for each, _ in node.next_functions]
+        yield node
+        if not is_last(node):
+            waiting += [inner for inner, _ in node.next_functions]
 
 
 def is_of_operator(kind: type) -> bool:
@@ -238,15 +243,7 @@ def marks_of(outputs: Sequence[Any]) -> list[Any]:
 
 def _nodes(outputs: Sequence[Any], *, past_marks: bool) -> Iterator[Any]:
     """The nodes of the graph below ``outputs``, tensors or edges; marked ones are the last of their branch unless ``past_marks``."""
-    waiting, seen = _begins(outputs), set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        if past_marks or _MARK not in node.metadata:
-            waiting += [inner for inner, _ in node.next_functions]
+    return graph_below(_begins(outputs), lambda node: not past_marks and _MARK in node.metadata)
 
 
 def _begins(outputs: Iterable[Any]) -> list[Any]:

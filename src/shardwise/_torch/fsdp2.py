@@ -73,10 +73,6 @@ class Unit:
     Where ``dp_shard`` is 1, shards are whole: they are cast to the compute dtype and not gathered, and without replicas
     gradients are cast to the reduce dtype and not sent. FSDP2 would copy both twice, through the buffers of its
     collectives.
-
-    Attributes:
-        name: its name in the recipe.
-        modules: in the order of the recipe.
     """
 
     def __init__(self, name: str, modules: Sequence[nn.Module]):

@@ -59,7 +59,6 @@ def before_composable(check: Callable[[str, nn.Module], None]) -> None:
 
 
 def _caller() -> Any:
-    """The frame that called the calling function."""
     frame = inspect.currentframe()
     return frame and frame.f_back and frame.f_back.f_back
 
@@ -142,7 +141,6 @@ def unit_groups(module: nn.Module) -> list[Any]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of an ``FSDPState``."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     known: list[Any] = getattr(state, _GROUPS, [])

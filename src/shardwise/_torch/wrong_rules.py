@@ -75,5 +75,4 @@ def _of_wholes(op: Any, named: dict[str, Any], is_wrong: bool) -> Any:
 
 
 def _named(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of an operator by name."""
     return dict(zip((each.name for each in op._schema.arguments), args, strict=False)) | kwargs

@@ -46,7 +46,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(name: str, text: str, command: ModuleType) -> Parser:
-    """The parser of a command, with its line of help."""
     parser = Parser(prog=f"shardwise {name}", description=f"{text[:1].upper()}{text[1:]}.")
     parser.more_help = getattr(command, "more_help", None)
     command.add_arguments(parser)

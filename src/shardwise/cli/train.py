@@ -71,7 +71,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def keys() -> list[str]:
-    """Every key of the configuration."""
     from shardwise.config.loader import dotted_keys
     from shardwise.run.config import RunConfig
 
@@ -107,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_found(command: "Command", display: "Display") -> None:
-    """Says which configuration was found, where none was named."""
     from shardwise.cli.resume_command import FOUND
 
     if command.has_found:

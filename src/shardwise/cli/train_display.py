@@ -147,7 +147,6 @@ class Display:
             self.say(f"... {text}")
 
     def on_line(self, rank: int, stream: str, line: str) -> None:
-        """Prints a line that a rank wrote."""
         self.say(f"[rank {rank}] {line}")
 
     def on_event(self, rank: int, event: dict[str, Any]) -> None:

@@ -255,9 +255,6 @@ class RankLogs:
     Nothing is written until :meth:`begin`, so that a run that is refused leaves the folder as it was; lines that came before
     are written then. A line that cannot be written is dropped: the screen has it.
     Files of earlier runs in the folder are continued.
-
-    Args:
-        folder: the run's.
     """
 
     def __init__(self, folder: Path):

@@ -124,7 +124,6 @@ def _device_text(world: Any) -> str:
 
 
 def _layout_text(layout: Any) -> str:
-    """What a layout shards and replicates, as text."""
     from shardwise.techniques import TECHNIQUES
 
     parts = [text for technique in reversed(TECHNIQUES) if (text := technique.layout_text(layout))]

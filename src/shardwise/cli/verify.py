@@ -55,7 +55,6 @@ def add_arguments(parser: Parser) -> None:
 
 
 def keys() -> list[str]:
-    """The keys of the configuration that verify reads."""
     from shardwise.config.loader import dotted_keys
     from shardwise.run.config import RunConfig
 

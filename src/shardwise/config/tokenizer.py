@@ -23,7 +23,6 @@ def is_tokens(path: str | None) -> bool:
 
 
 def tokenizer_files(folder: str | Path) -> list[Path]:
-    """The files in ``folder`` that belong to a tokenizer."""
     return [Path(folder) / name for name in TOKENIZER_FILES if (Path(folder) / name).is_file()]
 
 

@@ -32,7 +32,6 @@ class DatasetState:
         return bool(self.values)
 
     def taken(self) -> "DatasetState":
-        """Copies of the objects' states now."""
         return DatasetState({place: _state_of(value) for place, value in self.values.items()})
 
 

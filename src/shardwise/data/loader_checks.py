@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise.data.dataset_state import DatasetState
+from shardwise.data.stream import is_empty
 from shardwise.errors import ConfigError, UsageError
 from shardwise.world.rng import is_generator
 
@@ -135,11 +136,7 @@ def refuse_data_loader(dataset: Any) -> None:
 
 
 def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | None = None) -> None:
-    """Refuses what has no meaning for a dataset that is read in its own order.
-
-    Raises:
-        ConfigError: as above.
-    """
+    """Refuses what has no meaning for a dataset that is read in its own order."""
     if shuffle:
         raise ConfigError(
             "Loader(shuffle=True) of a dataset without len() and [i]",
@@ -161,12 +158,6 @@ def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | Non
 
 
 def length_of(dataset: Any) -> int:
-    """The number of samples.
-
-    Raises:
-        UsageError: there is no length, or samples cannot be found by number.
-        ConfigError: there is none.
-    """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"a dataset of type {type(dataset).__name__} without len() and [i]",
@@ -175,11 +166,7 @@ def length_of(dataset: Any) -> int:
         )
     length = len(dataset)
     if length < 1:
-        raise ConfigError(
-            f"an empty dataset ({type(dataset).__name__})",
-            why="there is no sample to make a window of",
-            fix="check the path and the filters that made the dataset",
-        )
+        raise is_empty(dataset)
     return length
 
 

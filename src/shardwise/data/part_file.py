@@ -27,11 +27,7 @@ _LOCKED = ".tokens-"  # how parts begin that are written by :func:`written`; oth
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write, which takes the place of ``path`` at the end, unless something is raised; it is removed then.
-
-    Raises:
-        OSError: it cannot be made, or put there.
-    """
+    """A new file to write, which takes the place of ``path`` at the end, unless something is raised; it is removed then."""
     name = f".{path.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}.part"
     part = path.with_name(name)
     try:

@@ -41,10 +41,6 @@ _LAST = re.compile(
 def shorten(batch: Mapping[str, Any], by: str) -> dict[str, Any]:
     """``batch`` without the last position of ``input_ids`` [B, T], in each tensor that has it; numbers and lists as they are.
 
-    Args:
-        batch: a micro-batch.
-        by: the function that does it, for messages.
-
     Raises:
         ConfigError: what cannot be decided, by its key.
     """

@@ -159,7 +159,6 @@ class Stream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no sample of the epoch is left."""
         return not self._held
 
     def end(self) -> None:
@@ -179,9 +178,9 @@ def iter_is_itself(dataset: Any) -> bool:
     return hasattr(dataset, "__next__") and iter(dataset) is dataset
 
 
-def refuse_empty(dataset: Any) -> None:
-    """Raises ConfigError for a stream that gave nothing."""
-    raise ConfigError(
+def is_empty(dataset: Any) -> ConfigError:
+    """The error for a dataset without samples."""
+    return ConfigError(
         f"an empty dataset ({type(dataset).__name__})",
         why="there is no sample to make a window of",
         fix="check the path and the filters that made the dataset",

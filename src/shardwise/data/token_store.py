@@ -68,9 +68,6 @@ def write_tokens(file: BinaryIO, produce: Produce, dtype: type[np.generic], inpu
         produce: raises what it will; the file is of no use then.
         dtype: of the tokens.
         inputs: what they are made from, as JSON has it; :func:`open_tokens` compares it.
-
-    Raises:
-        OSError: it cannot be written.
     """
     file.write(_NAME)
     num = crc = 0

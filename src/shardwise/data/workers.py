@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from shardwise._torch.data_workers import end_workers, no_signal_of_workers, why_ended
 from shardwise.data.dataset_state import states_in
 from shardwise.errors import ConfigError, ShardwiseError, UsageError
+from shardwise.launch.imports import uncollected
 from shardwise.launch.process import die_with_parent
 from shardwise.world.rng import derive_seed, forked_generators, forked_streams, is_generator
 
@@ -109,7 +110,7 @@ def read_ahead(reader: Reader, tasks: Iterable[Task], *, num_workers: int, prefe
     )
     batches: Any = None
     try:
-        with _no_collection(), no_signal_of_workers():
+        with uncollected(), no_signal_of_workers():
             batches = iter(loader)
         for batch in batches:
             if isinstance(batch, ShardwiseError):
@@ -216,18 +217,6 @@ class _InOrder(Sampler[Any]):
 
 def _as_read(batch: Any) -> Any:
     return batch
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Within: no garbage is collected, also in processes that are forked there, until they say so."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _parent() -> int | None:

@@ -236,7 +236,6 @@ def _read_defaults(given: Mapping[str, Any], empty: set[str], facts: Facts) -> N
 
 
 def _apply(row: Row, key: str, shown: str, value: Any, facts: Facts, *, is_given: bool) -> None:
-    """What a row makes of a value."""
     word = word_of(value)
     (verdict, say), actions = row.answer_of(word), row.action_of(word)
     if verdict == "refused" and not is_given:

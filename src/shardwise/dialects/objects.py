@@ -119,7 +119,6 @@ def _strategy(source: Any) -> dict[str, Any]:
 
 
 def _classes(name: str, policy: Any) -> list[str] | None:
-    """The classes that a policy stands for."""
     classes = policy if policy is None else getattr(policy, "_module_classes", policy)
     if classes is None or isinstance(classes, list | tuple | set | frozenset):
         return None if classes is None else sorted(getattr(one, "__name__", str(one)) for one in classes)

@@ -123,11 +123,11 @@ def optimus(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     is_by_part = rise is None or not facts.is_given("warmup")
     if kind == "linear_warmup":
         if is_by_part:
-            rise = _part(facts, facts.take("warmup_percent", 0.05), steps)
+            rise = _part(facts.take("warmup_percent", 0.05), steps)
         return {"kind": kind, "warmup": rise, "init": facts.take("init_lr", 0.0) / lr}
     facts.stop_if(kind != "wsd", "curve", _NO_CURVE)
     if facts.has("warmup_ratio") and is_by_part:
-        rise = _part(facts, facts.take("warmup_ratio"), steps)
+        rise = _part(facts.take("warmup_ratio"), steps)
     return {
         "kind": kind,
         "warmup": rise,
@@ -144,14 +144,14 @@ def ml(facts: Facts, kind: str, steps: int | None, lr: float) -> Arguments:
     facts.stop_if(kind not in ("linear", "linear_no_decay", "constant"), "curve", text)
     rise = facts.take("warmup")
     if kind == "linear" and not facts.is_given("warmup"):
-        rise = _part(facts, facts.take("warmup_percent", 0.01), steps)
+        rise = _part(facts.take("warmup_percent", 0.01), steps)
     elif kind == "linear_no_decay" and not rise:
         rise = 1000
     is_constant = kind != "linear" or facts.take("curve_decays") is False
     return {"kind": "constant" if is_constant else "linear", "warmup": rise or 0, "floor": facts.take("floor", 1e-4)}
 
 
-def _part(facts: Facts, part: float, steps: int | None) -> int | None:
+def _part(part: float, steps: int | None) -> int | None:
     """A part of the run in whole steps; None: how long the run is, is not known."""
     return None if steps is None else int(part * steps)
 

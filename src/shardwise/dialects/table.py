@@ -29,8 +29,6 @@ _HEAD_LINE = re.compile(r"(\w+): ?(.*)")
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of one key."""
-
     key: str  # dotted; a ``*`` in the middle is one part, at the end the rest; ``(loss)`` is a meaning that no key has
     takes: tuple[str, ...]  # the words and kinds of values
     default: Any  # its value there where it is not given; ABSENT: none
@@ -50,7 +48,6 @@ class Row:
 
     @cached_property
     def usual(self) -> Any:
-        """The default as its own type."""
         return self.coerced(self.default, self.key)
 
     @cached_property
@@ -97,8 +94,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The keys of one system."""
-
     name: str
     head: Mapping[str, str]
     rows: Mapping[str, Row] = field(repr=False)
@@ -180,7 +175,6 @@ class Table:
 
 
 def _places(key: str) -> list[str]:
-    """The places in lists that a key names."""
     return [part for part in key.split(".") if part.isdigit()]
 
 

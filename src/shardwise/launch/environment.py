@@ -20,11 +20,7 @@ def given_in(environ: Mapping[str, str] | None, *names: str) -> dict[str, str]:
 
 
 def number(name: str, text: str) -> int:
-    """The value of a variable that is a whole number.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The value of a variable that is a whole number."""
     if not text.strip().isdigit():
         raise ConfigError(
             f"{name}={text!r}", why="it must be a whole number, 0 or more", fix=f"correct {name} in the environment"

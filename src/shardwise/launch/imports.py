@@ -1,9 +1,23 @@
-"""Imports of torch and of what uses it, without the garbage collector."""
+"""What runs without the garbage collector: imports of torch and of what uses it, and other code that makes many objects."""
 
+import contextlib
 import gc
 import importlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Within: no garbage is collected, also in processes that are forked there, until they say so."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def import_frozen(name: str) -> ModuleType:
@@ -14,11 +28,8 @@ def import_frozen(name: str) -> ModuleType:
     """
     if name in sys.modules:
         return sys.modules[name]
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(name)
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
+    with uncollected():
+        try:
+            return importlib.import_module(name)
+        finally:
+            gc.freeze()

@@ -31,9 +31,6 @@ def try_lock(path: Path, *, wait_s: float = 0.0) -> LockAttempt:
         path: the file, which is created if it does not exist.
         wait_s: how long to wait, in seconds, for a process that has it: a killed process has it until the system has
             cleaned up.
-
-    Raises:
-        OSError: the file cannot be created.
     """
     held, note = path.open("a+", encoding="utf-8"), None
     try:

@@ -69,7 +69,6 @@ def kill_group(pid: int, number: int = signal.SIGKILL, *, alone: bool = True) ->
 
 
 def num_threads() -> int:
-    """Threads of this process."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:  # not Linux
@@ -123,11 +122,9 @@ class Guard:
             self._process.wait()
 
     def add(self, group: int) -> None:
-        """Puts a process group on the list."""
         self._say(group)
 
     def remove(self, group: int) -> None:
-        """Takes a process group off the list."""
         self._say(-group)
 
     def _say(self, number: int) -> None:

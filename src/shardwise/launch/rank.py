@@ -186,7 +186,6 @@ class RankProcess:
             self._process.send_signal(number)
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the rank and its children."""
         if not self.poll():
             kill_group(self.pid, number)
 

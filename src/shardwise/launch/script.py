@@ -38,10 +38,6 @@ class _Pickler(pickle.Pickler):
 def pickled(args: Sequence[object], given: str = _GIVEN) -> tuple[bytes, Script]:
     """The arguments of a function that ranks call, and the script that ranks must run before they read them.
 
-    Args:
-        args: the arguments.
-        given: what they are, for messages.
-
     Raises:
         UsageError: one of them cannot be sent to another process: a function without a name, or one that was defined in a
             session.

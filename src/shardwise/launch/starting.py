@@ -158,7 +158,6 @@ class ForkServer:
         raise OSError(f"the process that is forked has not answered for {_ANSWER_S:g} s")
 
     def is_alive(self) -> bool:
-        """Whether it can still be forked."""
         return self._process.poll() is None
 
     def code_of(self, pid: int) -> int | None:

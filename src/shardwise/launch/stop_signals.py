@@ -160,11 +160,7 @@ class FirstStop:
 
 
 class Forwarded:
-    """Records each of ``signals`` received within :meth:`handled`, to be sent on to the ranks; it ends nothing here.
-
-    Attributes:
-        pending: those received since :meth:`take`.
-    """
+    """Records each of ``signals`` received within :meth:`handled`, to be sent on to the ranks; it ends nothing here."""
 
     def __init__(self, signals: Iterable[int]):
         self.signals = tuple(signals)
@@ -194,7 +190,6 @@ class Forwarded:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def take(self) -> list[int]:
-        """Returns the pending signals and clears them."""
         taken, self.pending = self.pending, []
         return taken
 

@@ -70,7 +70,6 @@ class Supervisor:
 
     @property
     def is_late(self) -> bool:
-        """Whether the time limit has passed."""
         return self._timeout_s is not None and time.monotonic() - self._started > self._timeout_s
 
     def _alive(self) -> bool:

@@ -187,7 +187,6 @@ class AdaptedLinear(Adapted):
         return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The outputs for an input, with this bias."""
         plain = None, None, None
         return adapted_linear(x, self.weight, bias, *adapter_tensors(self), *plain, self.adapter, self.training)  # type: ignore[attr-defined, arg-type]
 
@@ -219,7 +218,6 @@ class AdaptedEmbedding(Adapted):
 
 
 def adapter_tensors(layer: Any) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
-    """A, B and m of an adapted layer."""
     name = layer.adapter_name
     if isinstance(layer, AdaptedEmbedding):
         return layer.lora_embedding_A[name], layer.lora_embedding_B[name], None  # type: ignore[attr-defined]

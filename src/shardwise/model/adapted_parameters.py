@@ -41,7 +41,6 @@ class OfParameter:
         return cls(scale, shape[0], bool(getattr(module, "is_transposed", False)))
 
     def shapes(self, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Those of A and B."""
         *_, num_outputs, num_inputs = (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
         num = max(self.num_experts, 1)
         return (num * rank, num_inputs), (num_outputs, rank * num)

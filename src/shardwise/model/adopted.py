@@ -63,8 +63,6 @@ class Adopted(Adapted):
 
 
 class AdoptedLinear(Adopted, AdaptedLinear):
-    """A linear layer of PEFT."""
-
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
         _refuse_changed(self)  # tensor parallelism calls this
         how, tensors, base = self.adapter, adapter_tensors(self), self.base_layer
@@ -78,11 +76,8 @@ class AdoptedLinear(Adopted, AdaptedLinear):
 
 
 class AdoptedEmbedding(Adopted, AdaptedEmbedding):
-    """An embedding of PEFT."""
-
     @property
     def padding_idx(self) -> int | None:
-        """Of the embedding."""
         return self.base_layer.padding_idx
 
 

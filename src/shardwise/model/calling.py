@@ -43,11 +43,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 def arguments_of(model: nn.Module, batch: Batch, given: Collection[str] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, in place and by name, with which :func:`call` calls the model. ``given``: parameters of the forward that
-    the caller gives itself.
-
-    Raises:
-        UsageError: as there.
-    """
+    the caller gives itself."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.name not in given]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)

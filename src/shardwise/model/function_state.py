@@ -20,12 +20,7 @@ _MOST_PARTS, _LONGEST = 2000, 1000  # of what a function reaches: it may hold on
 class FunctionState:
     """What functions of the user's own (a loss, a forward) keep: containers and objects in their closures, defaults and attributes, or of
     the object whose method they are, and modules there with their buffers; :meth:`restore` puts back what has changed. What lies in
-    lists of more than a thousand items, and in globals, is not looked at.
-
-    Args:
-        functions: the functions.
-        known: ids of modules that are not looked at.
-    """
+    lists of more than a thousand items, and in globals, is not looked at."""
 
     def __init__(self, functions: Iterable[Any], known: Collection[int] = ()):
         modules: list[nn.Module] = []
@@ -48,7 +43,6 @@ class FunctionState:
 
     @property
     def written_buffers(self) -> list[tuple[nn.Module, str]]:
-        """The buffers of the modules that have changed."""
         return self._state.written_buffers
 
     def restore(self) -> None:

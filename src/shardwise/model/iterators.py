@@ -20,8 +20,6 @@ def is_iterator(kind: type) -> bool:
 
 
 class Iteration:
-    """An iterator of Python, and where it is now."""
-
     def __init__(self, iterator: Any):
         self._iterator, self._place = iterator, _place(iterator)
         try:

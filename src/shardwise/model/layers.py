@@ -64,7 +64,6 @@ class Layer(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Its parameters."""
         return [name for name in (self.weight, self.bias, *(each.name for each in self.further)) if name is not None]
 
     @property

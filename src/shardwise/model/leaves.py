@@ -140,7 +140,7 @@ class Leaves(LayerCalls):
                 return seen
         if what not in LOOKS:
             for value in flat((*args, *kwargs.values()) if kwargs else args):
-                if (name := self._trial.name_of(value)) is not None:
+                if isinstance(value, Tensor) and (name := self.weight_of(value)) is not None:
                     self._trial.read.setdefault(name, {})[what] = None
                     self._trial._on_read(name)
                     if value.is_meta:

@@ -43,13 +43,11 @@ def names_loggers(value: Any) -> bool:
 
 
 def loggers() -> list[tuple[str, Any]]:
-    """All of them, with names."""
     every = (logging.root, *logging.root.manager.loggerDict.values())
     return [(f"the logger {each.name!r}", each) for each in every if isinstance(each, logging.Logger)]
 
 
 def within_logger(value: Any) -> Iterable[tuple[str, Any]]:
-    """What a logger, or a handler, leads to."""
     if isinstance(value, logging.Logger):
         return [
             *((NAME, handler) for handler in value.handlers),

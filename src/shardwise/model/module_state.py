@@ -65,7 +65,6 @@ class ModuleState:
 
     @property
     def written_buffers(self) -> list[tuple[nn.Module, str]]:
-        """The buffers that have changed, each with its module."""
         with unseen():
             changed = written_keys(self._values)
         return [
@@ -78,11 +77,7 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """Puts back the buffers (the same objects, with their values) that have changed, and the Python state of their
-        modules. May be called again. On a device it reads nothing for layers of torch: their buffers are written in any case.
-
-        Raises:
-            UnsupportedError: what Python state cannot be put back; see :meth:`Attributes.restore`.
-        """
+        modules. May be called again. On a device it reads nothing for layers of torch: their buffers are written in any case."""
         with unseen():  # what only compares is no use of a buffer
             changed = written_keys(self._values)
         for owner in self._owners:
@@ -92,8 +87,6 @@ class ModuleState:
 
 
 class _Owner:
-    """A module, and what it held."""
-
     def __init__(self, module: nn.Module):
         self.module, self.buffers = module, dict(module._buffers)
         self._computed = set(module._non_persistent_buffers_set)
@@ -165,11 +158,7 @@ class Attributes:
         return found + [value for part, was in self._parts for value in changed_values(content_of(part), was)]
 
     def restore(self) -> None:
-        """Puts back what has changed. Iterators are replaced by others at the same place.
-
-        Raises:
-            UnsupportedError: a generator, or another iterator that cannot be copied, has run, or may have.
-        """
+        """Puts back what has changed. Iterators are replaced by others at the same place."""
         if self.are_same():
             return
         for name in _own(self.module).keys() - self._attributes.keys():
@@ -198,7 +187,6 @@ class TensorAttributes:
         self._tensors = [(x, dict(vars(x))) for x in held.values() if x is not None]
 
     def changed(self) -> list[Any]:
-        """The values that are new."""
         return [value for x, was in self._tensors for value in changed_values(vars(x), was)]
 
     def restore(self) -> None:

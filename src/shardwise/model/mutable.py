@@ -58,7 +58,6 @@ def _attributes_of(part: Any) -> dict[str, Any]:
 
 
 def content_of(part: Any) -> Any:
-    """A shallow copy of what a mutable part holds."""
     if isinstance(part, dict):
         return dict(dict.items(part))  # not what a class of its own would give
     if isinstance(part, list | deque):

@@ -66,12 +66,7 @@ def canonical_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def canonical_tensors(root: nn.Module, kind: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """``(canonical name, owning module, attribute)`` of every parameter or buffer, aliases included.
-
-    Args:
-        root: the module.
-        kind: ``"_parameters"`` or ``"_buffers"``.
-    """
+    """``(canonical name, owning module, attribute)`` of every parameter or buffer, aliases included."""
     for prefix, module in canonical_modules(root):
         for attr, tensor in getattr(module, kind).items():
             if tensor is not None:

@@ -30,11 +30,7 @@ class Exchanges(Rows):
 
 
 class NestedRows(StreamRows):
-    """A run on rows of an outer cut (``rows`` None), or on some of these.
-
-    Args:
-        outer: what that does.
-    """
+    """A run on rows of an outer cut (``rows`` None), or on some of these."""
 
     def __init__(
         self,
@@ -110,9 +106,6 @@ def run_nested(
         plan: of the inner cut.
         parts: of the rows, as numbers among them.
         known: facts that the inner cut follows.
-
-    Raises:
-        Differs: a module computes something else, or does not run.
     """
     whole = Whole()
     run_mode(trial, NestedRows(outer(), trial, whole, Plan(), None))

@@ -52,7 +52,6 @@ class Packing:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole weight."""
         return -(-self.shape[0] * self.shape[1] // BLOCK)
 
     @property

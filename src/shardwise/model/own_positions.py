@@ -58,7 +58,6 @@ class CallPlaces:
         self._times: dict[tuple[str, str], int] = {}
 
     def take(self, kind: str) -> str:
-        """The place of a call that is made now."""
         is_compiled = torch.compiler.is_compiling()
         place = "" if is_compiled else _place()
         times = self._times.get((kind, place), 0)
@@ -135,11 +134,7 @@ def of_rows(
     rows: Tensor,
     length: int,
 ) -> Any:
-    """The result of a call that makes positions for ``rows``, of ``length``; or for all of them.
-
-    Raises:
-        UnsupportedError: the call is another than the one that was seen.
-    """
+    """The result of a call that makes positions for ``rows``, of ``length``; or for all of them."""
     kwargs = dict(kwargs)
     queries, keys = argument if isinstance(argument, list) else (argument, None)
     if kind == "arange":

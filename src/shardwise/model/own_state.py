@@ -356,10 +356,10 @@ class OwnState:
             raise
         except NeedsValuesError as error:
             why = f"what it {does} depends on the values of {min(error.names).removeprefix(HELD)}, of which each rank may have a part"
-            raise self._unfit(does, error, why, fix) from error
+            raise self._unfit(error, why, fix) from error
         except Exception as error:
             why = f"on a copy without values it raises {type(error).__name__}: {first_line(error)}"
-            raise self._unfit(does, error, why, fix) from error
+            raise self._unfit(error, why, fix) from error
 
     def module_of(self, error: BaseException) -> tuple[str, tuple[str, ...]]:
         """The module in whose own method ``error`` was raised, by canonical name, and its methods."""
@@ -367,7 +367,7 @@ class OwnState:
         name = name if name in self.methods else next(iter(self.methods))
         return name, self.methods[name]
 
-    def _unfit(self, does: str, error: BaseException, why: str, fix: str) -> UnsupportedError:
+    def _unfit(self, error: BaseException, why: str, fix: str) -> UnsupportedError:
         name, methods = self.module_of(error)
         return UnsupportedError(
             f"{', '.join(methods)} of a {type(self._twin.get_submodule(name)).__name__}",

@@ -33,7 +33,6 @@ class PackedLinear:
         return self.compute(only(args, kwargs), self.bias)  # type: ignore[attr-defined]
 
     def compute(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The outputs for an input, with this bias."""
         how, tensors = Adapter(), (None, None, None)
         if isinstance(self, Adapted) and not self.adapter_is_off:
             how, tensors = self.adapter, adapter_tensors(self)  # type: ignore[assignment]
@@ -67,7 +66,6 @@ class PackedLinear:
 
 
 def packed_tensors(layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, scale codes, outer and mean of a packed layer."""
     return layer.weight_nf4, layer.weight_nf4_scales, layer.weight_nf4_outer, layer.weight_nf4_mean
 
 
@@ -104,11 +102,7 @@ def is_of_bitsandbytes(layer: nn.Module) -> bool:
 
 
 def adopt_packed(module: nn.Module) -> None:
-    """Makes the layers that bitsandbytes has put into 4 bits packed ones, in place: the same bytes, in the same order.
-
-    Raises:
-        UnsupportedError: one in another form, by name.
-    """
+    """Makes the layers that bitsandbytes has put into 4 bits packed ones, in place: the same bytes, in the same order."""
     for name, layer in canonical_modules(module):
         if not is_of_bitsandbytes(layer):
             continue

@@ -132,7 +132,6 @@ class Place:
 
     @property
     def is_same(self) -> bool:
-        """Whether it holds the same still."""
         now, before = self._look(self.part), self._mark
         if type(now) is tuple and type(before) is tuple:
             return len(now) == len(before) and all(map(operator.is_, now, before))
@@ -140,15 +139,9 @@ class Place:
 
     @property
     def new_values(self) -> list[Any]:
-        """What it did not hold."""
         return changed_values(_content(self.part), self.content)
 
     def restore(self) -> None:
-        """Makes it hold that again.
-
-        Raises:
-            UnsupportedError: it is an iterator, which has moved on.
-        """
         part, content = self.part, self.content
         if isinstance(part, Space):
             part.put(content)

@@ -47,8 +47,6 @@ _BY_FREQUENCY = {functional.embedding: 5, functional.embedding_bag: 5, torch.emb
 
 @dataclasses.dataclass
 class _Frame:
-    """A forward that runs."""
-
     name: str
     key: tuple[str, int]
     is_right: bool = True  # its inputs are
@@ -98,11 +96,9 @@ class Rows(ComparedRows):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a run on all positions."""
         return self._rows is None
 
     def keeps(self, name: str) -> bool:
-        """Whether what a module has is compared."""
         return self._whole.keeps(name)
 
     # ---- modules
@@ -131,7 +127,6 @@ class Rows(ComparedRows):
         return True
 
     def is_part_of(self, name: str) -> bool | None:
-        """The same of a parameter."""
         return True
 
     def before(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -228,7 +223,6 @@ class Rows(ComparedRows):
             yield name, owner._buffers[attr]
 
     def _note_buffers(self) -> None:
-        """Notes the buffers that the run has written."""
         found: dict[str, Tensor] = {}
         for name, x in self._all_buffers():
             before, version = self._buffers.get(name, (None, 0))
@@ -379,7 +373,6 @@ class Rows(ComparedRows):
         return with_second(func, args, kwargs, full)
 
     def applied(self, kind: type, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """What an autograd function gives."""
         if self._is_busy or self.is_elsewhere():
             return plain(*args)
         if kind is CheckpointFunction:  # nothing is run again in the backward

@@ -40,7 +40,6 @@ def second_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 def with_second(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], factor: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a product with another second factor."""
     if func is torch.einsum:
         return (args[0], _factors(args)[0], factor), dict(kwargs)
     name, at = _SECOND[func]

@@ -52,11 +52,7 @@ def keys_of(path: str) -> list[Any]:
 
 def changed_at(value: Any, keys: list[Any], change: Callable[[Any], Any]) -> Any:
     """``value`` with what ``change`` makes of the leaf at :func:`keys_of` a path. torch.compile can trace it, for tuples, lists and
-    dictionaries.
-
-    Raises:
-        LookupError: it has no such leaf.
-    """
+    dictionaries."""
     if not keys:
         return change(value)
     if type(value) is dict:

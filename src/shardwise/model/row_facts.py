@@ -89,7 +89,6 @@ class Facts:
 
     @property
     def has_cuts(self) -> bool:
-        """Whether anything is cut."""
         return any(call[0] for calls in self.cut.values() for call in calls)
 
     def add(self, other: "Facts") -> None:
@@ -102,7 +101,6 @@ class Facts:
         self.add_seen(other)
 
     def add_seen(self, other: "Facts") -> None:
-        """Adds what another run has called besides."""
         for name, kinds in other.seen.items():
             for kind, places in kinds.items():
                 for place in places:
@@ -120,7 +118,6 @@ class Facts:
             self.buffers[name] = is_all if self.buffers.get(name, is_all) is is_all else None
 
     def add_drops(self, other: "Facts") -> None:
-        """Adds what another run has dropped besides."""
         for name, dims in other.drops.items():
             for number, dim in enumerate(dims):
                 self.note_drop(name, number, dim)
@@ -216,7 +213,6 @@ class Whole:
         self.on_rows: list[dict[str, Tensor]] = []  # the same of each rank, where they are other values
 
     def note_rewritten(self) -> None:
-        """Called at the run's end."""
         for key, versions in self.versions.items():
             of_now = dict(keyed_leaves(self.outputs[key]))
             if any(version_of(of_now[path]) != version for path, version in versions.items()):
@@ -253,11 +249,9 @@ class Whole:
 
     @property
     def is_of_some(self) -> bool:
-        """Whether only what some modules have is kept."""
         return self._only is not None
 
     def keeps(self, name: str) -> bool:
-        """Whether what a module has is kept."""
         return self._only is None or name in self._only
 
 

@@ -41,8 +41,6 @@ class BackwardDiffers(Differs):
 
 
 class Runs(Protocol):
-    """A run, whole or on rows."""
-
     @property
     def is_whole(self) -> bool: ...
 
@@ -90,7 +88,6 @@ class Gradients:
         self._joined: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def begin(self, mode: Runs) -> None:
-        """A run begins."""
         self.mode = mode
 
     def end(self) -> None:
@@ -219,7 +216,6 @@ class Gradients:
     # ---- what arrives
 
     def _given(self, number: int, x: Tensor) -> Tensor:
-        """The gradient of one end."""
         place = Place("end", "", number)
         if self.mode.is_whole:
             generator = torch.Generator().manual_seed(number)

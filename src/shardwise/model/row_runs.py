@@ -49,11 +49,7 @@ def run_on_rows(
 ) -> Facts:
     """Runs the model as the rank with these rows would. ``known``: facts that are followed; else they are looked for. ``heads_over``:
     attention is computed in so many parts of its heads, for all positions each. ``kind``: of the run, for other exchanges than those of
-    attention.
-
-    Raises:
-        Differs: a module computes something else, or does not run.
-    """
+    attention."""
     mode = (kind or Rows)(trial, whole, plan, length, rows, known, heads_over)
     mode.gradients = gradients
     run_mode(trial, mode)

@@ -82,11 +82,7 @@ class StreamFacts(Facts):
 
 
 class NeedsWhole(Differs):
-    """A layer that is cut over ranks is given rows.
-
-    Attributes:
-        layer: its weight.
-    """
+    """A layer that is cut over ranks is given rows."""
 
     def __init__(self, name: str, layer: str):
         super().__init__(name, f"{layer} is cut over ranks, and is given some positions alone")
@@ -301,7 +297,6 @@ class StreamRows(Rows):
             return self.gradients.noted(Place("from", name, number, layer.weight), y)
 
     def _scattered(self, place: Place, weight: str, y: Any) -> Any:
-        """This rank's rows of the output of a layer."""
         name = place.name
         if not isinstance(y, Tensor):
             return y

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UnsupportedError, first_line
+from shardwise.launch.imports import uncollected
 from shardwise.model.attention import attentions, write_out
 from shardwise.model.calling import line_of
 from shardwise.model.closures import rebind_functions
@@ -214,7 +215,9 @@ class Trial:
         """Within ``stack``: the copy may be run; what it keeps is put back at the end. Returns its Python state."""
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
-        stack.enter_context(_uncollected())
+        stack.enter_context(
+            uncollected()
+        )  # so many objects are made that Python would look for circles many times in a run
         stack.enter_context(_default_dtype(torch.float64))
         stack.enter_context(torch.set_grad_enabled(has_gradients))
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -249,7 +252,6 @@ class Trial:
         self._plain.clear()
 
     def in_training(self) -> "Trial":
-        """The same model in training mode."""
         return Trial(
             self._original, self._call, training=True, without=self._without, norms=self.norms, computed=self._computed
         )
@@ -356,7 +358,6 @@ class Trial:
         return found
 
     def unused(self) -> list[str]:
-        """Parameters that no run has used."""
         layers = {name for layer in self.layers.values() for name in layer.names}
         norms = tuple(f"{name}." for name in self.norms)
         names = {self.name_of(param) for param in self.module.parameters()} - layers - self.read.keys() - {None}
@@ -439,7 +440,6 @@ class Trial:
         return self._shapes[weight]
 
     def name_of(self, tensor: Any) -> str | None:
-        """Canonical name of a parameter of the copy."""
         param, name = self._names.get(id(tensor), (None, None))
         return name if param is tensor else None
 
@@ -449,18 +449,6 @@ class Trial:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{call.weight} {call.number} {draw}".encode()))
             self._values[call, draw] = torch.randn(shape, generator=generator, dtype=torch.float64)
         return self._values[call, draw]
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Context manager: Python does not look for circles, which it would do many times in a run, as so many objects are made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -57,7 +57,6 @@ def is_users_hook(hook: Any) -> bool:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether the user has added backward hooks to a module."""
     return any(
         is_users_hook(hook) for hooks in (module._backward_hooks, module._backward_pre_hooks) for hook in hooks.values()
     )

@@ -36,11 +36,7 @@ _SHAPES = frozenset({
 
 
 class AddedOnly(TorchDispatchMode):
-    """Context manager: within, what is done with some buffers is noted.
-
-    Args:
-        buffers: name -> buffer.
-    """
+    """Context manager: within, what is done with some buffers is noted."""
 
     supports_higher_order_operators = True
 
@@ -111,11 +107,7 @@ class AddedOnly(TorchDispatchMode):
 
 class ReadWhereWritten(TorchDispatchMode):
     """Context manager: within, shows the buffers that forwards write, and that results depend on: what is made of them meets a tensor with a
-    gradient, or is read as a number.
-
-    Args:
-        buffers: name -> buffer.
-    """
+    gradient, or is read as a number."""
 
     supports_higher_order_operators = True
 
@@ -192,7 +184,6 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among an operator's arguments that it writes."""
     found: list[Tensor] = []
     schema = getattr(func, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):

@@ -126,7 +126,6 @@ def _first_difference(a: Tensor, b: Tensor) -> int:
 
 
 def _shown(tensor: Tensor, start: int) -> str:
-    """Four numbers of a tensor, from one on."""
     values = tensor.detach().flatten()[start : start + 4].tolist()
     before, after = "..., " if start else "", ", ..." if tensor.numel() > start + 4 else ""
     return f"[{before}{', '.join(f'{x:.12g}' if isinstance(x, float) else str(x) for x in values)}{after}]"

@@ -199,11 +199,6 @@ def _runs_on(example: Mapping[str, Tensor] | None, module: nn.Module) -> Example
 def apply_recipe(module: nn.Module, recipe: Recipe, world: World) -> Runtime:
     """Applies ``recipe`` to ``module``, in place: shards it and allocates its tensors. Values are not written.
 
-    Args:
-        module: the module that the recipe was made for.
-        recipe: from :func:`recipe_of`, or read from JSON.
-        world: the world whose ranks it is laid over.
-
     Raises:
         PlanError: the recipe was made for another module or another layout.
     """

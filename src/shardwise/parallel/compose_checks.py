@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.modules import DDPModule
 from shardwise.config.caller import level_of_caller
-from shardwise.errors import PlanError, UsageError
+from shardwise.errors import PlanError, UnsupportedError, UsageError
 from shardwise.model.tensors import unregistered_parameters
 from shardwise.parallel.runtime import Runtime, has_runtime, is_parallelized
 from shardwise.parallel.unfit_modules import part_of_another
@@ -88,6 +89,14 @@ def refuse_wrapped(module: nn.Module) -> None:
                 f"a module that holds a {kind}",
                 why="another library has sharded or replicated it, so its tensors are not whole",
                 fix="pass the plain module, before any fully_shard, DDP, FSDP or DataParallel call",
+                name=name or None,
+            )
+        if isinstance(child, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"a module that torch.jit has made a program of, a {getattr(child, 'original_name', kind)}",
+                why="it takes no hooks, by which parameters are gathered and gradients summed",
+                fix="train the module itself, and make a program of a copy for use: torch.jit.script(copy.deepcopy(model)); functions may be "
+                "programs (torch.jit.script(function))",
                 name=name or None,
             )
     for name, param in module.named_parameters():

@@ -43,11 +43,7 @@ def unequal(runtime: Runtime, sums: Sums) -> tuple[int, ...]:
 
 
 def refuse_other_copies(runtime: Runtime) -> None:
-    """Compares the parameters once; all ranks must call it.
-
-    Raises:
-        UsageError: on every rank, if copies of one are not equal.
-    """
+    """Compares the parameters once; all ranks must call it."""
     if runtime.world.size == 1:
         return
     local = {name: runtime.local_tensor_of(name) for name in runtime.parameters}
@@ -66,11 +62,7 @@ def refuse_other_copies(runtime: Runtime) -> None:
 
 def refuse_diverged(runtime: Runtime, what: str, names: Iterable[str] | None = None) -> None:
     """Compares the copies of parameters (of ``names``; None: of all) that ranks with other data hold, before ``what`` saves one of them; all
-    ranks must call it. Where ranks have the same data, copies may differ by rounding.
-
-    Raises:
-        UsageError: on every rank, if copies of one are not equal.
-    """
+    ranks must call it. Where ranks have the same data, copies may differ by rounding."""
     grid, params = runtime.recipe.grid, runtime.recipe.params
     axes = {
         name: (*grid.shared_axes, *(cut.axis for cut in params[name].cuts))

@@ -240,7 +240,6 @@ def _unknown(func: Any, name: str, args: Any, kwargs: Any, part: PartOf) -> Any:
 
 
 def _carry(name: str, result: Any, parts: list[PartOf], args: Any) -> None:
-    """Marks what was computed from parts element by element."""
     if isinstance(result, list | tuple):  # of _foreach operators: from the tensors at the same place
         columns = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(result)]
         for i, each in enumerate(result):

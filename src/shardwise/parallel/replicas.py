@@ -42,11 +42,6 @@ class Replicas:
         return {"replicas": torch.stack(marks)}
 
     def apply(self, summed: Mapping[str, Tensor]) -> None:
-        """Makes equal what differs by rounding.
-
-        Raises:
-            RankError: gradients differ by more, on all ranks.
-        """
         found = []
         for (axis, name), (off, squares) in zip(
             self._held, summed["replicas"].tolist() if self._held else [], strict=True

@@ -107,11 +107,7 @@ class Runtime:
             self._memory.pop(kind, None)
 
     def enter(self, what: str) -> None:
-        """Notes that this thread runs ``what`` on the model, until :meth:`leave`.
-
-        Raises:
-            UsageError: another thread runs something on it.
-        """
+        """Notes that this thread runs ``what`` on the model, until :meth:`leave`."""
         now = threading.current_thread()
         if self._busy is not None and self._busy[0] is not now:
             other, running = self._busy
@@ -128,11 +124,7 @@ class Runtime:
     # ---- set by techniques in ``Act.begin`` ------------------------------------------------------------------
 
     def hand_schedule(self, schedule: Callable[[Any], None]) -> None:
-        """Lets a ``TrainStep`` run forwards and backwards of micro-batches by ``schedule``; see :mod:`shardwise.step.schedule`.
-
-        Raises:
-            PlanError: another technique has handed one.
-        """
+        """Lets a ``TrainStep`` run forwards and backwards of micro-batches by ``schedule``; see :mod:`shardwise.step.schedule`."""
         if self.schedule is not None:
             raise PlanError(
                 "two techniques that hand a schedule",
@@ -293,7 +285,6 @@ class Runtime:
 
     @functools.cached_property
     def dtensors(self) -> list[nn.Parameter]:
-        """The parameters of which ranks store parts."""
         return [param for param in self.parameters.values() if isinstance(param, DTensor)]
 
     @functools.cached_property
@@ -353,7 +344,6 @@ def _whole(batch: Any) -> Any:
 
 
 def attach(module: nn.Module, runtime: Runtime) -> None:
-    """Stores ``runtime`` on ``module``."""
     module.__dict__[_KEY] = runtime
     runtime.number = _num_models[runtime.world] = _num_models.get(runtime.world, -1) + 1
     _in_use[next(_numbers)] = runtime

@@ -53,9 +53,6 @@ def refuse_other_modules(
     Warns:
         UserWarning: texts that are attributes of modules, or settings of objects that they have, such as a ``config``,
             differ. Whether the forward reads them is not known.
-
-    Raises:
-        RankError: modules or examples that differ, with the first difference.
     """
     facts: dict[str, Any] = {"module class": anatomy.module_class}
     for kind, tensors in {"parameter": anatomy.params, "buffer": anatomy.buffers}.items():
@@ -93,11 +90,7 @@ def refuse_other_modules(
 
 
 def refuse_other_recipes(recipe: Recipe, world: World) -> None:
-    """Compares the recipes of all ranks, which must all call it.
-
-    Raises:
-        RankError: they differ, with the first difference.
-    """
+    """Compares the recipes of all ranks, which must all call it."""
     told: dict[str, Any] = msgspec.to_builtins(recipe)
     params, buffers, units, edits, notes = map(told.pop, ("params", "buffers", "units", "edits", "notes"))
     entries = told.pop("techniques").items()

@@ -46,7 +46,6 @@ class LastStep:
         self._gradient: tuple[weakref.ref[torch.Tensor], int] | None = None  # and its version
 
     def note(self, runtime: Runtime) -> None:
-        """Called when an optimizer steps."""
         params = (runtime.parameters[name] for name in runtime.trainable)
         grad = next((grad for param in params if (grad := param.grad) is not None), None)
         self._gradient = None if grad is None else (weakref.ref(grad), local_tensor(grad)._version)
@@ -58,7 +57,6 @@ class LastStep:
 
 
 def hooks_of(optimizer: torch.optim.Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """The user's hooks before and after a step."""
     return step_hooks(optimizer, (check_step, refuse_stale, _refuse_still, _threads.end))
 
 

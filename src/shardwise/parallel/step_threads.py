@@ -39,7 +39,6 @@ class HookedThreads:
             self._is_raised = True
 
     def end(self, *_: Any) -> None:
-        """Restores the number of threads."""
         if self._is_raised:
             torch.set_num_threads(1)
             self._is_raised = False

@@ -15,9 +15,6 @@ def modules_named(anatomy: Anatomy, pattern: str, given: str) -> list[str]:
         anatomy: of the module.
         pattern: of names, part by part, or of classes; or a class with its package.
         given: the option, for the message.
-
-    Raises:
-        PlanError: it matches none.
     """
     found = [
         name
@@ -40,11 +37,7 @@ def modules_named(anatomy: Anatomy, pattern: str, given: str) -> list[str]:
 
 
 def with_forward(anatomy: Anatomy, name: str, record: str) -> list[str]:
-    """``name`` itself, or, for a container without a forward (nothing ever calls it), the modules inside it.
-
-    Raises:
-        PlanError: it contains no module with a forward.
-    """
+    """``name`` itself, or, for a container without a forward (nothing ever calls it), the modules inside it."""
     if name not in anatomy.containers:
         return [name]
     depth = name.count(".") + 1

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.folders import MANIFEST
 from shardwise.data.sft.encode_record import load_tokenizer, rendered
 from shardwise.errors import ConfigError, first_line
 from shardwise.model import dtype_of
@@ -24,6 +25,7 @@ from shardwise.run.datasets import rows_of
 from shardwise.run.model_folder import ModelFolder
 from shardwise.run.pretrained import check_pretrained
 from shardwise.run.sample import generate
+from shardwise.state.checkpoint.saved_run import SavedRun
 from shardwise.state.files import OpenFiles
 from shardwise.state.merged import with_adapter
 from shardwise.state.stored import InMemoryTensor, Source
@@ -75,10 +77,12 @@ def generate_text(
     ids = text.encode(prompt, is_chat=is_chat)
     if not ids:
         raise ConfigError("an empty prompt", why="a model continues at least one token", fix="give --prompt a text")
+    if (source.weights / MANIFEST).is_file():
+        SavedRun(source.weights).verify("model")  # of its weights: transformers reads them without their checksums
     with _quiet() if source.is_hf else contextlib.nullcontext():
         model = _open_hf(source.weights, dtype) if source.is_hf else _open_reference(source, dtype)
         if adapter is not None:
-            _merge(model, adapter)
+            _merge(model, source.weights, adapter)
         model = model.to(place).eval()
         _refuse_unknown(model, ids, text)
         start, stream, prompt_ids = time.perf_counter(), text.stream(write), torch.tensor([ids], device=place)
@@ -156,10 +160,18 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
 
 
 @torch.no_grad()
-def _merge(model: nn.Module, adapter: Path) -> None:
+def _merge(model: nn.Module, folder: Path, adapter: Path) -> None:
     params = dict(model.named_parameters())
+    if packed := next((name for name, param in params.items() if param.dtype == torch.uint8), None):
+        raise ConfigError(
+            f"generate {folder} with --adapter {adapter}",
+            why="its weights are packed in 4 bits, and an adapter is merged into plain ones",
+            fix=f"merge them first: shardwise convert {folder} DEST --adapter {adapter}, and generate DEST",
+            name=packed,
+        )
     base = {name: InMemoryTensor.of(param) for name, param in params.items()}
-    merged = with_adapter(Source(place="the model", kind="a model", tensors=base), adapter, lambda: model)
+    source = Source(place="the model", kind="a model", tensors=base, folder=folder)
+    merged = with_adapter(source, adapter, lambda: model)
     with OpenFiles() as files:
         for name, tensor in merged.tensors.items():
             if tensor is not base[name]:

@@ -48,7 +48,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of both."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -143,7 +143,6 @@ class RunOutput:
 
     @property
     def _used(self) -> dict[str, str | None]:
-        """The paths that the run reads, by key."""
         model, data = self.config.model, self.config.data
         found = {f"model.{key}": getattr(model, key) for key in ("hf", "weights", "adapter")}
         return {**found, "data.tokenizer": data.tokenizer}

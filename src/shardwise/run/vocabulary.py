@@ -179,7 +179,6 @@ def _rows(config: RunConfig, stored: int | None, num_tokens: int | None) -> int 
 
 
 def template_in(path: str, origin: str = "") -> str:
-    """The text of a file with a chat template."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         why = "" if text.strip() else "it is empty"

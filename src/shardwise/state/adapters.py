@@ -130,7 +130,6 @@ def check_adapter(model: nn.Module) -> int:
 
 
 def _files_of(runtime: Runtime, call: str) -> AdapterFiles:
-    """How the adapters of a model are stored."""
     prefix = naming_of(runtime.module, shapes_of(runtime)).prefix
     files = next((files for act in acts() if (files := act.adapter_files(runtime, prefix)) is not None), None)
     if files is None:

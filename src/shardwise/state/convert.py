@@ -74,9 +74,10 @@ def convert(
     )
     with VerifiedFiles(source.verified) as files:
         source = with_packed(source, None, files)
+    num_packed = sum(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
     if job.adapter is not None:
         source = with_adapter(source, job.adapter, model_of)
-    todo = _planned(job, source)
+    todo = _planned(job, source, num_packed)
     with writing(f"converting to {job.dest}", "free space, or name a place that can be written"):
         _put_together(job, todo, progress)
     seconds = time.perf_counter() - begin
@@ -121,7 +122,7 @@ class _ConversionJob:
     verified: VerifiedCheckpoint | None
 
 
-def _planned(job: Conversion, source: Source) -> _ConversionJob:
+def _planned(job: Conversion, source: Source, num_packed: int) -> _ConversionJob:
     home = source.folder or (job.source if job.source.is_dir() else job.source.parent)
     config = config_of(home, job.config) if job.rules else {}
     items, notes = converted_tensors(source, job.rules, config, job.dtype, job.keep)
@@ -133,10 +134,9 @@ def _planned(job: Conversion, source: Source) -> _ConversionJob:
         notes.append(
             f"{name} is {other} in the source; it is written for each name, since the format has no ties{more}"
         )
-    unpacked = sum(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
-    if unpacked:
-        notes.append(f"{unpacked} weights are packed in the source (quantised), and are written as plain values")
-    sidecars = _sidecars(job, source, notes) if job.to in ("hf", "shardwise") else {}
+    if num_packed:
+        notes.append(f"{num_packed} weights are packed in the source (quantised), and are written as plain values")
+    sidecars = _sidecars(job, source, notes, is_unpacked=num_packed > 0) if job.to in ("hf", "shardwise") else {}
     return _ConversionJob(items, _plan(job, source, items, ties), sidecars, notes, source.verified)
 
 
@@ -165,10 +165,10 @@ def _versions(source: Source) -> str | None:
         return None
 
 
-def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
+def _sidecars(job: Conversion, source: Source, notes: list[str], *, is_unpacked: bool) -> dict[str, bytes]:
     """The configuration and tokenizer files that are copied to a Hugging Face directory; those of an older one stay where the source has none."""
     older = {path.name: path.read_bytes() for path in sidecars_of(job.dest)} if job.dest.is_dir() else {}
-    found = {} if job.rules else _sidecars_beside(job, source, notes)
+    found = {} if job.rules else _sidecars_beside(job, source, notes, is_unpacked=is_unpacked)
     if kept := [name for name in older if name not in found]:
         notes.append(f"kept from the older {job.dest}: {', '.join(kept)}")
     if job.rules:
@@ -178,8 +178,7 @@ def _sidecars(job: Conversion, source: Source, notes: list[str]) -> dict[str, by
     return older | found
 
 
-def _sidecars_beside(job: Conversion, source: Source, notes: list[str]) -> dict[str, bytes]:
-    is_unpacked = any(isinstance(stored, DecodedTensor) for stored in source.tensors.values())
+def _sidecars_beside(job: Conversion, source: Source, notes: list[str], *, is_unpacked: bool) -> dict[str, bytes]:
     found = {path.name: path.read_bytes() for path in sidecars_of(source.folder)} if source.folder is not None else {}
     if source.folder is not None and "config.json" in found and (job.dtype is not None or is_unpacked):
         place = source.folder / "config.json"

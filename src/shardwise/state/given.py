@@ -147,7 +147,6 @@ class Given:
                     yield Change(key, place, now[key], was[key], number)
 
     def known(self) -> list[str]:
-        """The names of settings that can be overridden."""
         groups = (key for group in self._groups for key in group if key not in ("params", "param_names", "initial_lr"))
         scheduler = () if self._scheduler is None else ("scheduler", *map(_name_in, self._of_scheduler))
         names = dict.fromkeys((*groups, *scheduler, *self._of_scaler))

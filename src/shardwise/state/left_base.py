@@ -36,7 +36,6 @@ class LeftBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def place(self) -> str:
-        """Where they are, for messages."""
         return self.folder or "no directory: the model was given with them"
 
 
@@ -67,15 +66,7 @@ def frozen_names(runtime: Runtime) -> list[str]:
 
 
 def refuse_lost_base(runtime: Runtime, root: Path) -> None:
-    """Refuses to leave frozen weights where they are if they are nowhere, or where they may be removed. All ranks must call it.
-
-    Args:
-        runtime: of the model.
-        root: the directory of the checkpoints.
-
-    Raises:
-        ConfigError: on every rank; with the first tensor that has other values than its directory gave.
-    """
+    """Refuses to leave frozen weights where they are if they are nowhere, or where they may be removed. All ranks must call it."""
     origin, names = runtime.memory(Origin), frozen_names(runtime)
     given, save = 'CheckpointManager(frozen="leave")', 'frozen="save", so that checkpoints have them'
     if origin.folder is None:

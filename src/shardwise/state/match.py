@@ -55,11 +55,6 @@ class LoadPlan:
     own: OwnLoad | None  # what the modules' own methods make of what is stored; None: they have none
 
     def refuse_changed_files(self) -> None:
-        """Refuses files that changed while they were read.
-
-        Raises:
-            CheckpointError: a file is not what it was when its header was read.
-        """
         if not self.verified:
             refuse_changed([*self.tensors.values(), *self.to_pack.values()])
 
@@ -71,7 +66,6 @@ class LoadPlan:
 
 
 def own_boxes(runtime: Runtime, name: str, stored: TensorSource) -> list[Box]:
-    """The boxes of a tensor that this rank holds."""
     if (packed := packed_of(runtime).get(name)) is not None:
         return [piece.box for piece, _ in packed.pieces(runtime.world.rank)]
     if name not in runtime.recipe.params:
@@ -162,7 +156,6 @@ def _report_of(matched: Matched, wanted: Mapping[str, Wanted], place: str, round
 
 
 def _opened(source: Any, rules: Rules, files: VerifiedFiles) -> Source:
-    """The source, opened, with its packed weights found."""
     opened = source if isinstance(source, Source) else open_source(source)
     files.verify_with(opened.verified)
     settings = {} if opened.folder is None else read_json(opened.folder / "config.json").get("quantization_config")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.errors import CheckpointError, UnsupportedError
 from shardwise.model.adapted import Adapter, change_of, merge_, row_norms
 from shardwise.recipe.boxes import Box, index_of
+from shardwise.state.converted import config_of
 from shardwise.state.files import OpenFiles
 from shardwise.state.formats.safetensors import tensors_in
 from shardwise.state.merged_parameters import merged_parameters
@@ -20,7 +21,7 @@ from shardwise.state.stored_parts import Assembled, view_of_all
 from shardwise.techniques.lora.options import LoRA
 from shardwise.techniques.lora.peft_folder import adapter_folder
 from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
-from shardwise.techniques.lora.peft_tensors import PREFIX
+from shardwise.techniques.lora.peft_tensors import PREFIX, config_in
 
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
@@ -74,11 +75,13 @@ def with_adapter(source: Source, folder: Path, model_of: Callable[[], nn.Module 
         tensors |= merged_parameters(source, found, stored, folder, model_of())
     beside = {there[name]: stored[key] for name, key in found.beside.items()}
     tied = _tied(source, beside)
+    if not tied:
+        _refuse_half_tied(source, beside, folder)
     for name, values in beside.items():  # trained in full, in the dtype of the base
         if name not in tied:
             base = _base(source, name, folder)
             tensors[name] = Assembled(base.shape, base.dtype, ((view_of_all(name, base.shape), values),))
-    return replace(source, tensors=tensors, verified=None)
+    return replace(source, tensors=tensors)
 
 
 def _weight_of(layer: str, layers: Collection[str]) -> str:
@@ -114,6 +117,31 @@ def _tied(source: Source, beside: Mapping[str, TensorSource]) -> set[str]:
             if any(torch.equal(beside[name].load(files), other.load(files)) for other in others):
                 found.add(name)
     return found
+
+
+def _refuse_half_tied(source: Source, beside: Mapping[str, TensorSource], folder: Path) -> None:
+    """Raises CheckpointError for a table of tokens that was trained in full, where the model's head is the same tensor: PEFT trains a copy, and
+    the head keeps the base's values."""
+    config = config_of(source.folder, None) if source.folder is not None else {}
+    rows = config.get("vocab_size")
+    if rows is None or config_in(folder).get("ensure_weight_tying"):
+        return
+    for name, values in beside.items():
+        others = [other for other, tensor in source.tensors.items() if other != name and tensor.shape == values.shape]
+        is_tied = config.get("tie_word_embeddings", not others)  # not every configuration says it
+        if (
+            is_tied
+            and len(values.shape) == 2
+            and values.shape[0] == rows
+            and len(beside.keys() - source.tensors.keys()) == 0
+        ):
+            raise CheckpointError(
+                f"{folder}: {name} trained apart from the model's head",
+                why=f"{source.place} has one tensor for both (tie_word_embeddings), and PEFT trained a copy for one of them: merged, the other "
+                "would change too",
+                fix="use the base with the adapters beside it, as PEFT does; or train them with LoraConfig(ensure_weight_tying=True)",
+                name=name,
+            )
 
 
 def _base(source: Source, name: str, folder: Path) -> TensorSource:

@@ -186,7 +186,6 @@ def _without(value: Any, known: Mapping[str, Any], place: str) -> Any:
 
 
 def _filled(rest: Any, known: Mapping[str, Any], device: torch.device) -> Any:
-    """A rest with what is known."""
     if isinstance(rest, Tensor):  # one number counts steps, which torch keeps on the CPU
         return rest.to(device, copy=True) if rest.dim() else rest.clone()
     if isinstance(rest, dict):

@@ -8,11 +8,7 @@ from shardwise.model import dtype_name
 
 
 def copy_checked(out: Tensor, values: Tensor, place: str) -> None:
-    """Copies ``values`` to ``out``, cast to its dtype and device.
-
-    Raises:
-        CheckpointError: a finite value is out of that dtype's range; ``place`` says where it was read.
-    """
+    """Copies ``values`` to ``out``, cast to its dtype and device."""
     out.copy_(values)
     refuse_overflow(out, values, place)
 

@@ -150,11 +150,7 @@ class Source:
 
 def refuse_changed(tensors: Iterable[TensorSource]) -> None:
     """Refuses files that changed while they were read: values may come from another version than their offsets. Called
-    after reading.
-
-    Raises:
-        CheckpointError: a file is no longer what it was when its header was read.
-    """
+    after reading."""
     for path, stamp in sorted({(chunk.file, chunk.stamp) for stored in tensors for chunk in stored.origins}):
         if stamp_of(path) != stamp:
             raise CheckpointError(

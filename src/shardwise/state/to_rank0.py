@@ -75,8 +75,6 @@ _IN_FLIGHT = 64 << 20  # bytes that are sent or expected at a time
 
 @dataclass
 class _Gathering:
-    """One tensor that is being sent or received."""
-
     whole: Tensor | None = None
     works: list[Any] = field(default_factory=list)
     packed: list[tuple[Tensor, list[Slice]]] = field(default_factory=list)  # received in one buffer, to be copied

@@ -1,7 +1,7 @@
 """Writes weights into the files of a directory, each rank its own pieces: one save, stage by stage."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from shardwise.state.writing import (
 from shardwise.world.collectively import collectively
 
 
-class _Local(Mapping[str, Tensor]):
+class _Local:
     """What this rank stores, by name; what is computed is kept until the next is asked for."""
 
     def __init__(self, stored: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]]):
@@ -47,12 +47,6 @@ class _Local(Mapping[str, Tensor]):
             self._last = None  # one is in memory at a time
             self._last = name, self._computed[name]()
         return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
 
 class WeightFiles(StagedSave):

@@ -36,7 +36,6 @@ def reserve(descriptor: int, size: int) -> None:
 
 
 def by_file(folder: Path, parts: Iterator[Part]) -> Iterator[tuple[Path, list[Part]]]:
-    """Groups the parts by file, in their order."""
     for name, group in itertools.groupby(parts, lambda part: part.file.name):
         yield folder / name, list(group)
 

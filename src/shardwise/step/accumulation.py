@@ -16,7 +16,7 @@ from shardwise.step.exchange import Exchange
 from shardwise.step.grad_stash import GradStash
 from shardwise.world.agreement import Entry
 
-_OTHERS, _PENALTIES = "gradients of other models", "penalties"
+OTHERS, _PENALTIES = "gradients of other models", "penalties"  # entries of the exchange
 _main: "weakref.WeakSet[Accumulation]" = weakref.WeakSet()  # that have not ended; not those of "another model"
 
 
@@ -72,7 +72,6 @@ class Accumulation:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients of this rank."""
         has_new = self.has_begun and any(param.grad is not None for param in self.runtime.parameters.values())
         return has_new or self.runtime.engine.has_gradients()
 
@@ -96,7 +95,6 @@ class Accumulation:
             each.is_open = is_open
 
     def set_micro_batch(self, runs: bool) -> None:
-        """Sets whether a micro-batch of a window runs."""
         for each in (self, *self._joined()):
             each.in_micro_batch = runs
 
@@ -136,7 +134,7 @@ class Accumulation:
         return {
             **self._exchange.entries(),
             **self.buffers.entries(is_idle=is_idle),
-            _OTHERS: float(others),
+            OTHERS: float(others),
             _PENALTIES: self.runtime.world.agreement.same(self.num_penalties),
         }
 
@@ -152,7 +150,7 @@ class Accumulation:
             )
         is_late = self._exchange.apply(summed, place)
         self.runtime.engine.end()
-        if float(summed[_OTHERS]):
+        if float(summed[OTHERS]):
             self._agree_on_others(place)
         return is_late
 
@@ -212,7 +210,6 @@ class Accumulation:
                 main._join([self.runtime])
 
     def forget(self) -> None:
-        """Ends what has seen no backward."""
         self.runtime.engine.end()
         self._stash.put_back()
         self._leave()

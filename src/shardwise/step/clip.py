@@ -53,7 +53,6 @@ class Clipping:
 
     @property
     def p(self) -> float:
-        """``norm_type`` as a number."""
         return p_of(self.norm_type)
 
     @property

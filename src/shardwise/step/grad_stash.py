@@ -104,14 +104,12 @@ class GradStash:
             add_to_gradient(self.runtime.parameters[name], grad)
 
     def put_back(self) -> None:
-        """Restores the gradients from before the window."""
         if self.is_taken:
             for name, param in self.runtime.parameters.items():
                 param.grad = self._aside.get(name)
         self.forget()
 
     def forget(self) -> None:
-        """Frees the copies, after which none are restored."""
         _waiting.discard(self)
         self._aside = {}
         self._before, self.is_taken = None, False

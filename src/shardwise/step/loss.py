@@ -112,9 +112,6 @@ def count_of(loss: Any, count: Callable[[Batch], Any] | None) -> Callable[[Batch
     """The function that counts the tokens of a micro-batch: ``count`` if given, else ``loss.count``, else valid labels.
 
     The returned function raises ConfigError for a batch in which it finds nothing to count.
-
-    Raises:
-        UsageError: ``count`` cannot be called.
     """
     refuse_uncallable(count=count)
     own = getattr(loss, "count", None)

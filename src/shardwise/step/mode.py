@@ -28,9 +28,6 @@ class EvalMode:
 
     Modules that are kept in eval mode on purpose (frozen batch norm) leave the whole model in train mode: no warning.
 
-    Args:
-        is_main: whether this rank is the one that warns.
-
     Attributes:
         is_meant: True for no warning: the model is in eval mode on purpose, as in a comparison whose two sides must
             draw no random numbers.

@@ -36,9 +36,6 @@ class ModelLoss:
         Args:
             output: what the model returned: ``(logits, loss)`` in any order, an object or mapping with ``loss``, or the loss.
             batch: the micro-batch.
-
-        Raises:
-            ConfigError: there is no loss in the output.
         """
         mean = loss_of_output(output)
         mean = mean.float() if mean.dtype in (torch.float16, torch.bfloat16) else mean
@@ -51,9 +48,6 @@ class ModelLoss:
         words (``targets``, ``target``, ``label``, ``y``).
 
         A model of transformers that shifts labels itself is also given them as ``shift_labels``: here they are shifted already.
-
-        Raises:
-            UsageError: the forward takes no labels.
         """
         if "labels" not in batch:
             args, kwargs = arguments_of(model, batch)

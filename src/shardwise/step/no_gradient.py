@@ -79,11 +79,7 @@ def refuse_unused(runtime: Runtime, used: Tensor | None) -> None:
 
 
 def nothing_of(output: Any, error: ShardwiseError) -> Tensor:
-    """0, computed from a model's output: its backward runs the collectives that other ranks wait for, and adds nothing.
-
-    Raises:
-        ShardwiseError: ``error``, if the output has no gradient either.
-    """
+    """0, computed from a model's output: its backward runs the collectives that other ranks wait for, and adds nothing."""
     found = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
     if not found:
         raise error

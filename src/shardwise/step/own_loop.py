@@ -49,7 +49,6 @@ class OwnLoop:
         self._warned: set[str] = set()
 
     def begin(self, num_summed: int) -> TokenCount:
-        """Called when a window begins."""
         self._last_count = TokenCount(num_summed)
         return self._last_count
 

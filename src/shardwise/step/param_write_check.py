@@ -13,12 +13,6 @@ from shardwise.world.agreement import digest_of_text
 _VERSION = attrgetter("_version")
 
 
-class _Windows:
-    """How many windows a model has begun in this process."""
-
-    num = 0
-
-
 class ParamWriteCheck:
     """Compares parameters at the end of a window with those at its beginning, when it is made: by their version
     counters, which cost nothing to read, and by value where one has changed. Gathered parameters are compared by value in windows 0,
@@ -29,9 +23,7 @@ class ParamWriteCheck:
         self._is_cut = runtime.recipe.is_cut
         self._watches = self._is_cut or runtime.world.size > 1
         self._found: dict[str, Tensor] = {}
-        windows = runtime.memory(_Windows)
-        runtime.engine.watch_writes(not windows.num & (windows.num - 1))
-        windows.num += 1
+        runtime.engine.watch_writes(not runtime.num_windows & (runtime.num_windows - 1))
         self._ids, self._versions = self._versions_of(self._computed_with())
 
     def entry(self) -> tuple[float, ...]:

@@ -76,7 +76,6 @@ def refuse_others(runtime: Runtime, batches: list[Batch], summed: Tensor, place:
 
 
 def _digest(batches: Iterable[Batch], unread: str) -> int:
-    """A checksum of micro-batches."""
     found = 1
     for batch in batches:
         found = digest_of_values(batch, unread=unread, before=found)

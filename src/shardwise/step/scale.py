@@ -23,6 +23,7 @@ from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.parallel.stale import refuse_no_optimizer
 from shardwise.parallel.step_checks import refuse_in_window, refuse_unreduced
 from shardwise.step.norm import norm_power_sum
+from shardwise.step.window import Window
 
 
 class LossScale:
@@ -63,13 +64,22 @@ class LossScale:
         return self.value
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale."""
         return loss if self.scaler is None else self.scaler.scale(loss)  # type: ignore[return-value]
 
     def unscale(self) -> None:
-        """Divides every local gradient by the scale, in place."""
         if self.value is not None:
             _divide(list(self._runtime.gradients().values()), self.value)
+
+    def refuse_other_models(self, window: Window) -> None:
+        """Raises UnsupportedError, on every rank, for a scaled loss that came to another model too, in a window that has ended."""
+        if self.scaler is not None and window.reached_others:
+            raise UnsupportedError(
+                "a TrainStep with a gradient scaler, whose loss comes to another model too",
+                why="its gradients are of the loss times the scale, and this step divides, clips and judges those of its own model: the other "
+                "model's optimizer would step with them",
+                fix="write the loop with sw.window, and for each optimizer sw.unscale_gradients_(model, optim, scaler) before scaler.step(optim); "
+                'or train without a scaler: precision="bf16"',
+            )
 
     def update(self, *, is_finite: bool) -> None:
         """Lets the scale grow or back off after a step, taken or skipped; the same on every rank."""

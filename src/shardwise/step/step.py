@@ -200,6 +200,7 @@ class TrainStep:
             # drift apart.
             norm_entry = f"norm ({clipping})"
             agreed = w.finish({**self._entries(sums, problem), norm_entry: norm_of.entry()})
+            self._scale.refuse_other_models(w)
             if w.has_late:
                 place = f"step {self.num_steps + 1}, the norm with gradients that came late"
                 agreed |= self._runtime.world.agreement.sum({norm_entry: norm_of.entry()}, place)

@@ -28,7 +28,7 @@ from shardwise.launch.failure import is_lost_peer
 from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.parallel.step_checks import refuse_unreduced
-from shardwise.step.accumulation import Accumulation
+from shardwise.step.accumulation import OTHERS, Accumulation
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
 from shardwise.step.no_gradient import explain_no_gradient, refuse_unused
 from shardwise.step.own_loop import OwnLoop, TokenCount, not_counted, refuse_within
@@ -102,8 +102,13 @@ class Window:
         return self._gradients.has_others
 
     @property
+    def reached_others(self) -> bool:
+        """Whether the loss of any rank came to another model, whose gradients are summed with these. After :meth:`finish`."""
+        assert self.agreed is not None
+        return bool(float(self.agreed[OTHERS]))
+
+    @property
     def place(self) -> str:
-        """The window's number as text, for messages."""
         return f"window {self.runtime.step + 1}"
 
     # ---- entering --------------------------------------------------------------------------------------------

@@ -151,7 +151,6 @@ class CutForward:
         self._positions = dict[tuple[int, torch.device], At]()
 
     def begin(self, runtime: Any) -> None:
-        """Training begins."""
         self._runtime = runtime
         runtime.explainers.append(self.explain)
 
@@ -172,8 +171,12 @@ class CutForward:
     # ---- a forward
 
     def is_cut(self) -> bool:
-        """Whether the forward that begins is of this rank's positions."""
-        raise NotImplementedError
+        """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
+        the user's own. Others are whole on every rank."""
+        runtime = self._runtime
+        if runtime is None or runtime.micro_batch is not None:
+            return runtime is not None
+        return runtime.accumulation is not None and torch.is_grad_enabled()
 
     def positions(self, length: int, device: torch.device) -> At:
         """Those of this rank in sequences of a length."""
@@ -192,11 +195,9 @@ class CutForward:
         return dict(keyed_leaves(given)).get(self._source)
 
     def length_of(self, source: Tensor) -> int:
-        """Of what is cut."""
         return source.shape[self._dim] + self._extra
 
     def clear(self) -> None:
-        """No forward runs."""
         self.at, self._seen, self.is_running = None, {}, False
 
     def refuse_own_checkpoint(self, output: Any) -> None:

@@ -114,11 +114,7 @@ def _handed_out(
 
 
 class Inputs:
-    """What a forward was given: what it leaves in the lists, dicts and dataclasses among it is an output too.
-
-    Args:
-        given: the arguments as the caller gave them.
-    """
+    """What a forward was given: what it leaves in the lists, dicts and dataclasses among it is an output too."""
 
     def __init__(self, given: Any):
         self._given = given

@@ -63,7 +63,6 @@ class ParallelOptions(Options, frozen=True, kw_only=True):
         return {key: getattr(self, key) for key in self.__struct_fields__ if key != "layout"}
 
     def without(self, keys: Sequence[str]) -> Any:
-        """A copy with the defaults of ``keys``."""
         return msgspec.structs.replace(self, **{key: default_of(type(self), key) for key in keys})
 
     def check(self) -> None:

@@ -34,7 +34,6 @@ class At(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of the sequences."""
         return self.places.shape[0]
 
 
@@ -336,7 +335,6 @@ class _Again(NamedTuple):
 
     @property
     def part(self) -> Tensor:
-        """What is kept for it."""
         return self.of.part
 
     def unpacked(self) -> Tensor:

@@ -206,8 +206,6 @@ class Search:
         return frozenset({"", *facts.cut, *facts.join, *facts.keys, *facts.islands})
 
     def plan_for_all(self, kinds: Sequence[Sequence[str]]) -> Plan:
-        """The plan, for all blocks."""
-
         spread = functools.partial(spread_over, kinds)
         plan, last = self.plan, {b[_SEARCHED - 1]: b[-1] for b in kinds if b[0] not in self.plan.join}
         join = tuple(last.get(name, name) for name in plan.join)
@@ -498,11 +496,6 @@ class Search:
             self.known[name] = sorted({*self.known.get(name, ()), *paths})
 
     def _repaired(self, trial: Trial, plan: Plan, wrong: Differs, lists: Sequence[Sequence[str]]) -> Plan:
-        """A plan that goes further.
-
-        Raises:
-            Differs: there is none.
-        """
         name = wrong.name
         if wrong.is_of_gradients or (wrong.is_kept and not self.fallback):
             raise wrong

@@ -23,11 +23,7 @@ TARGETS = doc(
 
 def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any], *, also: str = "") -> Any:
     """``value`` if it is a record or None, else the record for a word; ``cls`` is the class of the record, ``also`` names what
-    else the caller takes.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    else the caller takes."""
     if value is None or isinstance(value, cls):
         return value
     if isinstance(value, str) and value in words:
@@ -37,6 +33,20 @@ def word_or_record(key: str, value: Any, cls: type, words: dict[str, Any], *, al
         why=f"that is neither a word for {key} nor a {cls.__name__} record",
         fix=did_you_mean(str(value), list(words), what="words")
         + f'{also}, or a record: {cls.__name__}(targets=("Block",))',
+    )
+
+
+def named_record(key: str, value: Any, record: Any, field: str, fix: str) -> Any:
+    """``value`` if it is a record like ``record``, which None stands for, else that with the text ``value`` in ``field``."""
+    if isinstance(value, str | None):
+        return record if value is None else type(record)(**{field: value})
+    if isinstance(value, type(record)):
+        return value
+    name = type(record).__name__
+    raise ConfigError(
+        f"{key}={value!r}",
+        why=f"that is a {type(value).__name__}, and neither the name of a {field} nor a {name} record",
+        fix=f"use {fix}",
     )
 
 

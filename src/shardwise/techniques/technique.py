@@ -54,8 +54,7 @@ class Option:
         default: the value if the key is not given.
         help: its text in the docstring of ``parallelize``.
         takes: the types of a value in Python, as the signature shows them.
-        check: called with a value when it is given; raises ConfigError.
-        settle: converts a value to the record that it stands for, when it is used.
+        settle: converts a value to the record that it stands for, when it is given (raises ConfigError) and when it is used.
         from_python: converts what only Python can give (an object of torch's, a class) to what a file can hold; other
             values unchanged.
         record: the class that a value must have in Python, if there are no words for one; and an example of its
@@ -68,11 +67,15 @@ class Option:
     default: Any = None
     help: str
     takes: str
-    check: Callable[[Any], object] = lambda _: None
     settle: Callable[[Any], Any] = lambda value: value
     from_python: Callable[[Any], Any] = lambda value: value
     record: tuple[type, str] | None = None
     holds_functions: bool = False
+
+    def check(self, value: Any) -> None:
+        """Raises ConfigError for a value that stands for no record; functions may not be registered yet."""
+        if not self.holds_functions:
+            self.settle(value)
 
 
 Batch = Literal["samples", "positions", "same", "stage"]

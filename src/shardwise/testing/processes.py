@@ -43,7 +43,6 @@ class Helper:
 
     @property
     def pid(self) -> int:
-        """Process id of the helper."""
         return self._server.pid
 
     def is_alive(self) -> bool:

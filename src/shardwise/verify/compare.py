@@ -125,11 +125,7 @@ def compare(
 
 
 def assemble(recipe: Recipe, name: str, pieces: Sequence[Tensor | None]) -> Tensor | None:
-    """The full tensor of ``name``, assembled from every rank's local one; None if no rank has it.
-
-    Raises:
-        VerifyError: some ranks have it and others do not, or copies of one piece differ.
-    """
+    """The full tensor of ``name``, assembled from every rank's local one; None if no rank has it."""
     param = recipe.params[name]
     if all(piece is None for piece in pieces):
         return None

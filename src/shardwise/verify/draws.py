@@ -60,6 +60,5 @@ def places_of(names: list[str]) -> str:
 
 
 def _streams() -> tuple[Any, ...]:
-    """The states of the random streams of torch, Python and numpy."""
     _, keys, place, *_ = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), place

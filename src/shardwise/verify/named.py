@@ -49,11 +49,7 @@ class Function:
         return self.load()(*args)
 
     def load(self) -> Any:
-        """Imports and returns the function.
-
-        Raises:
-            ConfigError: it cannot be imported, or is not callable.
-        """
+        """Imports and returns the function."""
         given = f"{self.what}={self.text!r}"
         fix = "correct that line, or install what it imports; then run again"
         # Streams are kept: a rank imports it while building the model, the one process did so earlier.

@@ -1,5 +1,6 @@
 """One mesh axis of a world from one rank's view: its peers, and collectives over them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +21,22 @@ class Axis:
         size: degree.
         rank: this rank's index along the axis.
         ranks: global ranks along the axis, in axis order.
-        group: the torch process group, or None at degree 1 of an axis that needs none.
+        group: the torch process group; at degree 1 of a larger world one of this rank alone, since None would mean all ranks to torch.
+            None in a world of one rank.
     """
 
-    def __init__(self, name: str, rank: int, ranks: tuple[int, ...], group: Any):
-        self.name, self.rank, self.ranks, self.group = name, rank, ranks, group
+    def __init__(
+        self, name: str, rank: int, ranks: tuple[int, ...], group: Any, alone: Callable[[], Any] = lambda: None
+    ):
+        self.name, self.rank, self.ranks = name, rank, ranks
         self.size = len(ranks)
+        self._group, self._alone = group, alone  # the latter makes a group of this rank alone, where it is asked for
+
+    @property
+    def group(self) -> Any:
+        if self._group is None:
+            self._group = self._alone()
+        return self._group
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank={self.rank}, ranks={self.ranks})"

@@ -33,12 +33,10 @@ class Beat:
 
     @property
     def has_left(self) -> bool:
-        """Whether the rank has left on purpose."""
         return self.count == HAS_LEFT
 
     @property
     def where(self) -> str:
-        """Place and line, for messages."""
         return f"{self.place} ({self.line})" if self.line else self.place
 
 

@@ -95,7 +95,6 @@ class PeerConnections:
 
     @property
     def is_complete(self) -> bool:
-        """Whether both neighbours are connected."""
         return [peer.rank is not None for peer in self._peers.values()].count(True) >= 2
 
     def say(self, word: bytes) -> None:

@@ -9,12 +9,7 @@ _KINDS = ("all_gather", "reduce_scatter")  # the collectives of units
 
 
 class Crossed:
-    """Checks the ranks with which this one all-gathers and reduce-scatters units, in one process group.
-
-    Args:
-        ranks: the other ranks.
-        group: name of the group.
-    """
+    """Checks the ranks with which this one all-gathers and reduce-scatters units, in one process group."""
 
     def __init__(self, ranks: tuple[int, ...], group: str):
         self.ranks, self._group = ranks, group

@@ -161,7 +161,6 @@ def _slurm(environ: Mapping[str, str]) -> Env:
 
 
 def _tasks_on_node(environ: Mapping[str, str], size: int) -> int:
-    """Number of tasks on this node."""
     per_node = _tasks_per_node(environ) or [size]
     node = number("SLURM_NODEID", environ.get("SLURM_NODEID", "0"))
     return per_node[node] if node < len(per_node) else per_node[0]

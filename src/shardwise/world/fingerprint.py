@@ -48,9 +48,6 @@ def agree_on(
         fix: how to make them equal.
         most: how many differing facts are shown with their values; the others are only counted.
         shown: name -> what to print in place of a fact that means little to a reader (a digest).
-
-    Raises:
-        RankError: naming the facts that differ, their values and the ranks that have them.
     """
     (found,) = differences(agreement, Facts(facts, what, most, shown))
     if found is not None:

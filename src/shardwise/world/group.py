@@ -56,11 +56,7 @@ def choose_device(device: str | torch.device | None, env: Env) -> torch.device:
 
 
 def check_group(backend: str | None, device: torch.device, timeout_s: float | None) -> None:
-    """Refuses options that differ from those of the process group that exists already.
-
-    Raises:
-        ConfigError: with the group's own options.
-    """
+    """Refuses options that differ from those of the process group that exists already."""
     has = dict(part.split(":", 1) for part in str(dist.get_backend_config()).split(","))
     words = ", ".join(f"{kind}:{name}" for kind, name in has.items())
     wanted = [part.partition(":") for part in (backend or "").split(",") if part]

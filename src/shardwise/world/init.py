@@ -429,4 +429,4 @@ class World:
     def _make_axis(self, name: str) -> Axis:
         ranks = self.layout.ranks_along(name, self.rank)
         group = self._group(ranks) if len(ranks) > 1 else None
-        return Axis(name, ranks.index(self.rank), ranks, group)
+        return Axis(name, ranks.index(self.rank), ranks, group, lambda: None if self.size == 1 else self._group(ranks))

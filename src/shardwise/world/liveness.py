@@ -171,7 +171,6 @@ class Watch:
         return found
 
     def gone(self) -> tuple[int, ...]:
-        """The ranks that have left on purpose."""
         beats = within(_READ_S, self.beats.read) or {}
         return tuple(rank for rank, beat in beats.items() if beat.has_left)
 

@@ -174,7 +174,6 @@ def _reseed(generator: Any, seed: int) -> Callable[[], Any]:
 
 
 def snapshot(generator: Any) -> Callable[[], Any]:
-    """A function that restores ``generator`` to its current state."""
     if isinstance(generator, np.random.Generator):
         return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
     if isinstance(generator, torch.Generator | np.random.RandomState):

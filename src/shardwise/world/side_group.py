@@ -36,7 +36,6 @@ class SideGroup:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0."""
         return self.rank == 0
 
     def close(self) -> None:

@@ -55,7 +55,6 @@ def stop_listening(watch: "Watch") -> None:
 
 @replaceable
 def _handle_sigterm(number: int, frame: FrameType | None) -> None:
-    """The SIGTERM handler while a world is open."""
     if _listener is not None:
         _listener.handle(number, frame)
     else:  # another library replaced the handler while the last world was closed, and restored it later

@@ -1,7 +1,6 @@
 """Finds out from another thread whether the main thread of a rank waits for other ranks, and prints for which."""
 
 import contextlib
-import gc
 import os
 import sys
 import sysconfig
@@ -14,6 +13,7 @@ from types import CodeType, FrameType
 
 import torch.distributed as dist
 
+from shardwise.launch.imports import uncollected
 from shardwise.world.beats import Beat
 
 _COLLECTIVES = str(Path(dist.__file__).parent)
@@ -98,14 +98,8 @@ def _without_collecting() -> Iterator[None]:
     if sys.version_info >= (3, 12):
         yield
         return
-    with _looking:  # one thread at a time: the first to end would let the others' garbage be collected
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
+    with _looking, uncollected():  # one thread at a time: the first to end would let the others' garbage be collected
+        yield
 
 
 def _is_collective(path: str) -> bool:

@@ -36,6 +36,7 @@ LEFT = {
     "Rotated": ("blocks.0.mlp.down.weight", "index 29 is out of bounds"),
     "Swapped": ("blocks.0.mlp.down.weight", "mixes all of its inputs"),
     "OneByOne": ("blocks.0.mlp.down.weight", "is the weight of layers of two kinds"),
+    "TurnedProduct": ("blocks.0.mlp.up.weight", "its weight is also used by matmul"),
     "Measured": ("blocks.0.mlp.down.weight", "the code reads the shape of blocks.0.mlp.up.weight"),
     "Counted": ("blocks.0.mlp.down.weight", "the code reads the shape of blocks.0.mlp.up.bias"),
     "MixedBackward": ("blocks.0.mlp.down.weight", "the backward mixes what ranks have"),

@@ -217,7 +217,6 @@ class SFTDataset:
                 )
 
     def _encoded(self, cache: TokenCache | None) -> Documents:
-        """The documents of the file, kept or made."""
         encoding = Encoding(self._encoder, self.path, self.seq_len, self._unusable)
         if cache is None:
             return Documents.of(in_memory(encoding.produce, np.int32))

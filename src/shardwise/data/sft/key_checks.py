@@ -14,16 +14,7 @@ TRAINING_KEYS = frozenset(_SAYS)
 
 
 def check_record(given: Mapping[str, Any], kind: str, place: str) -> tuple[str, ...]:
-    """Refuses keys of a record that would change what is trained on, and returns those that nothing reads.
-
-    Args:
-        given: the record.
-        kind: text, prompt or messages.
-        place: the line, as errors name it.
-
-    Raises:
-        ConfigError: by the line and the key.
-    """
+    """Refuses keys of a record that would change what is trained on, and returns those that nothing reads."""
     others = []
     for name, value in given.items():
         key = KEYS_OF["record"].get(name)
@@ -35,15 +26,7 @@ def check_record(given: Mapping[str, Any], kind: str, place: str) -> tuple[str, 
 
 
 def check_message(message: Mapping[str, Any], place: str) -> tuple[str, ...]:
-    """The same for a message: returns what the chat template has to read, and all unknown keys.
-
-    Args:
-        message: of a record.
-        place: the message and the line, as errors name them.
-
-    Raises:
-        ConfigError: by the line, the message and the key.
-    """
+    """The same for a message: returns what the chat template has to read, and all unknown keys."""
     others = []
     for name, value in message.items():
         key = KEYS_OF["message"].get(name)
@@ -109,9 +92,6 @@ class ReadKeys:
             messages: the conversation.
             tools: for the template.
             place: the line, as errors name it.
-
-        Raises:
-            ConfigError: one of them changes what a record means.
         """
         if names not in self._unread:
             self._unread[names] = self._found(names, messages, tools)

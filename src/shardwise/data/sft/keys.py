@@ -132,7 +132,6 @@ RECORD_KEYS = tuple(KEYS_OF["record"])
 
 
 def table() -> str:
-    """The table of the docs."""
     rows = [
         f"| {', '.join(f'`{name}`' for name in key.names)} | {'a message' if key.place == 'message' else 'a record'} | {key.done} | {key.by} |"
         for key in KEYS

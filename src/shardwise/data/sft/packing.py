@@ -79,11 +79,7 @@ def packs(lengths: Sequence[int] | np.ndarray, size: int) -> Packs:
 
 def check_attention(model: nn.Module, forward: Callable[[nn.Module, dict[str, Tensor]], Any], num_samples: int) -> None:
     """Runs a model on ``num_samples`` samples of two documents, the first of them once with other tokens: what it says of the second
-    must stay. All ranks must call it.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    must stay. All ranks must call it."""
     if not _crosses(model, forward, num_samples):
         return
     if num_samples > 1 and not _crosses(model, forward, 1):

@@ -105,7 +105,6 @@ class Rows:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -97,7 +97,6 @@ def _caller() -> types.FrameType | None:
 
 
 def _caller_in(module: str) -> types.FrameType | None:
-    """The calling frame, if it is code of ``module``."""
     frame = _caller()
     return frame if frame is not None and frame.f_globals.get("__name__") == module else None
 

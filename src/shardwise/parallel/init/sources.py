@@ -119,11 +119,6 @@ class FromRank0:
 def build_with_source(model: Any, world: World, init: str | None) -> tuple[nn.Module, "FromTape | FromRank0"]:
     """The module, and the source of its values. All ranks must call it.
 
-    Args:
-        model: a module, or a callable that builds one.
-        world: whose ranks will hold it.
-        init: as in ``parallelize``.
-
     Raises:
         UsageError: neither a module nor a callable, a module on meta, or an invalid ``init``.
     """

@@ -74,7 +74,6 @@ class Tape:
     # ---- recording -------------------------------------------------------------------------------------------
 
     def ref(self, tensor: Tensor) -> _Ref:
-        """The reference of ``tensor``."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._numbers)

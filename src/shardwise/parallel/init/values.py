@@ -64,9 +64,6 @@ def scatter_values(
         local: canonical name -> this rank's part of a tensor to write, the same names on every rank; None: all tensors
             of the module.
         in_place: names of tensors whose part on rank 0 has its values already.
-
-    Raises:
-        PlanError: a tensor that was not written completely.
     """
     world = runtime.world
     local = runtime.local_tensors() if local is None else local
@@ -139,7 +136,6 @@ class _Arriving:
         self.num_marks = self.numel = 0
 
     def put(self, piece: Slice, values: Tensor) -> None:
-        """Writes a piece."""
         self.tensor[piece.local_index] = values.to(self.tensor.device, self.tensor.dtype)
         self.num_marks += num_marks(self.tensor[piece.local_index])
         self.numel += values.numel()

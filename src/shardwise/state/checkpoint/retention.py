@@ -132,7 +132,6 @@ def _clear(path: Path) -> None:
 
 
 def figures_of(out: Any) -> dict[str, float]:
-    """What a step returned, by name."""
     if out is None:
         return {}
     if not hasattr(out, "loss") or not isinstance(getattr(out, "metrics", None), Mapping):

@@ -77,9 +77,11 @@ class SavedRun:
             return None
         return base_of(self.files.whole(self.folder / FROZEN), self.folder / FROZEN)
 
-    def verify(self) -> int:
-        """Compares all files with their checksums; returns the number of bytes."""
+    def verify(self, first: str = "") -> int:
+        """Compares all files whose name begins with ``first`` with their checksums; returns the number of bytes of the checkpoint."""
         for name, fact in self.manifest.files.items():
+            if not name.startswith(first):
+                continue
             memory = memoryview(bytearray(min(fact.size, BUFFER)))
             for begin in range(0, fact.size, BUFFER):
                 self.files.read(self.folder / name, begin, memory[: min(BUFFER, fact.size - begin)])

@@ -19,8 +19,6 @@ _KEPT = 16  # blocks at the ends of parts that are cached: the next tensor often
 
 
 class VerifiedCheckpoint(NamedTuple):
-    """A checkpoint's directory and its manifest."""
-
     folder: Path
     manifest: Manifest
 
@@ -51,7 +49,6 @@ class VerifiedFiles(OpenFiles):
         self._ends.clear()
 
     def whole(self, path: Path) -> bytes:
-        """Reads a whole file that a manifest names."""
         if path not in self._facts:
             raise damaged(path, "the checkpoint was written without it")
         memory = bytearray(self._facts[path].size)

@@ -7,8 +7,6 @@ from shardwise.techniques.compile.options import Compile, compile_of
 from shardwise.techniques.compile.rule import edit
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 
 def _leaves_proof(device: str) -> str | None:
     return None if device == "cpu" else "compile, which would compile for the CPU"
@@ -24,7 +22,6 @@ TECHNIQUE = Technique(
             ],
             takes="str | Compile | None",
             help='``"blocks"``: ``torch.compile`` of every block; or a :class:`~shardwise.Compile`.',
-            check=compile_of,
             settle=compile_of,
         ),
     ),

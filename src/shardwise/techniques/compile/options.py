@@ -59,9 +59,5 @@ class Compile(Options, frozen=True, kw_only=True):
 
 
 def compile_of(value: str | Compile | None) -> Compile | None:
-    """The record for a short word: "blocks"; None and "none" are None.
-
-    Raises:
-        ConfigError: for any other word.
-    """
+    """The record for a short word: "blocks"; None and "none" are None."""
     return word_or_record("compile", value, Compile, {"none": None, "blocks": Compile()})

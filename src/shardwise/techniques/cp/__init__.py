@@ -7,8 +7,6 @@ from shardwise.techniques.cp.options import ContextParallel, context_parallel_of
 from shardwise.techniques.cp.rule import ContextParallelEntry, layout_text, lines, rule
 from shardwise.techniques.technique import MeshAxis, Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="cp",
     options=(
@@ -24,7 +22,6 @@ TECHNIQUE = Technique(
             takes="str | ContextParallel | None",
             help='how attention gets the keys of all positions over ``cp``: ``"gather"``, ``"ulysses"`` or ``"auto"``; or a '
             ":class:`~shardwise.ContextParallel`.",
-            check=context_parallel_of,
             settle=context_parallel_of,
         ),
     ),

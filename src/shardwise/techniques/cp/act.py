@@ -23,7 +23,13 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.rule import ContextParallelEntry
 from shardwise.techniques.cp.within import Watched, join_keys, make_island, set_apart, watch
-from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, were_cut, with_positions
+from shardwise.techniques.cut_forward import (
+    CutForward,
+    check_blocks,
+    clear_after,
+    were_cut,
+    with_positions,
+)
 from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.same_inputs import input_check
@@ -63,8 +69,6 @@ class ContextParallelAct(Act):
 
 
 class _Cuts(CutForward):
-    """The cut sequences of one model."""
-
     def __init__(self, module: nn.Module, recipe: Recipe, world: World):
         axis, entry = world.axis("cp"), recipe.entry("cp", ContextParallelEntry)
         self._entry, self._size, self._layout = entry, axis.size, recipe.grid
@@ -220,20 +224,14 @@ class _Cuts(CutForward):
                 )
 
     def is_cut(self) -> bool:
-        """Whether the forward that begins is of this rank's positions: those of a step or an evaluation, and those with gradients of a loop of
-        the user's own. Others are whole on every rank."""
-        runtime = self._runtime
-        if runtime is None or runtime.micro_batch is not None:
-            return runtime is not None
-        if runtime.accumulation is None or not torch.is_grad_enabled():
-            return False
-        if runtime.accumulation.of == "step":
+        is_cut, runtime = super().is_cut(), self._runtime
+        if is_cut and runtime.micro_batch is None and runtime.accumulation.of == "step":
             raise UsageError(
                 f"a forward with gradients in the loss, under {self._layout}",
                 why="what the loss reads of a micro-batch are this rank's positions, and a forward gets all of them",
                 fix="call the model in forward= of sw.TrainStep; or in the loss under torch.no_grad()",
             )
-        return True
+        return is_cut
 
     def _refuse_other_output(self, at: At, output: Any) -> None:
         """Refuses an output that is of other positions than on the example, as where the block was left out at which they are joined."""
@@ -392,6 +390,5 @@ class _Cuts(CutForward):
         return self.rows_of(x, dim) if is_long else x
 
     def rows_of(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's rows of a tensor of all positions."""
         rows = self.positions(x.shape[dim], x.device).rows
         return x.index_select(dim, rows if self.ranks.has_rows(x.shape[dim]) else rows[:0])

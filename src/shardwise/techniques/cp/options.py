@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from shardwise.config.record import Options, doc
 from shardwise.config.suggest import did_you_mean
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.techniques.targets import named_record
 
 METHODS = ("auto", "gather", "ulysses")
 ORDERS = ("auto", "zigzag", "contiguous")
@@ -64,19 +65,5 @@ class ContextParallel(Options, frozen=True, kw_only=True):
 
 
 def context_parallel_of(value: Any) -> ContextParallel:
-    """The record that a value of ``context_parallel=`` means.
-
-    Raises:
-        ConfigError: it is neither the name of a method nor a record.
-    """
-    if value is None:
-        return ContextParallel()
-    if isinstance(value, str):
-        return ContextParallel(method=value)
-    if isinstance(value, ContextParallel):
-        return value
-    raise ConfigError(
-        f"context_parallel={value!r}",
-        why=f"that is a {type(value).__name__}, and neither the name of a method nor a ContextParallel record",
-        fix=f"use {', '.join(map(repr, METHODS))}, or context_parallel=sw.ContextParallel(...)",
-    )
+    fix = f"{', '.join(map(repr, METHODS))}, or context_parallel=sw.ContextParallel(...)"
+    return named_record("context_parallel", value, ContextParallel(), "method", fix)

@@ -63,13 +63,6 @@ class ContextParallelEntry(Record, frozen=True):
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, context_parallel: ContextParallel) -> None:
-    """Adds the edits of context parallelism.
-
-    Args:
-        draft: the recipe so far.
-        facts: of the probe: see :func:`shardwise.techniques.cp.probe.probe`; {} where ``cp`` is 1.
-        context_parallel: the option.
-    """
     degree = draft.layout.cp
     if degree == 1:
         if context_parallel != ContextParallel():
@@ -146,7 +139,6 @@ def _edits(found: dict[str, Any], known: dict[str, Any]) -> list[tuple[str, str,
 
 
 def layout_text(layout: Layout) -> str:
-    """What ``cp`` does with a model, for people."""
     return f"the positions of every sample are cut over {layout.cp} ranks" if layout.cp > 1 else ""
 
 

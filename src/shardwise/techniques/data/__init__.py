@@ -7,8 +7,6 @@ from shardwise.techniques.data.options import DDP, Sharding
 from shardwise.techniques.data.rule import DataEntry, heading, layout_text, rule
 from shardwise.techniques.technique import MeshAxis, Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="data",
     options=(

@@ -11,8 +11,6 @@ from shardwise.world import World
 
 
 class DataAct(Act):
-    """The engine of a recipe."""
-
     def shard(self, module: nn.Module, recipe: Recipe, world: World) -> FSDP2Engine | DDPEngine:
         if recipe.is_cut:
             return apply_fsdp2(module, recipe, world)

@@ -209,7 +209,6 @@ class Forward:
         return begins
 
     def take(self, number: int) -> None:
-        """Gathers a unit."""
         self.units.gather(number)
         if number in self.units.spanning:
             self._spanned.add(number)

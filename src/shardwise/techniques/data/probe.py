@@ -84,7 +84,6 @@ def _advancing(module: nn.Module) -> list[str]:
 
 
 def _statistics(module: nn.Module) -> list[str]:
-    """Modules whose running statistics a forward writes."""
     return [
         name
         for name, child in canonical_modules(module)

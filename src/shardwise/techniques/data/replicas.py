@@ -218,7 +218,6 @@ class DDPEngine:
         return grads
 
     def _post(self, bucket: Bucket, grads: Mapping[int, Tensor | None]) -> None:
-        """Starts the sum of a bucket."""
         with span("reduce bucket", self._num_sent):
             bucket.fill(grads)
             bucket.work = self._sum(bucket.flat)

@@ -19,11 +19,7 @@ _UNIT_BYTES, _SMALL_MODEL_BYTES = 8 << 20, 64 << 20  # where min_unit_bytes is n
 
 
 def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tuple[tuple[Unit, ...], tuple[Note, ...]]:
-    """Units in the order of the module, the root unit last, and notes on what was decided.
-
-    Raises:
-        PlanError: a pattern that matches no module.
-    """
+    """Units in the order of the module, the root unit last, and notes on what was decided."""
     units, sizes = sharding.units, _Sizes(anatomy, sharding, compute)
     if isinstance(units, tuple):
         lists, notes = [_named_blocks(anatomy, units)], []  # named modules are never merged
@@ -50,11 +46,7 @@ def make_units(anatomy: Anatomy, sharding: Sharding, compute: str | None) -> tup
 
 def check_names(anatomy: Anatomy, sharding: Sharding) -> None:
     """Checks the names of modules in the options as :func:`make_units` does, for a layout without units: a mistake in a
-    name is then reported under every layout.
-
-    Raises:
-        PlanError: a pattern that matches no module.
-    """
+    name is then reported under every layout."""
     if isinstance(sharding.units, tuple):
         _named_blocks(anatomy, sharding.units)
     reshard = sharding.reshard_after_forward

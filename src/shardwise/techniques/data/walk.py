@@ -41,7 +41,6 @@ class Orders:
         return self._made([unit], take, "forward")
 
     def forward(self) -> list[int] | None:
-        """The order of a forward, once one is known."""
         return next((order for name, order in self._known.items() if name.startswith("forward")), None)
 
     def learn(self, situation: str, walk: "Walk", reference: Sequence[int], once: Collection[int]) -> None:
@@ -106,7 +105,6 @@ class Walk:
         self.taken.append(unit)
 
     def end(self) -> None:
-        """Takes the remaining units."""
         if self._known is not None:
             self._take_until(len(self._known))
             return

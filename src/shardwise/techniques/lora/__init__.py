@@ -7,8 +7,6 @@ from shardwise.techniques.lora.options import LoRA, lora_of
 from shardwise.techniques.lora.rule import LoRAEntry, lines, rule
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="lora",
     options=(
@@ -19,7 +17,6 @@ TECHNIQUE = Technique(
             ],
             takes="LoRA | None",
             help="a :class:`~shardwise.LoRA`: low-rank adapters beside linear layers are trained, and the layers' own weights are frozen.",
-            check=lora_of,
             settle=lora_of,
         ),
     ),

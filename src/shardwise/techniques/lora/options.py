@@ -233,11 +233,6 @@ def _closest(key: str, values: Mapping[str, float], name: str, patterns: Sequenc
 
 
 def lora_of(value: Any) -> LoRA | None:
-    """The record that a value of ``lora=`` means.
-
-    Raises:
-        ConfigError: it is no LoRA record.
-    """
     if value is None or isinstance(value, LoRA):
         return value
     raise ConfigError(

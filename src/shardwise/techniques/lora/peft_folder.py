@@ -134,11 +134,6 @@ class AdapterFolder:
 
 
 def adapter_folder(folder: Path) -> AdapterFolder:
-    """Reads what a directory of adapters has.
-
-    Raises:
-        CheckpointError, UnsupportedError: as :func:`option_in`.
-    """
     option, shapes = option_in(folder), shapes_in(folder)
     found, beside = layers_in(folder, shapes)
     layers, stacks = peft_parameters.split(config_in(folder), found)

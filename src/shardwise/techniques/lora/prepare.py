@@ -134,7 +134,6 @@ def _refuse_adapted(module: nn.Module) -> None:
 
 
 def _chosen(module: nn.Module, lora: LoRA) -> dict[str, nn.Module]:
-    """The layers that get an adapter, by name."""
     first: dict[int, str] = {}
     modules = {n: m for n, m in canonical_modules(module) if first.setdefault(id(m), n) == n}
     linear = {name: layer for name, layer in modules.items() if out_dim_of(layer) is not None and name}

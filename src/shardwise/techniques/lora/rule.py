@@ -34,7 +34,6 @@ class LoRAEntry(Record, frozen=True):
 
     @property
     def lora(self) -> LoRA:
-        """The option."""
         return msgspec.convert(self.option, LoRA)
 
 
@@ -96,7 +95,6 @@ def _stacks_left(draft: Draft, lora: LoRA) -> list[str]:
 
 
 def lines(recipe: Recipe) -> list[str]:
-    """The lines about adapters at the head of ``describe``."""
     if "lora" not in recipe.techniques:
         return []
     entry = recipe.entry("lora", LoRAEntry)
@@ -122,7 +120,6 @@ def _span(values: Iterable[float]) -> str:
 
 
 def own_names(recipe: Recipe) -> list[str]:
-    """The parameters of adapters."""
     if "lora" not in recipe.techniques:
         return []
     return _own_names(recipe.params, recipe.entry("lora", LoRAEntry).layers)

@@ -7,8 +7,6 @@ from shardwise.techniques.precision.options import Precision, from_torch, precis
 from shardwise.techniques.precision.rule import PrecisionEntry, edit, rule
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="precision",
     options=(
@@ -21,7 +19,6 @@ TECHNIQUE = Technique(
             help='None = the module as it is; ``"fp32"``, ``"bf16"`` and ``"fp16"`` (stored and reduced in fp32, '
             "computed in that), or a :class:`~shardwise.Precision`. Torch's dtypes are taken as their words, its "
             "``MixedPrecisionPolicy`` as ``fully_shard`` takes it for every unit, inputs of units cast among it.",
-            check=precision_of,
             settle=precision_of,
             from_python=from_torch,
         ),

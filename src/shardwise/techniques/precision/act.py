@@ -30,7 +30,6 @@ from shardwise.world import World
 
 
 def cast_floating_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it cast to ``dtype``."""
     return map_leaves(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value)
 
 

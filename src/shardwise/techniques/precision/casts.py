@@ -68,12 +68,7 @@ def _note_in_graph(name: str, before: tuple[torch.dtype, ...], dtype: torch.dtyp
 
 
 class ForwardCasts:
-    """The casts in the forwards of a sharded model. As text: what is cast, and where.
-
-    Args:
-        root: the model.
-        recipe: its recipe.
-    """
+    """The casts in the forwards of a sharded model. As text: what is cast, and where."""
 
     def __init__(self, root: nn.Module, recipe: Recipe):
         self._root = root
@@ -296,7 +291,7 @@ def _recurrent(module: nn.RNNBase, args: Any, kwargs: Any, note: Callable[..., N
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and not isinstance(module, torch.jit.ScriptModule)
+    return type(module).forward is not nn.Module.forward
 
 
 def _kind(value: Any) -> Any:

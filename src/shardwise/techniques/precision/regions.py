@@ -40,7 +40,6 @@ class Regions:
         self._refuse_without_effect()
 
     def of(self, tensor: str) -> Precision:
-        """The precision of a parameter."""
         return self._precisions.get(self._home(tensor) or "", self.base)
 
     def holding(self, module: str) -> Precision | None:

@@ -7,8 +7,6 @@ from shardwise.techniques.quantize.options import Quantize, quantize_of
 from shardwise.techniques.quantize.rule import lines, rule
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="quantize",
     options=(
@@ -19,7 +17,6 @@ TECHNIQUE = Technique(
             ],
             takes="str | Quantize | None",
             help='``"nf4"``: frozen weights of linear layers are stored in 4 bits; or a :class:`~shardwise.Quantize`.',
-            check=quantize_of,
             settle=quantize_of,
         ),
     ),

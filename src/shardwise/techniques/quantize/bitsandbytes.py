@@ -86,8 +86,6 @@ def config(dtype: str, plain: list[str]) -> dict[str, Any]:
 
 
 class FoundWeight(PackedInFile):
-    """A weight that bitsandbytes has packed."""
-
     def decode(self, box: Box, read: Callable[[str, Box | None], Tensor]) -> Tensor:
         (row, first), (rows, num) = box
         even, end = first // 2 * 2, min(-(-(first + num) // 2) * 2, self.shape[1])

@@ -55,11 +55,7 @@ class Quantize(Options, frozen=True, kw_only=True):
 
 
 def quantize_of(value: Any) -> Quantize | None:
-    """The record that a value of ``quantize=`` means; None and "none": None.
-
-    Raises:
-        ConfigError: it is neither a word nor a record.
-    """
+    """The record that a value of ``quantize=`` means; None and "none": None."""
     if value is None or value == "none":
         return None
     if isinstance(value, Quantize):

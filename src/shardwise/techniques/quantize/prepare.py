@@ -47,7 +47,6 @@ def prepare(
 
 
 def _chosen(module: nn.Module, quantize: Quantize) -> dict[str, nn.Module]:
-    """The layers whose weights are packed, by name."""
     first: dict[int, str] = {}
     modules = {n: m for n, m in canonical_modules(module) if first.setdefault(id(m), n) == n}
     linear = {name: layer for name, layer in modules.items() if out_dim_of(layer) is not None and name}

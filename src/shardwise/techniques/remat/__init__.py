@@ -8,8 +8,6 @@ from shardwise.techniques.remat.options import Remat, remat_of
 from shardwise.techniques.remat.rule import edit
 from shardwise.techniques.technique import Option, Technique
 
-__all__ = ["TECHNIQUE"]
-
 
 def _in_proof(times: int, *, remat: Remat | None) -> Mapping[str, Any]:
     """The same choice: as many times the bytes."""
@@ -33,7 +31,6 @@ TECHNIQUE = Technique(
             takes="str | Remat | None",
             help='``"full"``: every block runs again in backward instead of keeping what it computed; ``"selective"``: but for '
             'its matrix products and attention; a size, ``"8GiB"``: as much of them as does not fit; or a :class:`~shardwise.Remat`.',
-            check=remat_of,
             settle=remat_of,
         ),
     ),

@@ -66,7 +66,6 @@ class Measured:
 
     @property
     def cost(self) -> int:
-        """Of a whole second run."""
         return sum(call.cost for call in self.calls)
 
 

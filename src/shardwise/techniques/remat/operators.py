@@ -133,11 +133,6 @@ def _overloads(name: str) -> list[Any]:
 
 
 def _named(word: str) -> list[Any]:
-    """The operators that a user named.
-
-    Raises:
-        PlanError: there is none, or its result cannot be kept.
-    """
     name = word.removeprefix("aten.")
     found = _overloads(name)
     given = f"Remat(save=({word!r},))"

@@ -103,11 +103,7 @@ class Remat(Options, frozen=True, kw_only=True):
 
 
 def remat_of(value: str | Remat | None) -> Remat | None:
-    """The record for a short word: "full", "selective", or a size, "8GiB"; None and "none" are None.
-
-    Raises:
-        ConfigError: for any other word.
-    """
+    """The record for a short word: "full", "selective", or a size, "8GiB"; None and "none" are None."""
     words = {"none": None, "full": Remat(), "selective": Remat(mode="selective")}
     if isinstance(value, str) and is_size(value):
         return Remat(budget=value)

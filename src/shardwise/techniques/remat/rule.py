@@ -8,11 +8,7 @@ from shardwise.techniques.targets import resolve
 
 
 def edit(draft: Draft, *, remat: Remat | None) -> None:
-    """Adds an edit for each module that runs again in backward.
-
-    Raises:
-        PlanError: a target that matches no module, or targets inside each other.
-    """
+    """Adds an edit for each module that runs again in backward."""
     if remat is None:
         return
     args: dict[str, Any] = {"mode": remat.mode}

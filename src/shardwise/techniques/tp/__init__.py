@@ -7,8 +7,6 @@ from shardwise.techniques.technique import MeshAxis, Option, Technique
 from shardwise.techniques.tp.options import TensorParallel, tensor_parallel_of
 from shardwise.techniques.tp.rule import TensorParallelEntry, layout_text, lines, rule
 
-__all__ = ["TECHNIQUE"]
-
 TECHNIQUE = Technique(
     name="tp",
     options=(
@@ -23,7 +21,6 @@ TECHNIQUE = Technique(
             takes="str | TensorParallel | None",
             help='which layers are cut over ``tp``: ``"auto"``, all that can be; ``"hf"``, those of the model\'s own ``tp_plan``; or a '
             ":class:`~shardwise.TensorParallel` with a plan.",
-            check=tensor_parallel_of,
             settle=tensor_parallel_of,
         ),
     ),

@@ -46,7 +46,6 @@ class Plan(NamedTuple):
 
     @property
     def cut(self) -> frozenset[str]:
-        """The weights that it cuts."""
         return frozenset(name for name, kind in self.kinds.items() if kind != "whole")
 
 
@@ -192,7 +191,6 @@ def _kind(style: str) -> str:
 
 
 def _cut(found: Found) -> Kinds:
-    """What is cut, and how."""
     cut: Kinds = {}
     for region in found.regions:
         cut |= dict.fromkeys((*region.columns, *region.whole), "column") | dict.fromkeys(region.rows, "row")
@@ -210,7 +208,6 @@ _MEANT = {
 
 
 def _agrees(kind: str, cut: str | None) -> bool:
-    """Whether a layer is cut as a plan says."""
     return cut is None if kind == "whole" else cut in _MEANT[kind]
 
 

@@ -81,7 +81,6 @@ class Shared:
         return part
 
     def whole(self, x: Tensor) -> Tensor:
-        """``x``, or all of it if it was narrowed."""
         return next((whole for part, whole in self._narrowed if part is x), x)
 
     def end(self) -> None:

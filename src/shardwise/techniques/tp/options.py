@@ -12,6 +12,7 @@ from shardwise.config.record import Options, doc
 from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import check_target, looks_like_target
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.techniques.targets import named_record
 
 WORDS = ("auto", "all", "hf", "llama")
 
@@ -117,10 +118,6 @@ def check_plan(plan: Any, call: str) -> None:
     Args:
         plan: a mapping of patterns to styles, if it is one.
         call: where it was given, up to it, for messages: ``TensorParallel(plan=``.
-
-    Raises:
-        ConfigError: it is no mapping, it is empty, or there is no such style.
-        UnsupportedError: a style of experts or sequences.
     """
     known = sorted(COLUMN | ROW | TABLE | WHOLE)
     if not isinstance(plan, Mapping):
@@ -151,19 +148,5 @@ def check_plan(plan: Any, call: str) -> None:
 
 
 def tensor_parallel_of(value: Any) -> TensorParallel:
-    """The record that a value of ``tensor_parallel=`` means.
-
-    Raises:
-        ConfigError: it is neither the name of a plan nor a record.
-    """
-    if value is None:
-        return TensorParallel()
-    if isinstance(value, str):
-        return TensorParallel(plan=value)
-    if isinstance(value, TensorParallel):
-        return value
-    raise ConfigError(
-        f"tensor_parallel={value!r}",
-        why=f"that is a {type(value).__name__}, and neither the name of a plan nor a TensorParallel record",
-        fix=f"use {', '.join(map(repr, WORDS))}, or tensor_parallel=sw.TensorParallel(plan={{...}})",
-    )
+    fix = f"{', '.join(map(repr, WORDS))}, or tensor_parallel=sw.TensorParallel(plan={{...}})"
+    return named_record("tensor_parallel", value, TensorParallel(), "plan", fix)

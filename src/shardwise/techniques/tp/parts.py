@@ -140,7 +140,6 @@ class _Cut:
             self._of_one = _indices([Part(size=parts[0][0], replicas=parts[0][1])], coord)
 
     def of(self, whole: Tensor, what: str) -> Tensor:
-        """This rank's part of ``whole``."""
         size, here = whole.shape[self.dim], self._here
         if self._of_one is not None and size % self._sizes[0] == 0:
             here = (torch.arange(0, size, self._sizes[0]).unsqueeze(1) + self._of_one).flatten()

@@ -72,13 +72,6 @@ class TensorParallelEntry(Record, frozen=True):
 
 
 def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParallel) -> None:
-    """Cuts parameters over ``tp``.
-
-    Args:
-        draft: the recipe so far.
-        facts: of the probe: see :func:`shardwise.techniques.tp.probe.facts_of`; {} where ``tp`` is 1.
-        tensor_parallel: the option.
-    """
     if draft.layout.tp == 1:
         if tensor_parallel != TensorParallel():
             draft.note("tensor_parallel", "no effect: tp=1", option="tensor_parallel")
@@ -99,7 +92,6 @@ def rule(draft: Draft, facts: Mapping[str, Any], *, tensor_parallel: TensorParal
 
 
 def layout_text(layout: Layout) -> str:
-    """What ``tp`` does with a model, for people."""
     return f"layers are cut over {layout.tp} ranks with the same data" if layout.tp > 1 else ""
 
 

@@ -42,11 +42,7 @@ from shardwise.world.streams import PartStream
 
 
 class JoinedStream:
-    """Joins the stream before regions, and sums outputs of theirs to rows.
-
-    Args:
-        ranks: which share the positions.
-    """
+    """Joins the stream before regions, and sums outputs of theirs to rows."""
 
     def __init__(self, ranks: Ranks):
         self.ranks, self._current = ranks, current_of("tp")
@@ -96,7 +92,6 @@ class JoinedStream:
         return moved(x, at, self.ranks, dim, "sum", "gather")
 
     def forget(self) -> None:
-        """What was joined is not needed any more."""
         self._joined.clear()
         self._ways.clear()
 
@@ -208,13 +203,6 @@ class SequenceCuts(CutForward):
         self._ended.add(name)
         self._joined.is_cut = False
 
-    def is_cut(self) -> bool:
-        """Those of a step or an evaluation, and those with gradients of a loop of the user's own. Others are whole on every rank."""
-        runtime = self._runtime
-        if runtime is None or runtime.micro_batch is not None:
-            return runtime is not None
-        return runtime.accumulation is not None and torch.is_grad_enabled()
-
     def clear(self) -> None:
         super().clear()
         self._joined.forget()
@@ -288,7 +276,6 @@ def _join_inputs(module: nn.Module, name: str, joined: JoinedStream, dims: Mappi
 
 
 def _join_outputs(module: nn.Module, joined: JoinedStream, dims: Mapping[str, int]) -> None:
-    """Lets what a module returns be of all rows."""
     inner, places = module.forward, _places(dims)
 
     @functools.wraps(inner)

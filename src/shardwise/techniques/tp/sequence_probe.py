@@ -24,11 +24,7 @@ _WHAT = "TensorParallel(sequence_parallel=True)"
 
 
 def add_sequence(facts: dict[str, Any], module: nn.Module, example: Example, degree: int, found: Found) -> StreamSearch:
-    """Adds what sequence parallelism changes to ``facts`` of what is cut. Returns the search that has found it.
-
-    Raises:
-        UnsupportedError: no layers were found between which sequences can be cut.
-    """
+    """Adds what sequence parallelism changes to ``facts`` of what is cut. Returns the search that has found it."""
     what = f"{_WHAT} of a {type(module).__name__}"
     if not find_block_lists(module):
         raise UnsupportedError(

@@ -9,8 +9,6 @@ from shardwise.recipe import Draft
 from shardwise.techniques.technique import Option, Technique
 from shardwise.techniques.transforms.options import Chosen, choose
 
-__all__ = ["TECHNIQUE"]
-
 
 def _rule(draft: Draft, _facts: Mapping[str, Any], *, transforms: Sequence[Chosen]) -> None:
     for each in transforms:

@@ -173,7 +173,6 @@ def dropouts(trial: Trial, regions: Sequence[Region], degree: int) -> dict[str, 
 
 
 def calls_of(trial: Trial, regions: Sequence[Region]) -> frozenset[Call]:
-    """The calls of row-parallel layers."""
     rows = {weight for region in regions for weight in region.rows}
     return frozenset(call for call in trial.calls if call.weight in rows)
 

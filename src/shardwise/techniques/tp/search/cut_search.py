@@ -128,7 +128,6 @@ def _search(
 
 
 def _of_whole(module: nn.Module, call: Callable[[nn.Module], Any], found: Found, computed: frozenset[str]) -> Trial:
-    """The whole model, not run yet."""
     norms = frozenset(weight[:-1] for region in found.regions for weight in region.layers if is_norm(weight))
     return Trial(module, call, norms=norms, foreign=frozenset(found.foreign), computed=computed)
 
@@ -233,14 +232,11 @@ def _repeated(found: Found, kinds: list[list[str]]) -> Found | None:
 
 
 def _names(region: Region) -> list[str]:
-    """All that a region has names of."""
     settings = [f"{module}." for module, _ in region.settings]
     return [f"{region.module}.", *region.columns, *region.rows, *region.whole, *region.tensors, *settings]
 
 
 def _moved(region: Region, block: str, other: str) -> Region:
-    """The same region in another block."""
-
     def moved(name: str) -> str:
         return in_block(name, block, other)
 

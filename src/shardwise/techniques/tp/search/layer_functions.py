@@ -96,7 +96,6 @@ class _Call(NamedTuple):
 def _of_ranks(
     call: _Call, tensors: list[Tensor], roles: list[Role], side: Side, how: Any, degree: int
 ) -> list[list[Tensor]]:
-    """What each rank computes of its part."""
     given = [[_part(t, r, side, rank, degree) for t, r in zip(tensors, roles, strict=True)] for rank in range(degree)]
     hows = [
         how if how.packing is None else dataclasses.replace(how, packing=_packing(side, rank, degree))

@@ -72,7 +72,6 @@ class Region:
 
     @property
     def layers(self) -> list[str]:
-        """All of its layers."""
         return list(dict.fromkeys((*self.columns, *self.whole, *self.rows)))
 
 

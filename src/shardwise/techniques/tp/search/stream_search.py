@@ -62,12 +62,10 @@ class StreamSearch(Search):
         self._free = frozenset({*frozen, *self.partial} - self.cut)
 
     def starts(self) -> set[str]:
-        """Weights of the layers that regions start from."""
         return {weight for region in self.found.regions for weight in region.sources}
 
     @property
     def num_samples(self) -> int:
-        """Of the runs of the proof."""
         given = dict(keyed_leaves(self.sequences.of_length(self.length)))
         x = given[self.sequences.path]
         return int(x.shape[1 - self.sequences.dims[self.sequences.path][0]])
@@ -79,7 +77,6 @@ class StreamSearch(Search):
 
     @property
     def has_regions(self) -> bool:
-        """Whether layers of blocks are cut."""
         return bool(self._regions)
 
     def _plan(self, trial: Trial) -> Plan:
@@ -251,11 +248,7 @@ class StreamSearch(Search):
     # ---- repairs
 
     def _repair(self, trial: Trial, plan: StreamPlan, wrong: Differs) -> None:
-        """Changes the plan where a module differs.
-
-        Raises:
-            Differs: nothing can be done.
-        """
+        """Changes the plan where a module differs."""
         block = self._block_of(wrong.name)
         if not block:
             if {*self._base.join} >= {*self._blocks} or isinstance(wrong, NeedsWhole):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise._torch.autograd import graph_below
 from shardwise.model.run import Call, Place, Run
 from shardwise.model.trial import Trial, Uses
 from shardwise.techniques.tp.search.certificate import cut_of, part_of_run
@@ -163,7 +164,6 @@ class _Gradients:
         self._has_tensors = False
 
     def options(self) -> dict[str, Any]:
-        """Options of the run."""
         modules = {region.module for region, _ in self._looked_at}
         changes = {module: functools.partial(self._leaf, module) for module in modules}
         return {"outputs": self._output, "changes": changes}
@@ -208,14 +208,7 @@ class _Gradients:
 
 def _leaves_of(x: Tensor) -> list[Tensor]:
     """The leaves of autograd that a tensor is made of."""
-    found, waiting, seen = list[Tensor](), [x.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [inner for inner, _ in node.next_functions]
-            found += [node.variable] if hasattr(node, "variable") else []
-    return found
+    return [node.variable for node in graph_below([x.grad_fn]) if hasattr(node, "variable")]
 
 
 def _are_those_of(whole: _Gradients, ranks: Sequence[_Gradients]) -> bool:
