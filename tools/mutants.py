@@ -2489,6 +2489,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a rise beside no curve is called kept, and the rate is constant",
     ),
     Mutant(
+        "import-key-of-another-curve",
+        "[name for name in facts.named(*_OF_CURVE) if facts.known[name].note.is_used]",
+        "[*facts.named(*_OF_CURVE)]",
+        "tests/dialects/test_meanings.py -k without_effect",
+        "a key of another curve than the run's is called kept",
+    ),
+    Mutant(
         "import-another-task",
         "if _OTHER_MODELS.search(name):",
         "if False:",

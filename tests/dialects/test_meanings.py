@@ -437,6 +437,7 @@ SAID = [
     ("transformers", {"num_train_epochs": 2}, "num_train_epochs", "dropped", "max_steps counts there"),
     ("transformers", {"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1", "dropped", "sgd has no such argument"),
     ("nemo", {"optimizer.momentum": 0.8}, "optimizer.momentum", "dropped", "has no such argument"),
+    ("nemo", {"lr_scheduler": {"wsd_decay_steps": 5}}, "lr_scheduler.wsd_decay_steps", "dropped", "it has no effect"),
     ("transformers", {"eval_strategy": "no", "eval_steps": 5}, "eval_steps", "dropped", "eval_strategy=no"),
     ("transformers", {"save_strategy": "no", "save_steps": 5}, "save_steps", "dropped", "save_strategy=no"),
     ("transformers", {"eval_strategy": "steps"}, "eval_strategy", "changed", "nothing to validate on"),

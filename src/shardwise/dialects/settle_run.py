@@ -272,7 +272,7 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
     length = own_length if own_length is not None else steps
     if length is not None and length < 1:
         return  # refused as a length already
-    names = facts.named(*_OF_CURVE)
+    names = [name for name in facts.named(*_OF_CURVE) if facts.known[name].note.is_used]  # not what is of other curves
     ours = ahead = most = None
     if not facts.is_exact and not (steps and length != steps) and not ratio:
         ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH)
