@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dialect_files import BASE, put
+from dialect_files import BASE, put, values_of
 
 from shardwise.config.loader import UNWRITTEN
+from shardwise.dialects.settle_run import OF_OPTIMIZER
 from shardwise.dialects.table import load
 from shardwise.errors import ConfigError
 from shardwise.run.imported import from_config
@@ -436,6 +437,7 @@ SAID = [
     ("transformers", {"num_train_epochs": 2}, "num_train_epochs", "dropped", "max_steps counts there"),
     ("transformers", {"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1", "dropped", "sgd has no such argument"),
     ("nemo", {"optimizer.momentum": 0.8}, "optimizer.momentum", "dropped", "has no such argument"),
+    ("nemo", {"lr_scheduler": {"wsd_decay_steps": 5}}, "lr_scheduler.wsd_decay_steps", "dropped", "it has no effect"),
     ("transformers", {"eval_strategy": "no", "eval_steps": 5}, "eval_steps", "dropped", "eval_strategy=no"),
     ("transformers", {"save_strategy": "no", "save_steps": 5}, "save_steps", "dropped", "save_strategy=no"),
     ("transformers", {"eval_strategy": "steps"}, "eval_strategy", "changed", "nothing to validate on"),
@@ -639,6 +641,122 @@ def saved_split(folder, name):
     (folder / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
 
 
+# ---- what the model predicts, and how many tokens of a record ---------------------------------------------------------------
+
+NEMO = "nemo_automodel.NeMoAutoModel"
+OTHER_HEADS = ("SequenceClassification", "ImageTextToText", "MultimodalLM")
+OTHER_BUILDERS = (
+    "llama3.llama3_reward_8b", "mistral.lora_mistral_classifier_7b", "llama3_2_vision.llama3_2_vision_11b", "clip.clip_vision_encoder",
+)  # fmt: skip
+IN_TOKENS = {"trl": "max_length", "oumi": "model.model_max_length", "torchtune": "tokenizer.max_seq_len"}
+PACKED = {"trl": "packing", "oumi": "data.train.pack", "torchtune": "dataset.packed"}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "verdict"),
+    [
+        ("nemo", "model._target_", f"{NEMO}ForCausalLM.from_pretrained", "kept"),
+        ("nemo", "model._target_", f"{NEMO}ForCausalLM.from_config", "changed"),
+        ("torchtune", "model._component_", "torchtune.models.llama3_2.lora_llama3_2_1b", "kept"),
+        ("torchtitan", "model.name", "llama3", "kept"),
+    ],
+)
+def test_a_model_of_the_next_token_is_taken_over(name, key, value, verdict):
+    assert answers(made_of(name, {key: value}))[key].verdict == verdict
+
+
+@pytest.mark.parametrize("name", IN_TOKENS)
+def test_tokens_of_a_record_are_one_more_than_those_that_are_predicted(name):
+    key = IN_TOKENS[name]
+    for more, is_packed in (({}, False), ({PACKED[name]: True}, True)):
+        made = made_of(name, {key: 300, **more})
+        assert (made.run["data"]["seq_len"], made.run["data"].get("pack", False)) == (299, is_packed)
+        said = answers(made)[key]
+        assert "all but the first are predicted" in said.say and said.ours == ("data.seq_len=299",)
+        assert ("may fit into one than there" in said.say) == is_packed
+        assert said.verdict == ("changed" if is_packed or name == "torchtune" else "kept")
+    assert made_of("nemo", {"dataset.seq_len": 300}).run["data"]["seq_len"] == 300  # positions there
+    assert made_of("torchtitan", {"training.seq_len": 300}).run["data"]["seq_len"] == 300
+
+
+# ---- an optimizer that is said in part -------------------------------------------------------------------------------------
+
+CLASSES = {
+    "deepspeed": "optimizer", "fabric": "optimizer", "torchtune": "optimizer", "nemo": "optimizer",
+    "optimus": "optimization.optimizer", "ml": "optimizer",
+}  # fmt: skip
+
+
+def without_optimizer(name):
+    values = deepcopy(BASE[name])
+    *path, last = CLASSES[name].split(".")
+    place = values
+    for part in path:
+        place = place.get(part, {})
+    place.pop(last, None)
+    return values
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_is_said_of_an_optimizer_that_is_not_named_is_refused(name):
+    table, tried = load(name), 0
+    for key, row in table.rows.items():
+        if not key.startswith(f"{CLASSES[name]}.") or row.is_pattern or row.alias:
+            continue
+        facts = {action.partition("=")[0] for action in row.action_of("")}
+        if not facts & {f"@{fact}" for fact in OF_OPTIMIZER}:
+            continue
+        values = without_optimizer(name)
+        value = next(iter(values_of(row)))
+        put(values, key, value)
+        if row.coerced(value, key) == "auto":
+            continue
+        with pytest.raises(ConfigError, match="which optimizer it is of is not said") as refused:
+            from_config(values, dialect=name, ranks=8)
+        assert key in refused.value.given
+        tried += 1
+    assert tried >= 3
+
+
+CURVES = {
+    "deepspeed": 6,
+    "torchtune": 2,
+    "optimus": 9,
+    "ml": 4,
+}  # system -> keys of a curve that has another key for its name
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_what_is_said_of_a_curve_that_is_not_named_is_refused(name):
+    section, said = "scheduler" if name == "deepspeed" else "lr_scheduler", []
+    for key, row in load(name).rows.items():
+        is_word = "@curve" in row.action_of("") or row.is_pattern or row.alias
+        if not key.startswith(f"{section}.") or is_word or row.verdicts[""] == "refused":
+            continue
+        values = deepcopy(BASE[name])
+        values.pop(section)
+        put(values, key, next(iter(values_of(row))))
+        try:
+            run = from_config(values, dialect=name, ranks=8).run
+        except ConfigError as error:
+            said += [key] if "which curve it is of is not said" in str(error) else []
+        else:
+            assert row.verdicts[""] == "dropped" or "train.steps" in str(run) or key.endswith("total_num_steps"), key
+    assert len(said) >= CURVES[name]
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_an_optimizer_that_is_not_said_has_to_be_written(name):
+    made = from_config(without_optimizer(name) if name in CLASSES else BASE[name], dialect=name, ranks=8)
+    has_default = name in ("transformers", "trl", "oumi", "torchtitan")  # there
+    open_keys = [key for key, value in made.run["optim"].items() if value == UNWRITTEN]
+    assert open_keys == ([] if has_default else ["name"] if name == "deepspeed" else ["lr"])
+    assert sum("optimizer" in text for text in made.missing) == (not has_default)
+    assert [text.partition(":")[0] for text in made.missing if text.startswith("optim.")] == [
+        f"optim.{key}" for key in open_keys
+    ]
+
+
 # ---- answers that were false for a value of their key ---------------------------------------------------------------------
 
 
@@ -647,6 +765,12 @@ def saved_split(folder, name):
     [
         ("transformers", "config_name", "other", "the config.json of the model's directory is read"),
         ("deepspeed", "tensor_parallel.tp.tp_size", 2, "training has autotp_size"),
+        *(("nemo", "model._target_", f"{NEMO}For{kind}.from_pretrained", "the next token") for kind in OTHER_HEADS),
+        ("nemo", "model._target_", f"{NEMO}ForSequenceClassification.from_config", "the next token"),
+        *(("torchtune", "model._component_", f"torchtune.models.{of}", "the next token") for of in OTHER_BUILDERS),
+        ("torchtitan", "model.name", "flux", "images are not made from noise"),
+        ("oumi", "data.train.collator_name", "vision_language_sft", "images are not read"),
+        *((name, key, 1, "nothing of a record of so many tokens is predicted") for name, key in IN_TOKENS.items()),
     ],
 )
 def test_what_would_train_something_else_is_refused(name, key, value, text):

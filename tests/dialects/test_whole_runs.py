@@ -9,7 +9,7 @@ from shardwise.dialects.answers import imported
 from shardwise.run.metrics import read_metrics
 
 
-def compare(ranks, folder, theirs, values, script=None, **how):
+def compare(ranks, folder, theirs, values, script=None, tokens=None, **how):
     made = imported(values, ranks=2, exact=True, **how)
     path = whole.run_file(folder, made, script)
     on_ranks(ranks, "train", str(path), folder=folder)
@@ -18,6 +18,7 @@ def compare(ranks, folder, theirs, values, script=None, **how):
     for row, (loss, norm) in zip(ours, theirs, strict=True):
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert tokens in (None, row["tokens"])
     assert ours[-1]["loss"] < ours[0]["loss"]
 
 
@@ -29,6 +30,17 @@ def folder(tmp_path):
 
 def test_the_trainer(ranks, folder):
     compare(ranks, folder, whole.by_trainer(folder), whole.ARGS, dialect="transformers")
+
+
+def test_records_that_are_longer_than_a_sample_there(ranks, folder):
+    rows, tokens = whole.records(folder, most=14)
+    values = {
+        **whole.SFT,
+        "max_length": 14,
+        "dataset_name": str(folder / "texts.jsonl"),
+        "gradient_checkpointing": False,
+    }
+    compare(ranks, folder, whole.by_trainer(folder, rows), values, tokens=tokens, dialect="trl")
 
 
 @pytest.mark.soak

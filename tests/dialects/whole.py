@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 SAMPLES, LENGTH, VOCAB, STEPS = 16, 12, 61, 4
 SETTINGS = {"lr": 3e-3, "decay": 0.2, "beta2": 0.97, "clip": 0.25}
@@ -61,26 +62,57 @@ def _logged(trainer):
     return [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
 
 
-def by_trainer(folder: Path):
+def by_trainer(folder: Path, rows=None):
     """Loss and norm of each step, by transformers' Trainer: all micro-batches of a step in one process."""
     from transformers import Trainer, TrainingArguments
 
     given = {**ARGS, "output_dir": str(folder / "trainer"), "gradient_accumulation_steps": 8, "disable_tqdm": True}
-    trainer = Trainer(_model(folder / "model"), TrainingArguments(**given), train_dataset=samples())
+    trainer = Trainer(
+        _model(folder / "model"), TrainingArguments(**given), train_dataset=rows or samples(), data_collator=_padded
+    )
     trainer.train()
     return _logged(trainer)
+
+
+def _padded(rows):
+    """A batch of rows of any lengths; what pads them is neither attended to by what is before it nor a label."""
+    ends = {"input_ids": 0, "labels": -100}
+    return {
+        key: pad_sequence([row[key] for row in rows], batch_first=True, padding_value=end) for key, end in ends.items()
+    }
+
+
+def _words(folder: Path):
+    """A tokenizer of the words w00, w01, ...; w01 ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel({f"w{n:02}": n for n in range(VOCAB)}, unk_token="w00"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w01", pad_token="w02", unk_token="w00")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def records(folder: Path, most: int):
+    """A file of texts, most of them longer than ``most`` tokens; its rows as SFTTrainer has them, which cuts each after so many, and how
+    many tokens of them are predicted."""
+    tokenizer, generator = _words(folder / "model"), torch.Generator().manual_seed(4)
+    rows, lines = [], []
+    for n in range(SAMPLES):
+        ids = torch.randint(3, VOCAB, (most // 2 + 2 * n,), generator=generator).tolist()
+        lines.append(json.dumps({"text": tokenizer.decode(ids)}))
+        ids = torch.tensor([*ids, tokenizer.eos_token_id][:most])
+        rows.append({"input_ids": ids, "labels": ids.clone()})
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return rows, sum(len(row["labels"]) - 1 for row in rows)
 
 
 def by_sft(folder: Path, lora: bool):
     """The same by TRL's SFTTrainer, with PEFT's adapters or without; the adapters as they began are left in ``adapter``."""
     from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
     from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
-    words = {f"w{n}": n for n in range(VOCAB)}
-    plain = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="w1", pad_token="w2", unk_token="w0")
     given = {**SFT, "output_dir": str(folder / "trainer"), "gradient_accumulation_steps": 8, "disable_tqdm": True}
     rows = [
         {"input_ids": one["input_ids"].tolist(), "completion_mask": (one["labels"] != -100).long().tolist()}
@@ -88,7 +120,7 @@ def by_sft(folder: Path, lora: bool):
     ]
     peft = get_peft_config(ModelConfig(**LORA)) if lora else None
     trainer = SFTTrainer(
-        _model(folder / "model"), SFTConfig(**given), train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+        _model(folder / "model"), SFTConfig(**given), train_dataset=Dataset.from_list(rows), processing_class=_words(folder / "words"),
         peft_config=peft,
     )  # fmt: skip
     if lora:
@@ -159,10 +191,13 @@ def run_file(folder: Path, imported, script=None) -> Path:
     run = {**(script or {}), **{key: dict(keys) for key, keys in imported.run.items()}}
     for section, keys in (script or {}).items():
         run[section] = {**imported.run.get(section, {}), **keys}
-    data = {key: value for key, value in run["data"].items() if key not in ("path", "seq_len", "pack")}
+    data = {**run["data"], "val_fraction": 0}
+    if not (folder / "texts.jsonl").exists():
+        data = {key: value for key, value in data.items() if key not in ("path", "seq_len", "pack")}
+        data["build"] = f"{__file__}:shifted"
     run |= {
         "model": {"hf": str(folder / "model")},
-        "data": {**data, "build": f"{__file__}:shifted", "val_fraction": 0},
+        "data": data,
         "log": {"dir": str(folder / "ours"), "every": 1, "plot": False},
         "checkpoint": {"export": None},
         "launch": {"nproc": 2, "device": "cpu"},

@@ -72,6 +72,63 @@ def test_the_learning_rate_of_a_pretrained_model_is_small(tmp_path):
     assert RunConfig(model=Model(hf=str(tmp_path)), optim=Optim(lr=1e-4)).optim.lr == 1e-4
 
 
+def family(name, **more):
+    """A small model of transformers, without memory."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8, "state_size": 8, **more,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}Config")(**sizes)
+        return transformers.AutoModelForCausalLM.from_config(model)
+
+
+class Named(nn.Module):
+    """What the rule says of classes and of names, beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.q_norm = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+        self.q_norm.weight = self.first.weight  # the first name counts, which is that of no norm
+        self.last_norm, self.after = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.after.weight = self.last_norm.weight
+        self.plain = torch.nn.utils.parametrizations.weight_norm(
+            nn.LayerNorm(2)
+        )  # its parameters are in a module below
+        self.MyRMSNorm, self.norms, self.norm = (nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.Bias, self.vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+
+
+def with_dora():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(family("Llama"), peft.LoraConfig(use_dora=True, target_modules=["q_proj"]))
+
+
+FAMILIES = ("Llama", "GPT2", "GptOss", "Mamba", "Qwen3Next", "Rwkv", "DiffLlama", "GPTNeoX", "Gemma3Text")
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*checkpointing.* is deprecated:FutureWarning"
+)  # names of transformers that PEFT reads
+@pytest.mark.parametrize("name", [*FAMILIES, "names and classes", "DoRA"])
+def test_decay_by_names_is_the_rule_of_the_trainer(name):
+    from transformers import Trainer
+
+    model = {"names and classes": Named, "DoRA": with_dora}.get(name, lambda: family(name))()
+    wanted = {*Trainer.get_decay_parameter_names(None, model)}
+    names = {param: key for key, param in model.named_parameters() if param.requires_grad}
+    groups = make_optimizer(Optim(decay_on="names", fused=False), model).param_groups
+    found = {names[param] for group in groups if group["weight_decay"] for param in group["params"]}
+    assert found == wanted & {*names.values()}
+    assert len(found) > 0 and (len(found) < len(names)) == (name != "DoRA")  # its vectors decay too
+    by_dims = {key for param, key in names.items() if param.dim() > 1}
+    assert (found == by_dims) == (name in ("Llama", "GPT2", "GPTNeoX", "Gemma3Text"))
+
+
 def test_adafactor_keeps_less_than_the_parameters():
     model = nn.Linear(64, 64)
     optim = make_optimizer(Optim(name="adafactor"), model)

@@ -46,6 +46,7 @@ SETTINGS = {
         "optim.decay_on=matrices",
     ],
     "sgd": ["optim.name=sgd", "optim.groups={'*.1.*': {weight_decay: 0}, 'embed.*': {lr: 0.02}}"],
+    "names": ["optim.decay_on=names", "optim.groups={'blocks.0.*': {lr_scale: 0.5}}"],
     "adafactor": ["optim.name=adafactor", "optim.decay_on=matrices"],
     "muon": ["optim.name=muon", "optim.decay_on=matrices"],
 }
@@ -89,6 +90,10 @@ def groups_in_torch(name, model):
             group["weight_decay"] = 0.0
         if name == "sgd" and key == "embed.weight":
             group["lr"] = 0.02
+        if name == "names" and (key.endswith("bias") or ".0.weight" in key):  # those of LayerNorm, which no name shows
+            group["weight_decay"] = 0.0
+        if name == "names" and key.startswith("blocks.0."):
+            group["lr"] = 0.025
         if name in ("adafactor", "muon") and named[key].dim() < 2:
             group["weight_decay"] = 0.0
         groups.append(group)

@@ -243,7 +243,8 @@ def settle(facts: Facts, total: int | None, per_node: int | None) -> None:
 def _leave_open(facts: Facts) -> None:
     """What decides a run, and the source does not say, has to be written: no default of ours stands in its place."""
     has_own = facts.get("optim.build") is not None  # whose class has a rate of its own
-    which = "learning rate" if "optim" in facts.run else "optimizer (optim.name), and which learning rate,"
+    is_named, has_rate = facts.has("optimizer"), facts.get("optim.lr") is not None
+    which = "learning rate" if is_named else "optimizer (optim.name), and which learning rate,"
     for key, other, text in (
         (
             "data.seq_len",
@@ -257,6 +258,11 @@ def _leave_open(facts: Facts) -> None:
             "how long the run is is not said: write it, or train.epochs in its place",
         ),
         ("optim.lr", has_own or None, f"which {which} is not said"),
+        (
+            "optim.name",
+            is_named or not has_rate or None,
+            "the rate is said, and of which optimizer not, nor its betas and weight decay: write them, else ours are used",
+        ),
     ):
         if facts.get(key) is None and other is None:
             facts.put(key, UNWRITTEN)

@@ -366,7 +366,7 @@ def _won(name: str, facts: Facts, other: Facts) -> tuple[str, ...]:
     own = other.known.get(name)
     if own is None or own.value in ("auto", None):
         return ()
-    if name == "optimizer" and "one_group" in other.decides.head and (decay := facts.known.pop("decay_matrices", None)):
+    if name == "optimizer" and "one_group" in other.decides.head and (decay := facts.known.pop("decay_names", None)):
         facts.known.setdefault("decay", decay)  # its own optimizer has all parameters in one group
     for fact in _GROUPS[name]:
         old, new = facts.known.get(fact), other.known.get(fact)

@@ -13,6 +13,9 @@ from shardwise.dialects.settle_precision import class_names
 _LOSSES = ("crossentropy", "cewithchunked")  # what a loss that is the cross entropy of labels is called
 _VALIDATION = ("validation", "valid", "val", "dev")  # names of a split that a run validates on
 _LOGGERS = ("wandb", "tensorboard", "csv")
+_TOKENS = "of so many tokens of a record all but the first are predicted, and data.seq_len counts those"
+_PACKED = "; of records that share a sample too, so that more may fit into one than there"
+_OTHER_MODELS = re.compile(r"For(?!CausalLM\b)[A-Z]|(?:^|[._])(?:reward|classifier|vision|clip)(?:[._]|$)")
 _NOT_IN_STEPS = "it has no effect there with {}={}"
 _OF_REMAT = (
     "remat", "remat_bool", "remat_some", "remat_option", "remat_every", "remat_classes", "remat_only", "remat_ops", "remat_offload",
@@ -81,6 +84,7 @@ def settle_compile(facts: Facts) -> None:
 
 def settle_data(facts: Facts) -> None:
     model, data = facts.take("model"), facts.take("data_file") or facts.take("data")
+    _settle_class(facts)
     if whose := facts.take("weights_of"):
         text = f"it is in {whose}'s format, which is not read: give the directory of the same model with config.json and safetensors"
         facts.say("model", "changed", text)
@@ -108,6 +112,7 @@ def settle_data(facts: Facts) -> None:
         )
     if names := facts.take("freeze"):
         facts.put("model.freeze", [name if "*" in name else f"{name}.*" for name in names], "freeze")
+    _settle_tokens(facts)
     if length := facts.take("pack_to", 0):
         facts.put("data.pack", True, "pack_to")
         facts.put("data.seq_len", length, "pack_to")
@@ -125,6 +130,30 @@ def settle_data(facts: Facts) -> None:
     if loss and not any(name in loss.lower() for name in _LOSSES):
         facts.say("loss", "refused", "another loss: write train.loss=pkg.mod:fn and train.count in the run file")
     facts.pass_on("train.seed", "seed")
+
+
+def _settle_tokens(facts: Facts) -> None:
+    """``data.seq_len`` of a source that counts the tokens of a record, the first of which is not predicted."""
+    tokens, note = facts.number("record_tokens"), facts.note("record_tokens")
+    if tokens is None or note is None:
+        return
+    if tokens < 2:
+        facts.say("record_tokens", "refused", "nothing of a record of so many tokens is predicted: write 2 or more")
+        return
+    facts.put("data.seq_len", tokens - 1, "record_tokens")
+    is_packed = facts.get("data.pack") is True
+    facts.say("record_tokens", "changed" if is_packed else note.verdict, f"{_TOKENS}{_PACKED if is_packed else ''}")
+
+
+def _settle_class(facts: Facts) -> None:
+    """What the class or function of the model predicts: only the next token is trained on here."""
+    name = str(facts.take("builder") or "")
+    if _OTHER_MODELS.search(name):
+        text = "it does not predict the next token of a text, which alone is trained: write one that does, or a script of yours"
+        facts.say("builder", "refused", text)
+    elif name.endswith(".from_config"):
+        text = "its weights are drawn there, and a run starts from those of a directory: model.build=pkg.mod:fn draws new ones"
+        facts.say("builder", "changed", text)
 
 
 def _settle_splits(facts: Facts, data: Any) -> None:

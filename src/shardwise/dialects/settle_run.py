@@ -13,10 +13,16 @@ _CLASSES = {"adamw": "adamw", "adam": "adam", "sgd": "sgd"}
 _FUSED = "fusedadam"  # AdamW, unless adam_w_mode is off, with its own decay; as a table names it, which has rows for its arguments
 _CLASSES_OF_TORCH = {"adafactor": "adafactor", "muon": "muon"}  # others' of these names take other steps
 _DECAYS_OF_TORCH = {"adamw": 0.01, "muon": 0.1}
+_DECAYS = {"decay": "all", "decay_names": "names", "decay_matrices": "matrices"}  # fact -> what the decay is for
+OF_OPTIMIZER = (
+    "lr", *_DECAYS, "betas", "beta1", "beta2", "eps", "momentum", "amsgrad", "fused", "optimizer_arg", "groups", "decoupled",
+    "of_torch",
+)  # fmt: skip
 _OF_CURVE = (
     "warmup", "warmup_ratio", "curve", "curve_args", "floor", "floor_lr", "init_lr", "decay_ratio", "decay_type", "decay_steps",
     "curve_min", "warmup_type", "init_div", "cycles", "curve_steps", "curve_decays",
 )  # fmt: skip
+_MORE_OF_CURVE = ("curve_max", "curve_min_ratio", "target_lr", "warmup_percent", "sqrt_power")
 _OF_BF16 = ("mp", "mp_bf16", "mp_bf16_else", "store_low")
 _UNUSED = {  # optimizer -> facts that are none of its arguments
     "adamw": ("momentum",), "adam": ("momentum",), "sgd": ("beta1", "beta2", "betas", "eps", "amsgrad"),
@@ -81,7 +87,8 @@ def settle_optimizer(facts: Facts) -> None:
     """``optim``: torch's own classes; where an option has no key of ours, ``optim.build`` with the class itself."""
     said = facts.take("optimizer")
     if said is None:
-        facts.stop_if(facts.is_given("lr"), "lr", "which optimizer it is of is not said: name it")
+        for name in filter(facts.is_given, OF_OPTIMIZER):
+            facts.say(name, "refused", "which optimizer it is of is not said: name it")
         return
     name, build = _class_of(facts, str(said))
     text = "there is no such optimizer: write AdamW or SGD, or a class of yours by optim.build"
@@ -92,9 +99,8 @@ def settle_optimizer(facts: Facts) -> None:
     betas = _betas(facts)
     args = dict(facts.take("optimizer_arg", {}))
     momentum, fused = facts.take("momentum"), facts.take("fused")
-    decay, is_on_matrices = facts.take("decay_matrices"), "decay_matrices" in facts.known
-    if facts.has("decay"):
-        decay, is_on_matrices = facts.take("decay"), False
+    kind = next(filter(facts.has, _DECAYS), "decay")
+    decay = facts.take(kind)
     is_of_torch = "of_torch" in facts.table.words("defaults") or facts.take("of_torch") is True
     if is_of_torch and not facts.is_given("decay"):
         decay = None if is_own else _DECAYS_OF_TORCH.get(str(said).lower().rpartition(".")[2], 0.0)
@@ -128,9 +134,9 @@ def settle_optimizer(facts: Facts) -> None:
     text = f"optim.name={name} has torch's own of it: remove it, or write a class of yours by optim.build"
     facts.stop_if(own, [*own, "optimizer"][0], text)
     if decay is not None:
-        facts.put("optim.weight_decay", float(decay), "decay", "decay_matrices")
-        if is_on_matrices and decay:
-            facts.put("optim.decay_on", "matrices", "decay_matrices")
+        facts.put("optim.weight_decay", float(decay), kind)
+        if decay and kind != "decay":
+            facts.put("optim.decay_on", _DECAYS[kind], kind)
 
 
 def _say_arguments(facts: Facts, args: dict[str, Any]) -> None:
@@ -205,7 +211,16 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
     """``schedule``: ours where it follows theirs within two steps, else theirs by ``schedule.build``."""
     is_none = facts.has("lr") and not facts.take("lr")
     facts.stop_if(is_none, "lr", "nothing would be trained: write the rate that the run has")
-    curve = facts.take("curve") or _implied(facts)
+    curve = facts.take("curve")
+    if (
+        curve is None and facts.table.head.get("curve", "constant") == "constant"
+    ):  # which has nothing of what is said of one
+        unsaid = [*filter(facts.is_given, (*_OF_CURVE, *_MORE_OF_CURVE))]
+        for one in unsaid:
+            facts.say(one, "refused", "which curve it is of is not said: name it")
+        if unsaid:
+            return
+    curve = curve or _implied(facts)
     if curve is None:
         return
     args = ARGUMENTS[curve.family](facts, curve.kind, steps, facts.take("lr") or 1.0)
@@ -257,7 +272,7 @@ def _put_curve(facts: Facts, family: str, args: dict[str, Any], steps: int | Non
     length = own_length if own_length is not None else steps
     if length is not None and length < 1:
         return  # refused as a length already
-    names = facts.named(*_OF_CURVE)
+    names = [name for name in facts.named(*_OF_CURVE) if facts.known[name].note.is_used]  # not what is of other curves
     ours = ahead = most = None
     if not facts.is_exact and not (steps and length != steps) and not ratio:
         ours, ahead, most = curves.native(family, args, length or _ANY_LENGTH)

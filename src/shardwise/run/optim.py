@@ -1,7 +1,9 @@
 """Builds optimizer, parameter groups, learning rate scheduler and gradient scaler of a training run from its configuration."""
 
 import functools
+import itertools
 import math
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +16,7 @@ from shardwise.config.suggest import did_you_mean
 from shardwise.config.target import called, load_target
 from shardwise.dialects.curves import ours
 from shardwise.errors import ConfigError
-from shardwise.model.names import canonical_tensors
+from shardwise.model.names import canonical_modules, canonical_tensors
 from shardwise.parallel import runtime_of, world_of
 from shardwise.run.config import RunConfig
 from shardwise.run.muon import Muon, is_hidden_matrix
@@ -22,6 +24,9 @@ from shardwise.run.optim_config import Group, Optim, Schedule
 from shardwise.step.parameter_groups import grouped
 from shardwise.step.scale import computes_half
 from shardwise.step.step import TrainStep
+
+# As in transformers' Trainer; of names in lower case.
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def make_scaler(config: RunConfig, model: nn.Module) -> torch.amp.GradScaler | None:
@@ -94,10 +99,11 @@ def _groups_of(optim: Optim, model: nn.Module) -> list[dict[str, Any]]:
             fix="remove one of them",
         )
     settings, lr = _matched(optim, model), optim.settled_lr(is_pretrained=False)
+    without_decay = _without_decay(optim.decay_on, model)
     found: dict[tuple[tuple[str, float], ...], list[Any]] = {}
     for param in own[0]["params"]:
         others: dict[str, float] = {}
-        if optim.decay_on == "matrices" and param.dim() < 2:
+        if id(param) in without_decay:
             others["weight_decay"] = 0.0
         if (group := settings.get(id(param))) is not None:
             rate = lr * group.lr_scale if lr is not None and group.lr_scale is not None else group.lr
@@ -105,6 +111,19 @@ def _groups_of(optim: Optim, model: nn.Module) -> list[dict[str, Any]]:
             others |= {key: value for key, value in given if value is not None}
         found.setdefault(tuple(sorted(others.items())), []).append(param)
     return [{"params": params, **dict(others)} for others, params in found.items()]
+
+
+def _without_decay(decay_on: str, model: nn.Module) -> set[int]:
+    """The ids of parameters that weight decay is not for. ``names`` is the rule of transformers' Trainer: the first name of a shared
+    parameter counts, and a layer norm is one by its class, whatever it is called."""
+    if decay_on != "names":
+        return {id(param) for param in model.parameters() if decay_on == "matrices" and param.dim() < 2}
+    first: dict[int, bool] = {}
+    norms = {name for name, module in canonical_modules(model) if name and isinstance(module, nn.LayerNorm)}
+    for name, module, attr in canonical_tensors(model, "_parameters"):
+        is_in_norm = any(above in norms for above in itertools.accumulate(name.split("."), "{}.{}".format))
+        first.setdefault(id(module._parameters[attr]), is_in_norm or _UNDECAYED.search(name.lower()) is not None)
+    return {param for param, is_without in first.items() if is_without}
 
 
 def _matched(optim: Optim, model: nn.Module) -> dict[int, Group]:

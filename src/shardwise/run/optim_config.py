@@ -55,8 +55,11 @@ class Optim(Options, frozen=True, kw_only=True):
     betas: Annotated[tuple[BelowOne, BelowOne], doc("decay of the two running means (adamw)")] = (0.9, 0.95)
     weight_decay: Annotated[NotNegative | None, doc("weight decay; null: 0.1; with build: that of its own")] = None
     decay_on: Annotated[
-        Literal["all", "matrices"],
-        doc("what weight decay is for; matrices: parameters of two dims and more, so neither biases nor norms"),
+        Literal["all", "matrices", "names"],
+        doc(
+            "what weight decay is for; matrices: parameters of two dims and more, so neither biases nor norms; names: as "
+            "transformers' Trainer, all but those of nn.LayerNorm and those with bias or a norm in their name"
+        ),
     ] = "all"
     groups: Annotated[
         dict[str, dict[str, Any]],
