@@ -218,6 +218,7 @@ FIRST = {
     "s/chat-lora": "python examples/small_chat.py runs/chat-tuned/weights --num 40",
     "/chat-lora": f"shardwise train examples/lora.yaml {SHORT} {UNPROVED}",
     "examples/finetune.": "python examples/small_model.py runs/small --steps 2",
+    "shardwise verify --": "python examples/small_chat.py runs/chat --num 40",
     "shardwise convert ": "python examples/example_convert.py",
     "shardwise generate runs/chat-tuned": "python examples/small_chat.py runs/chat-tuned --num 40",
     "shardwise generate runs/latest": f"shardwise train {SHORT} {UNPROVED} {SMALL_MODEL}",
@@ -327,6 +328,8 @@ def _shortened(command: str, folder: Path) -> str | None:
             return f"{command} {SHORT} {UNPROVED} {SMALL_DATA} --log.dir=run"
         case ["shardwise", "convert" | "generate"]:  # named in running text
             return f"{command} --help"
+        case ["shardwise", "verify", option, *rest] if option.startswith("--"):  # an option that running text names
+            return shlex.join(["shardwise", "verify", "runs/chat", option, *rest])
         case ["shardwise", "verify" | "--help" | "plan" | "convert" | "generate" | "completion", *_] | ["torchrun", *_]:
             return command
         case ["python", "-m", "pip", "install", "-e", "."]:

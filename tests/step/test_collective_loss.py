@@ -7,6 +7,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn as dnn
 from models.tied import Tied
 from step.plain import batch, mine, plain_backward, shard, sum_loss
+from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.data.batch import MicroBatch
@@ -119,10 +120,17 @@ def _gathered(x):
     return torch.cat(dnn.all_gather(x.contiguous()))
 
 
+def _of_a_teacher(x):
+    """By a model that torch's own FSDP2 gathers."""
+    teacher = fully_shard(torch.nn.Linear(x.shape[-1], x.shape[-1], dtype=x.dtype).requires_grad_(False))
+    return x - teacher(x)
+
+
 COLLECTIVES = {
     "statistics": lambda x: x - dnn.all_reduce(x.sum()) / 100,
     "features": lambda x: x * _gathered(x.flatten()[:2]).sum(),
     "without gradients": lambda x: x + functional.all_reduce(x.detach().sum(), "sum", dist.group.WORLD),
+    "parameters": _of_a_teacher,
     "one rank's numbers": lambda x: x * dnn.broadcast(torch.ones(()), src=0),
 }
 
@@ -165,10 +173,11 @@ def padded(layout, how, where, run):
         ("dp_replicate=2", "features", "forward", "loop"),
         ("dp_shard=2", "without gradients", "loss", "evaluation"),
         ("dp_replicate=2", "one rank's numbers", "loss", "step"),
+        ("dp_replicate=2", "parameters", "loss", "step"),
     ],
 )
 def test_a_copy_that_counts_nowhere_is_in_no_collective(ranks, layout, how, where, run):
-    if how == "one rank's numbers":
+    if how in ("one rank's numbers", "parameters"):
         ranks.run(padded, 2, layout, how, where, run)
         return
     what = "a padding of an evaluation" if run == "evaluation" else "a padding of a window"

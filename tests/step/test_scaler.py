@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from layouts import every_layout
 from step.plain import batch, build, sum_loss
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from shardwise.parallel import runtime_of
@@ -340,6 +341,27 @@ def test_gradients_are_unscaled_and_judged_for_each_optimizer(ranks, layout, how
                 how
             ]
         )
+
+
+def others_unscaled(layout: str) -> list[float]:
+    """Gradients of parameters of no model of ours: dense, sparse, and of torch's own FSDP2."""
+    with sw.init(layout, device="cpu", timeout_s=20) as world:
+        model = sw.parallelize(UpDown(), world, sharding=BLOCKS)
+        plain, table = nn.Linear(4, 4, dtype=torch.float64), nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
+        sharded = fully_shard(nn.Linear(4, 4, dtype=torch.float64))
+        params = [*plain.parameters(), *table.parameters(), *sharded.parameters()]
+        optim, scaler = torch.optim.SGD(params, lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(table(torch.tensor([1, 1])).sum())
+        for param in (*plain.parameters(), *sharded.parameters()):
+            param.grad = torch.full_like(param, 8.0)
+        table.weight.grad = torch.sparse_coo_tensor([[1, 1]], torch.full((2, 2), 8.0, dtype=torch.float64), (4, 2))
+        assert sw.unscale_gradients_(model, optim, scaler)
+        found = [param.grad.to_dense() if param.grad.is_sparse else whole(param.grad) for param in params]
+        return [float(grad.max()) for grad in found]
+
+
+def test_gradients_of_any_kind_of_tensor_are_unscaled(ranks):
+    assert ranks.run(others_unscaled, 2, "dp_replicate=2") == [[1.0, 1.0, 2.0, 1.0, 1.0]] * 2
 
 
 def joined(layout: str, has_scaler: bool) -> tuple:

@@ -9,12 +9,18 @@ from shardwise._torch.autograd import TorchDispatchMode
 from shardwise.errors import UsageError
 
 _MIXING = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "alltoall", "all_to_all", "gather")
+_OF_PARAMETERS = (
+    "shardwise.",
+    "torch.distributed.tensor.",
+    "torch.distributed.fsdp.",
+    "torch.distributed._composable.",
+)
 _BETWEEN = ("torch.distributed.", "torch._", "torch.utils.", "torch.autograd.", "contextlib")
 
 
 class NoOwnCollectives(TorchDispatchMode):
     """Within: a collective of the user's code that brings ranks' values together is refused; those of this library go on, and those of
-    DTensors, which have parameters.
+    parameters: of DTensors, and of a module that torch's own FSDP gathers, such as a teacher.
 
     Args:
         what: is run, and counts nowhere.
@@ -46,12 +52,12 @@ class NoOwnCollectives(TorchDispatchMode):
 
 
 def _is_of_user() -> bool:
-    """Whether the collective that runs is called by other code than this library's and DTensor's."""
+    """Whether the collective that runs is called by other code than this library's, DTensor's and FSDP's."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         is_mode = frame.f_code.co_name == "__torch_dispatch__"
-        if not is_mode and module.startswith(("shardwise.", "torch.distributed.tensor.")):
+        if not is_mode and module.startswith(_OF_PARAMETERS):
             return False
         if not is_mode and not module.startswith(_BETWEEN):
             return True

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.operators import foreach_scale
 from shardwise._torch.scaler import is_unscaled, scale_of, tell_scaler
 from shardwise.config.keywords import public_call
@@ -156,7 +157,10 @@ def _gradients_of(optim: torch.optim.Optimizer, runtime: Runtime) -> list[Tensor
             for name, param in each.parameters.items()
             if held.pop(id(param), None) is not None and name in found
         ]
-    return grads + [param.grad for param in held.values() if param.grad is not None]
+    others = (
+        local_tensor(param.grad) for param in held.values() if param.grad is not None
+    )  # torch's own FSDP has DTensors
+    return grads + [grad._values() if grad.is_sparse else grad for grad in others]
 
 
 def _divide(grads: list[Tensor], scale: float) -> None:
