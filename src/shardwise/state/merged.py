@@ -23,6 +23,13 @@ from shardwise.techniques.lora.peft_folder import adapter_folder
 from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
 from shardwise.techniques.lora.peft_tensors import PREFIX, config_in
 
+_HAS_HEAD = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForConditionalGeneration",
+    "ForMaskedLM",
+    "ForPreTraining",
+)  # ends of transformers' classes
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
 
@@ -123,8 +130,8 @@ def _refuse_half_tied(source: Source, beside: Mapping[str, TensorSource], folder
     """Raises CheckpointError for a table of tokens that was trained in full, where the model's head is the same tensor: PEFT trains a copy, and
     the head keeps the base's values."""
     config = config_of(source.folder, None) if source.folder is not None else {}
-    rows = config.get("vocab_size")
-    if rows is None or config_in(folder).get("ensure_weight_tying"):
+    rows, kinds = config.get("vocab_size"), config.get("architectures") or _HAS_HEAD
+    if rows is None or config_in(folder).get("ensure_weight_tying") or not any(map(_ends_as_with_head, kinds)):
         return
     for name, values in beside.items():
         others = [other for other, tensor in source.tensors.items() if other != name and tensor.shape == values.shape]
@@ -142,6 +149,10 @@ def _refuse_half_tied(source: Source, beside: Mapping[str, TensorSource], folder
                 fix="use the base with the adapters beside it, as PEFT does; or train them with LoraConfig(ensure_weight_tying=True)",
                 name=name,
             )
+
+
+def _ends_as_with_head(kind: str) -> bool:
+    return kind.endswith(_HAS_HEAD)
 
 
 def _base(source: Source, name: str, folder: Path) -> TensorSource:
