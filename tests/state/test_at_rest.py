@@ -112,8 +112,8 @@ def test_a_source_that_is_replaced_before_its_values_are_converted(tmp_path):
     source, planned = tmp_path / "s.safetensors", convert_module._planned
     save_file({"a": torch.zeros(4), "b": torch.ones(4)}, source)
 
-    def late(job, opened):
-        found = planned(job, opened)
+    def late(*given):
+        found = planned(*given)
         crossed(source)
         return found
 
@@ -159,8 +159,8 @@ def test_files_by_torch_have_a_time_too(tmp_path, kind):
         source = tmp_path / "source"
         dcp.save(state, checkpoint_id=source, no_dist=True)
 
-    def late(job, opened):
-        found = planned(job, opened)
+    def late(*given):
+        found = planned(*given)
         file = source if kind == "torch" else next(source.glob("*.distcp"))
         os.utime(file, ns=(0, 0))
         return found

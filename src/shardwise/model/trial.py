@@ -215,9 +215,8 @@ class Trial:
         """Within ``stack``: the copy may be run; what it keeps is put back at the end. Returns its Python state."""
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # such as those of numbers taken from tensors that have gradients only here
-        stack.enter_context(
-            uncollected()
-        )  # so many objects are made that Python would look for circles many times in a run
+        # So many objects are made that Python would look for circles many times in a run.
+        stack.enter_context(uncollected())
         stack.enter_context(_default_dtype(torch.float64))
         stack.enter_context(torch.set_grad_enabled(has_gradients))
         stack.enter_context(torch.random.fork_rng(devices=[]))

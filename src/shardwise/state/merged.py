@@ -131,17 +131,18 @@ def _refuse_half_tied(source: Source, beside: Mapping[str, TensorSource], folder
     the head keeps the base's values."""
     config = config_of(source.folder, None) if source.folder is not None else {}
     rows, kinds = config.get("vocab_size"), config.get("architectures") or _HAS_HEAD
-    if rows is None or config_in(folder).get("ensure_weight_tying") or not any(map(_ends_as_with_head, kinds)):
+    has_head = any(kind.endswith(_HAS_HEAD) for kind in kinds)
+    if (
+        rows is None
+        or not has_head
+        or config_in(folder).get("ensure_weight_tying")
+        or beside.keys() - source.tensors.keys()
+    ):
         return
     for name, values in beside.items():
         others = [other for other, tensor in source.tensors.items() if other != name and tensor.shape == values.shape]
         is_tied = config.get("tie_word_embeddings", not others)  # not every configuration says it
-        if (
-            is_tied
-            and len(values.shape) == 2
-            and values.shape[0] == rows
-            and len(beside.keys() - source.tensors.keys()) == 0
-        ):
+        if is_tied and len(values.shape) == 2 and values.shape[0] == rows:
             raise CheckpointError(
                 f"{folder}: {name} trained apart from the model's head",
                 why=f"{source.place} has one tensor for both (tie_word_embeddings), and PEFT trained a copy for one of them: merged, the other "
@@ -149,10 +150,6 @@ def _refuse_half_tied(source: Source, beside: Mapping[str, TensorSource], folder
                 fix="use the base with the adapters beside it, as PEFT does; or train them with LoraConfig(ensure_weight_tying=True)",
                 name=name,
             )
-
-
-def _ends_as_with_head(kind: str) -> bool:
-    return kind.endswith(_HAS_HEAD)
 
 
 def _base(source: Source, name: str, folder: Path) -> TensorSource:

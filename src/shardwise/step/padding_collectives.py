@@ -8,18 +8,29 @@ from typing import Any
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise.errors import UsageError
 
-_MIXING = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "alltoall", "all_to_all", "gather")
-_OF_PARAMETERS = (
+_HARMLESS = (
+    "broadcast",
+    "barrier",
+    "monitored_barrier",
+    "wait_tensor",
+)  # bring no value of this rank to another, unless it is the first
+_OF_PARAMETERS = (  # code whose collectives have no samples: ours; DTensors; modules that torch's own FSDP gathers, such as a teacher
     "shardwise.",
     "torch.distributed.tensor.",
     "torch.distributed.fsdp.",
     "torch.distributed._composable.",
 )
-_BETWEEN = ("torch.distributed.", "torch._", "torch.utils.", "torch.autograd.", "contextlib")
+_BETWEEN = (
+    "torch.distributed.",
+    "torch._",
+    "torch.utils.",
+    "torch.autograd.",
+    "contextlib",
+)  # between an operator and who called it
 
 
 class NoOwnCollectives(TorchDispatchMode):
-    """Within: a collective of the user's code that brings ranks' values together is refused; those of this library go on, and those of
+    """Within: a collective of the user's code, or a value that it sends, is refused; those of this library go on, and those of
     parameters: of DTensors, and of a module that torch's own FSDP gathers, such as a teacher.
 
     Args:
@@ -39,8 +50,8 @@ class NoOwnCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
-            name = func._schema.name.partition("::")[2].strip("_").removeprefix("base_")
-            if name.startswith(_MIXING) and _is_of_user():
+            name = func._schema.name.partition("::")[2].strip("_").removesuffix("_base")
+            if name not in _HARMLESS and _is_of_user():
                 raise UsageError(
                     f"a collective of your own ({name}) in the forward or the loss, on {self._what}",
                     why="this rank has no micro-batch left there, and runs a copy of one, so that every rank makes the same exchanges; its sums and "

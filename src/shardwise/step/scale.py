@@ -105,7 +105,8 @@ def unscale_gradients_(model: nn.Module, optim: torch.optim.Optimizer, scaler: t
         scaler: torch's, which has scaled the losses of the window.
 
     Returns:
-        whether these are finite on every rank; if not, ``scaler.step(optim)`` skips the step on all of them.
+        whether these are finite on every rank; if not, ``scaler.step(optim)`` skips the step on all of them. With several optimizers of
+        a model clip nothing then: the norm of all of its gradients is not finite either.
 
     Raises:
         UsageError: it is called twice for one step, or nothing was scaled.

@@ -123,7 +123,8 @@ class WrittenState:
 
 
 class _PlainState:
-    """What the modules of a model, their classes and parameters keep in attributes at one time: numbers, tensors and arrays by their values, lists by their lengths."""
+    """What the modules of a model, their classes and parameters keep in attributes at one time: numbers, tensors and arrays by their
+    values, lists by their lengths."""
 
     def __init__(self, runtime: Runtime):
         self._seen: dict[tuple[str, str], Any] = {}

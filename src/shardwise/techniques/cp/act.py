@@ -23,13 +23,7 @@ from shardwise.model.pytrees import keyed_leaves, map_keyed
 from shardwise.recipe import Recipe
 from shardwise.techniques.cp.rule import ContextParallelEntry
 from shardwise.techniques.cp.within import Watched, join_keys, make_island, set_apart, watch
-from shardwise.techniques.cut_forward import (
-    CutForward,
-    check_blocks,
-    clear_after,
-    were_cut,
-    with_positions,
-)
+from shardwise.techniques.cut_forward import CutForward, check_blocks, clear_after, were_cut, with_positions
 from shardwise.techniques.row_drops import RowDrops
 from shardwise.techniques.row_exchanges import At, Ranks, attend_gathered, attend_over_heads, gathered
 from shardwise.techniques.same_inputs import input_check

@@ -149,10 +149,8 @@ class CutLayer:
         x, joined = shared.whole(x), shared.joined
         if self._gathers is not None and joined is not None:
             x = joined.join(x, self._gathers)
-        elif (
-            joined is not None and x.is_floating_point()
-        ):  # tokens, and distances of positions, are no rows of the stream
-            joined.refuse_rows()
+        elif joined is not None and x.is_floating_point():
+            joined.refuse_rows()  # tokens, and distances of positions, are none
         if self._sums_input:
             x = shared.sum_gradient(x, again=self._shares_input, is_joined=self._is_joined)
         if compute is not None:
