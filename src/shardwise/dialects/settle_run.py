@@ -212,9 +212,8 @@ def settle_schedule(facts: Facts, steps: int | None) -> None:
     is_none = facts.has("lr") and not facts.take("lr")
     facts.stop_if(is_none, "lr", "nothing would be trained: write the rate that the run has")
     curve = facts.take("curve")
-    if (
-        curve is None and facts.table.head.get("curve", "constant") == "constant"
-    ):  # which has nothing of what is said of one
+    # A constant rate has nothing of what may be said of a curve.
+    if curve is None and facts.table.head.get("curve", "constant") == "constant":
         unsaid = [*filter(facts.is_given, (*_OF_CURVE, *_MORE_OF_CURVE))]
         for one in unsaid:
             facts.say(one, "refused", "which curve it is of is not said: name it")

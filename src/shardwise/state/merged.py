@@ -23,13 +23,8 @@ from shardwise.techniques.lora.peft_folder import adapter_folder
 from shardwise.techniques.lora.peft_parameters import OF_ATTENTION
 from shardwise.techniques.lora.peft_tensors import PREFIX, config_in
 
-_HAS_HEAD = (
-    "ForCausalLM",
-    "LMHeadModel",
-    "ForConditionalGeneration",
-    "ForMaskedLM",
-    "ForPreTraining",
-)  # ends of transformers' classes
+# Ends of the classes of transformers that have one.
+_HAS_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForPreTraining")
 _FIX = "give the base that the adapter was trained beside: base_model_name_or_path in adapter_config.json may name it"
 
 

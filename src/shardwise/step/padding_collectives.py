@@ -8,25 +8,17 @@ from typing import Any
 from shardwise._torch.autograd import TorchDispatchMode
 from shardwise.errors import UsageError
 
-_HARMLESS = (
-    "broadcast",
-    "barrier",
-    "monitored_barrier",
-    "wait_tensor",
-)  # bring no value of this rank to another, unless it is the first
-_OF_PARAMETERS = (  # code whose collectives have no samples: ours; DTensors; modules that torch's own FSDP gathers, such as a teacher
+# Operators that bring no value of this rank to another, unless it is the first.
+_HARMLESS = ("broadcast", "barrier", "monitored_barrier", "wait_tensor")
+# Code whose collectives have no samples: ours; DTensors; modules that torch's own FSDP gathers, such as a teacher.
+_OF_PARAMETERS = (
     "shardwise.",
     "torch.distributed.tensor.",
     "torch.distributed.fsdp.",
     "torch.distributed._composable.",
 )
-_BETWEEN = (
-    "torch.distributed.",
-    "torch._",
-    "torch.utils.",
-    "torch.autograd.",
-    "contextlib",
-)  # between an operator and who called it
+# Code between an operator and who called it.
+_BETWEEN = ("torch.distributed.", "torch._", "torch.utils.", "torch.autograd.", "contextlib")
 
 
 class NoOwnCollectives(TorchDispatchMode):

@@ -158,9 +158,8 @@ def _gradients_of(optim: torch.optim.Optimizer, runtime: Runtime) -> list[Tensor
             for name, param in each.parameters.items()
             if held.pop(id(param), None) is not None and name in found
         ]
-    others = (
-        local_tensor(param.grad) for param in held.values() if param.grad is not None
-    )  # torch's own FSDP has DTensors
+    # Of parameters of no model of ours: torch's own FSDP has DTensors.
+    others = (local_tensor(param.grad) for param in held.values() if param.grad is not None)
     return grads + [grad._values() if grad.is_sparse else grad for grad in others]
 
 

@@ -19,9 +19,8 @@ from shardwise.verify.oracle import StepRecord, Task
 from shardwise.verify.sharded import RankRecord, RankStep
 
 _FLOOR = 1e-6  # share of the largest tensor; below it a relative error means nothing
-_MOST_NOISE = (
-    1e9  # in units of rounding: more is not rounding, but a gradient that does not follow what the loss is divided by
-)
+# In units of rounding: more is not rounding, but a gradient that does not follow what the loss is divided by.
+_MOST_NOISE = 1e9
 
 
 @dataclass(frozen=True)
