@@ -42,7 +42,7 @@ from shardwise.data.loader_checks import (
 )
 from shardwise.data.order import TokenBudget, WeightedOrder, sample_order
 from shardwise.data.same_dataset import digest_of_dataset
-from shardwise.data.stream import Stream, is_empty, is_stream
+from shardwise.data.stream import Stream, empty_dataset, is_stream
 from shardwise.data.workers import Reader, Task, read_ahead
 from shardwise.errors import UsageError
 
@@ -223,7 +223,7 @@ class Loader:
                 samples = stream.take(self.global_batch)
             if not samples:
                 if not self._position:
-                    raise is_empty(self.dataset)
+                    raise empty_dataset(self.dataset)
                 self._state = stream.state()
                 stream.end()
                 return

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise.data.dataset_state import DatasetState
-from shardwise.data.stream import is_empty
+from shardwise.data.stream import empty_dataset
 from shardwise.errors import ConfigError, UsageError
 from shardwise.world.rng import is_generator
 
@@ -166,7 +166,7 @@ def length_of(dataset: Any) -> int:
         )
     length = len(dataset)
     if length < 1:
-        raise is_empty(dataset)
+        raise empty_dataset(dataset)
     return length
 
 

@@ -178,7 +178,7 @@ def iter_is_itself(dataset: Any) -> bool:
     return hasattr(dataset, "__next__") and iter(dataset) is dataset
 
 
-def is_empty(dataset: Any) -> ConfigError:
+def empty_dataset(dataset: Any) -> ConfigError:
     """The error for a dataset without samples."""
     return ConfigError(
         f"an empty dataset ({type(dataset).__name__})",
