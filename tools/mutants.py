@@ -3891,10 +3891,31 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "collectives-over-paddings-of-evaluations",
-        'contextlib.nullcontext() if item.counts else NoOwnCollectives("a padding of an evaluation")',
+        'NoOwnCollectives("a padding of an evaluation")',
         "contextlib.nullcontext()",
         "tests/step/test_collective_loss.py -k 'counts_nowhere and evaluation'",
         "a copy of a batch, which counts nowhere, is in what an evaluation's loss gathers over the ranks",
+    ),
+    Mutant(
+        "collectives-over-copies",
+        "        with contextlib.nullcontext() if runtime.num_windows else none_over_copies(runtime):\n            yield\n",
+        "        yield\n",
+        "tests/step/test_collective_loss.py -k 'several_times and (step or loop)'",
+        "ranks along tp bring the same samples again to what a loss gathers over torch's default group",
+    ),
+    Mutant(
+        "collectives-over-copies-of-evaluations",
+        "contextlib.nullcontext() if self.totals else none_over_copies(self.runtime)",
+        "contextlib.nullcontext()",
+        "tests/step/test_collective_loss.py -k 'several_times and evaluation'",
+        "ranks along tp bring the same samples again to what an evaluation's loss gathers over torch's default group",
+    ),
+    Mutant(
+        "collectives-over-copies-of-whole-outputs",
+        'runtime.share_of_sums != 1 or world.axis("loss").size == world.axis("dp").size',
+        'world.axis("loss").size == world.axis("dp").size',
+        "tests/step/test_collective_loss.py -k several_times",
+        "ranks along cp, each of which has the whole output, bring it several times to what a loss gathers",
     ),
     Mutant(
         "merged-packed-weights-keep-their-word",
