@@ -3918,6 +3918,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "ranks along cp, each of which has the whole output, bring it several times to what a loss gathers",
     ),
     Mutant(
+        "blocks-of-an-owner-have-no-positions",
+        "        if is_cut and (not self._inside or self._is_just_in_owner()):\n",
+        "        if is_cut and not self._inside:\n",
+        "tests/techniques/cp/test_owners.py -k remat",
+        "blocks that a module on rows runs are run again in backward without their positions",
+    ),
+    Mutant(
+        "positions-that-an-owner-makes",
+        "        for maker in (name, plan.owner):",
+        "        for maker in (name,):",
+        "tests/techniques/cp/test_owners.py -k root",
+        "a model that makes positions around its blocks, and adds to what they return, is refused under cp",
+    ),
+    Mutant(
+        "blocks-left-out-of-lists-that-are-unpacked",
+        "            return self._searched([])  # its code wants all of them\n",
+        "            raise\n",
+        "tests/techniques/cp/test_owners.py -k counted",
+        "many blocks in lists of lists, of which some are left out in a search, do not run",
+    ),
+    Mutant(
         "merged-packed-weights-keep-their-word",
         "    num_packed = sum(isinstance(stored, DecodedTensor) for stored in source.tensors.values())\n",
         "    num_packed = 0\n",
