@@ -58,6 +58,20 @@ class Mutant:
 _SELF = "        "  # the indentation of a method's first line
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "tp-part-beside-any-tensor",
+        'if kind is Kind.ELEMENTWISE or name == "__set__":',
+        "if False:",
+        "tests/techniques/tp/test_read_values.py -k made_by_the_shape",
+        "an identity, a mask or a schedule made by p.shape is added to each rank's part under tp, as if the part were the whole",
+    ),
+    Mutant(
+        "tp-part-of-one-beside-any-tensor",
+        "(x.shape[dim] > 1 or cut[0] == 1)",
+        "x.shape[dim] > 1",
+        "tests/techniques/tp/test_read_values.py -k made_by_the_shape",
+        "the same where each rank has one row of a weight under tp",
+    ),
     # ---- dialects: configurations of other systems -------------------------------------------------------------------
     Mutant(
         "import-batch-of-one-rank",

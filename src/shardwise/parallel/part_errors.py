@@ -30,18 +30,20 @@ BY_PLACE = "a write by place"
 _PLACES = frozenset({"__getitem__", "select", "narrow", "index_select", "gather", "take", "masked_select"})
 
 
-def beside_whole(function: str, part: PartOf) -> UsageError:
+PUT_BACK = "state = sw.full_state_dict(model); on rank 0 change state[name], on every rank sw.load_full_state_dict(model, state)"
+
+
+def beside_plain(function: str, part: PartOf) -> UsageError:
     """The error for a part that meets a tensor which is not cut as it is."""
     return UsageError(
         f"{function} of a part of a parameter that is cut over {part.axis}, and of a tensor that is not cut as it is",
-        why="each rank has a part of the parameter, and a whole tensor has other elements at the same places",
-        fix="in place of the whole tensor take one that is cut alike: start = p.detach().clone(), or the parameter of a second model that was "
-        "parallelized in the same way; or compute with wholes, for reading: sw.full_tensor(p)",
+        why="each rank has a part of the parameter, p.shape is that part's, and a tensor that was not made from a part has other elements at the "
+        "same places",
+        fix="take a tensor that is cut alike: torch.zeros_like(p), start = p.detach().clone(), a mask by values (p.abs() > 0.1), or the parameter of "
+        f"a second model that was parallelized in the same way; or compute with wholes, for reading: sw.full_tensor(p); to write: {PUT_BACK}. "
+        "This rank's part, if it is meant: p.detach().to_local()",
         name=part.name,
     )
-
-
-PUT_BACK = "state = sw.full_state_dict(model); on rank 0 change state[name], on every rank sw.load_full_state_dict(model, state)"
 
 
 def refusal(function: str, part: PartOf) -> UsageError:

@@ -23,7 +23,7 @@ from shardwise._torch.autograd import in_backward, without_subclasses
 from shardwise._torch.modules import CALLS
 from shardwise.config.keywords import public_call
 from shardwise.model.pytrees import map_leaves
-from shardwise.parallel.part_errors import BY_PLACE, PartOf, beside_whole, refusal
+from shardwise.parallel.part_errors import BY_PLACE, PartOf, beside_plain, refusal
 from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
 from shardwise.parallel.part_wholes import gathered
 from shardwise.parallel.runtime import Runtime
@@ -204,17 +204,19 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     if kind is Kind.NUMEL:
         return math.prod(whole_sizes(args[0], parts[0].cuts))
     if kind is Kind.WRITE:
-        if part_of(args[1]) is None:  # not a mask
+        mask = args[1]
+        if part_of(mask) is None:
             raise refusal(BY_PLACE, parts[0])
+        if (
+            isinstance(args[2], Tensor) and args[2].dim() > args[0].dim() - mask.dim()
+        ):  # it has a dim of what the mask takes
+            raise beside_plain(name, parts[0])
         return func(*args, **kwargs)
     if kind is Kind.UNKNOWN:
         return _unknown(func, name, args, kwargs, parts[0])
-    try:
-        result = func(*args, **kwargs)
-    except RuntimeError as error:
-        if kind is Kind.ELEMENTWISE and "must match" in str(error):
-            raise beside_whole(name, parts[0]) from error
-        raise
+    if kind is Kind.ELEMENTWISE or name == "__set__":
+        _check_beside(name, args, {key: value for key, value in kwargs.items() if key != "out"})
+    result = func(*args, **kwargs)
     if kind is Kind.GRADIENT and result is not None:
         mark_part(result, replace(parts[0], what="gradient"))
     elif kind is Kind.GRADIENTS:
@@ -239,6 +241,26 @@ def _unknown(func: Any, name: str, args: Any, kwargs: Any, part: PartOf) -> Any:
     return result
 
 
+def _check_beside(name: str, args: Any, kwargs: Any) -> None:
+    """Raises UsageError if a part meets a tensor that is not cut as it is, and not one element along that dim. Where the part has
+    one itself, it does not show whether a tensor is one for all ranks, or was made by the part's shape."""
+    values = [*args, *kwargs.values()]
+    columns = [value for value in values if isinstance(value, list | tuple)]
+    for row in (
+        zip(*columns, strict=True) if columns else [values]
+    ):  # of _foreach operators: the tensors at the same place
+        tensors = [x for x in row if isinstance(x, Tensor)]
+        for part in filter(None, map(part_of, tensors)):
+            for i, x in enumerate(tensors):
+                own = part_of(x)
+                for dim, cut in part.cuts.items():
+                    if x.dim() < -dim or (own is not None and own.cuts.get(dim) == cut):
+                        continue
+                    is_replaced = i == 0 and name in ("copy_", "_foreach_copy_") and x.shape[dim] == cut[0]
+                    if not is_replaced and (x.shape[dim] > 1 or cut[0] == 1):
+                        raise beside_plain(name, part)
+
+
 def _carry(name: str, result: Any, parts: list[PartOf], args: Any) -> None:
     if isinstance(result, list | tuple):  # of _foreach operators: from the tensors at the same place
         columns = [arg for arg in args if isinstance(arg, list | tuple) and len(arg) == len(result)]
@@ -247,9 +269,6 @@ def _carry(name: str, result: Any, parts: list[PartOf], args: Any) -> None:
             _carry(name, each, own, ())
     elif isinstance(result, Tensor) and parts:
         sizes = dict(zip(range(-result.dim(), 0), result.shape, strict=True))
-        for part in parts:
-            if any(here == 1 and sizes.get(dim, 1) != 1 for dim, (here, _) in part.cuts.items()):
-                raise beside_whole(name, part)
         cuts = {dim: cut for part in parts for dim, cut in part.cuts.items() if sizes.get(dim) == cut[0]}
         known = part_of(result)
         if cuts and (known is None or known.cuts != cuts):

@@ -456,3 +456,80 @@ def _saved(tensor):
     torch.save(tensor, file)
     file.seek(0)
     return file
+
+
+# ---- beside tensors that are not cut: each ends as it does in one process, or is refused -------------------------
+
+MADE = {  # made by p.shape, which is the part's
+    "add_ of eye": lambda p: p.add_(torch.eye(*p.shape)),
+    "mul_ of columns": lambda p: p.mul_(torch.linspace(0.5, 1, p.shape[-1])),
+    "mul_ of rows": lambda p: p.mul_(torch.linspace(0.5, 1, p.shape[0]).view(-1, 1)),
+    "copy_": lambda p: p.copy_(torch.arange(p.shape[-1])),
+    "of a name": lambda p: torch.Tensor.lerp_(p, end=torch.eye(*p.shape), weight=0.5),
+    "masked_fill_": lambda p: p.masked_fill_(torch.eye(*p.shape) > 0, 0.0),
+    "where": lambda p: p.copy_(torch.where(torch.eye(*p.shape) > 0, p, 0.0)),
+    "a number beside it": lambda p: p.add_(torch.arange(p.shape[-1]) * p.detach().mul(0).add(1)),
+    "the other way round": lambda p: p.copy_(torch.eye(*p.shape).mul_(p)),
+    "out=": lambda p: torch.mul(p, torch.eye(*p.shape), out=p),
+    "_foreach_mul_": lambda p: torch._foreach_mul_([p], [torch.eye(*p.shape)]),
+    "_foreach_lerp_": lambda p: torch._foreach_lerp_([p], [p * 2], [torch.eye(*p.shape)]),
+    "_foreach_copy_": lambda p: torch._foreach_copy_([p], [torch.eye(*p.shape)]),
+    "data": lambda p: p.data.mul_(torch.eye(*p.shape)),
+    "set data": lambda p: setattr(p, "data", torch.eye(*p.shape)),
+    "set grad": lambda p: setattr(p, "grad", torch.eye(*p.shape)),
+    "grad": lambda p: p.grad.mul_(torch.arange(p.shape[-1]) > 1),
+    "computed": lambda p: p.sub_(p.grad * (torch.arange(p.shape[-1]) > 1)),
+    "by a mask": lambda p: p.__setitem__(p > 0, torch.arange(int((sw.full_tensor(p) > 0).sum())).double()),
+}  # fmt: skip
+
+ALIKE = {  # of the parameter, its gradient, and what is along its dims one element for all ranks
+    "of itself": lambda p: p.mul_(p.abs()).add_(p.grad, alpha=-0.1),
+    "made like it": lambda p: p.lerp_(torch.zeros_like(p).add_(p).addcmul_(p, torch.full_like(p, 0.5)), 0.3),
+    "a copy": lambda p: p.add_(torch.empty(p.shape, dtype=p.dtype).copy_(p)),
+    "a number": lambda p: p.mul_(torch.tensor(0.5)).add_(torch.ones(1, 1)).sub_(torch.full((1,), 2.0)),
+    "along the other dim": lambda p: p.mul_(torch.linspace(0.5, 1, p.shape[1]) if p.shape[1] == 4 else torch.linspace(0.5, 1, 4).view(-1, 1)),
+    "a mask of values": lambda p: p.masked_fill_(p.abs() < 0.2, 0.0),
+    "by a mask": lambda p: p.__setitem__(p > 0, torch.tensor(0.5)),
+    "by a mask of rows": lambda p: p.shape[1] == 4 and p.__setitem__(p.abs().amax(1) > 0.4, torch.linspace(0, 1, 4).double()),
+    "lists": lambda p: torch._foreach_lerp_([p], [p.detach().clone() * 2], torch.tensor(0.5)),
+    "data": lambda p: setattr(p, "data", p.data * 2),
+    "grad": lambda p: setattr(p, "grad", p.grad * (p.grad > 0)),
+    "out=": lambda p: p.copy_(torch.mul(p, 2, out=torch.empty(p.shape, dtype=p.dtype))),
+}  # fmt: skip
+
+
+def small(hidden=6):
+    """The middle of it is cut: rows of the first weight and columns of the second."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, hidden), nn.GELU(), nn.Linear(hidden, 4)).double()
+
+
+def beside(layout, are_made, hidden=6):
+    """By act and parameter: the error, or the parameter and its gradient after it; layout None: in one process."""
+    found = {}
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
+    with contextlib.nullcontext() if layout is None else sw.init(layout, device="cpu", timeout_s=30) as world:
+        model = small(hidden)
+        if layout is not None:
+            model = sw.parallelize(model, world, example={"input": x})
+        if layout is None:
+            model(x).square().sum().backward()
+        else:
+            with sw.window(model, mine([{"x": x[:4]}, {"x": x[4:]}], world), count=lambda _: 0.5) as w:
+                for batch in w:
+                    (model(batch["x"]).square().sum() / w.num_tokens).backward()
+        for name, act in (MADE if are_made else ALIKE).items():
+            for of in ("0.weight", "2.weight"):
+                param = model.get_parameter(of)
+                kept = param.detach().clone(), param.grad.clone()
+                try:
+                    with torch.no_grad():
+                        act(param)
+                    whole = [x if layout is None else sw.full_tensor(x) for x in (param.detach(), param.grad)]
+                    found[name, of] = [x.detach().clone() for x in whole]
+                except UsageError as error:
+                    found[name, of] = str(error)
+                with torch.no_grad():
+                    param.copy_(kept[0])
+                    param.grad = kept[1]
+    return found

@@ -9,12 +9,14 @@ import torch
 from step.plain import assert_close
 from techniques.tp.read_values import (
     LOOPS,
+    MADE,
     MOMENTS,
     READS,
     allowed,
     alone,
     as_it_is,
     batches,
+    beside,
     build,
     loss_of,
     moments,
@@ -114,6 +116,32 @@ def test_what_is_right_on_a_part_passes(ranks, layout):
         assert found["number"] == sum(p.numel() for p in params.values())
         assert found["is a parameter"] and found["saved"] and found["part"] and found["kept"] and found["hook"]
         assert math.isfinite(found["norm of all"].item())
+
+
+@pytest.mark.parametrize("hidden", [6, 2])  # 2: a part is one row
+def test_a_tensor_made_by_the_shape_of_a_part_is_refused(ranks, hidden):
+    """A mask, a schedule along columns, an identity: each rank's part was changed as if it were the whole."""
+    for found in ranks.run(beside, 2, "tp=2", True, hidden):
+        passed = {
+            key: text for key, text in found.items() if not isinstance(text, str) or "not cut as it is" not in text
+        }
+        along = {
+            ("mul_ of rows", "2.weight"),
+            *((name, "0.weight") for name in ("mul_ of columns", "copy_", "a number beside it", "grad", "computed")),
+        }
+        assert {*passed} <= along, passed  # along the dim that is not cut they are right
+        assert {key for key in found if key not in along} == {
+            (name, of) for name in MADE for of in ("0.weight", "2.weight")
+        } - along
+        assert "torch.zeros_like(p)" in found["add_ of eye", "0.weight"]
+
+
+def test_what_is_cut_alike_or_is_one_for_all_ranks_goes_on(ranks):
+    wanted = beside(None, False)
+    for found in ranks.run(beside, 2, "tp=2", False):
+        for key, values in found.items():
+            assert not isinstance(values, str), (key, values)
+            assert_close(dict(enumerate(values)), dict(enumerate(wanted[key])))
 
 
 def other_hooks():
