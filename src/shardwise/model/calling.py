@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import UsageError
+from shardwise.model.pytrees import leaves_of, map_leaves
 
-Batch = Mapping[str, Tensor]
+Batch = Mapping[str, Any]
 _OWN = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 _SAMPLES, _ROWS, _COLUMNS = 16, 2, 64
@@ -122,9 +123,9 @@ def run_on(example: Batch | None, forward: Callable[[nn.Module, Batch], Any] = c
         if example is None:
             return call(model, _tokens(model))
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
-        moved = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in example.items()}
         runs = call_alone if forward is call else forward
-        return runs(model, {key: value.to(dtype) if _casts(value) else value for key, value in moved.items()})
+        there = {"device": "cpu", "dtype": dtype}
+        return runs(model, map_leaves(lambda x: x.to(**there) if _casts(x) else x.cpu() if isinstance(x, Tensor) else x, dict(example)))
 
     return run
 
@@ -132,13 +133,14 @@ def run_on(example: Batch | None, forward: Callable[[nn.Module, Batch], Any] = c
 def cropped(example: Batch, model: nn.Module) -> Batch | None:
     """The first 16 samples of a batch; where all of its tensors are of one shape ``[rows, columns]`` of integers or booleans
     (tokens, masks, labels), two rows and 64 columns. Fewer columns, and fewer samples of three dims and more, for a wide model.
-    None: its tensors differ in their first dim, or it is as small already.
+    None: its tensors differ in their first dim, or some are in containers, or it is as small already.
 
     Columns are the first ones; the last ones where they have a row of zeros that is not all zeros in the batch: of a mask,
     before the tokens.
     """
     tensors = {key: value for key, value in example.items() if isinstance(value, Tensor) and value.dim()}
-    if len({len(value) for value in tensors.values()}) != 1:
+    held = leaves_of([value for value in example.values() if not isinstance(value, Tensor)])
+    if len({len(value) for value in tensors.values()}) != 1 or any(isinstance(x, Tensor) for x in held):
         return None
     shapes = {tuple(value.shape) for value in tensors.values()}
     if len(shapes) == 1 and len(min(shapes)) == 2 and not any(value.is_floating_point() for value in tensors.values()):

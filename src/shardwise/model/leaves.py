@@ -13,6 +13,7 @@ from torch.nn import functional
 from shardwise.model.layers import LOOKS, Layer, LayerCalls, bound, flat
 from shardwise.model.lift import lifted
 from shardwise.model.run import Call, Run
+from shardwise.model.unseen_calls import applied_by
 
 if TYPE_CHECKING:
     from shardwise.model.trial import Trial
@@ -53,10 +54,13 @@ class Leaves(LayerCalls):
         global _running
         super().__enter__()
         _running += 1
+        self._applying = applied_by(self._applied)
+        self._applying.__enter__()
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         global _running
+        self._applying.__exit__(exc_type, exc_val, exc_tb)
         _running -= 1
         super().__exit__(exc_type, exc_val, exc_tb)
 
@@ -139,13 +143,21 @@ class Leaves(LayerCalls):
             if not isinstance(seen := func(*args, **kwargs), Tensor):
                 return seen
         if what not in LOOKS:
-            for value in flat((*args, *kwargs.values()) if kwargs else args):
-                if isinstance(value, Tensor) and (name := self.weight_of(value)) is not None:
-                    self._trial.read.setdefault(name, {})[what] = None
-                    self._trial._on_read(name)
-                    if value.is_meta:
-                        self._trial.foreign.setdefault(name, what)
+            self._note_reads(what, (*args, *kwargs.values()) if kwargs else args)
         return func(*args, **kwargs)
+
+    def _applied(self, kind: type, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """An autograd function: it is given the weight itself, and its own backward computes the gradient, of values."""
+        self._note_reads(kind.__name__, args)
+        return plain(*args)
+
+    def _note_reads(self, what: str, values: tuple[Any, ...]) -> None:
+        for value in flat(values):
+            if isinstance(value, Tensor) and (name := self.weight_of(value)) is not None:
+                self._trial.read.setdefault(name, {})[what] = None
+                self._trial._on_read(name)
+                if value.is_meta:
+                    self._trial.foreign.setdefault(name, what)
 
 
 DROPOUTS = frozenset({  # functions that drop numbers of their first argument

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,13 @@ from shardwise.model.isolated import Isolated
 from shardwise.model.module_state import Attributes, HookState, ModuleState, ParameterState, TensorAttributes
 from shardwise.model.names import canonical_modules, canonical_tensors, unwrap_module
 from shardwise.model.packed import PackedLinear, packed_layers
+from shardwise.model.pytrees import map_leaves
 from shardwise.model.trial import Trial
 from shardwise.recipe.records import Anatomy, Codec, TensorFact
 from shardwise.world.rng import set_streams, streams
 
 
-def read_anatomy(module: nn.Module, *, example: Mapping[str, Tensor] | None = None) -> Anatomy:
+def read_anatomy(module: nn.Module, *, example: Mapping[str, Any] | None = None) -> Anatomy:
     """The structure of ``module`` as an Anatomy. Does not change the module, and needs no process group.
 
     Args:
@@ -129,7 +131,7 @@ def _module_aliases(root: nn.Module) -> dict[str, str]:
     }
 
 
-def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]:
+def _entered(module: nn.Module, example: Mapping[str, Any]) -> dict[str, int]:
     """Module name -> position in the order in which a run of ``example`` first entered the modules."""
     entered: dict[str, int] = {}
 
@@ -139,7 +141,8 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     modules = [child for _, child in canonical_modules(module)]
     states = [ModuleState(modules), ParameterState(modules), TensorAttributes(modules), *map(Attributes, modules)]
-    isolated = Isolated(module, lambda model: call_alone(model, {key: x.to(device) for key, x in example.items()}))
+    there = map_leaves(lambda x: x.to(device) if isinstance(x, Tensor) else x, dict(example))
+    isolated = Isolated(module, lambda model: call_alone(model, there))
     rng, hooks = streams(torch.device("cpu")), HookState(modules)
     for name, child in canonical_modules(module):
         child.register_forward_pre_hook(lambda *_, name=name: note(name))
@@ -154,7 +157,7 @@ def _entered(module: nn.Module, example: Mapping[str, Tensor]) -> dict[str, int]
             f"example={{{', '.join(example)}}} for {type(module).__name__}",
             why=f"the model does not run with it{' on meta, without values' if device.type == 'meta' else ''}: "
             f"{first_line(error, type(error).__name__)}{line_of(error)}",
-            fix="give the tensors that forward takes, by its names; or leave it out: the order of blocks is then seen when the "
+            fix="give what forward takes, by its names; or leave it out: the order of blocks is then seen when the "
             "model first runs",
         ) from error
     finally:

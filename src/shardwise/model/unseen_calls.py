@@ -28,9 +28,6 @@ def seen_by(mode: Sees) -> Iterator[None]:
     script = torch.jit.ScriptFunction
     before, enter = script.__call__, saved_tensors_hooks.__enter__
 
-    def apply(cls: type, *args: Any) -> Any:
-        return mode.applied(cls, super(_OWNER, cls).apply, args)  # type: ignore[misc]
-
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return mode.scripted(lambda *a, **k: before(function, *a, **k), args, kwargs)
 
@@ -39,12 +36,25 @@ def seen_by(mode: Sees) -> Iterator[None]:
 
     try:
         saved_tensors_hooks.__enter__ = entered  # type: ignore[method-assign]
-        _OWNER.apply = classmethod(apply)  # type: ignore[attr-defined]
         script.__call__ = call
-        yield
+        with applied_by(mode.applied):
+            yield
     finally:
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
         script.__call__ = before
+
+
+@contextlib.contextmanager
+def applied_by(applied: Callable[[type, Callable[..., Any], tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Within: ``applied(function, plain, args)`` computes each autograd function."""
+
+    def apply(cls: type, *args: Any) -> Any:
+        return applied(cls, super(_OWNER, cls).apply, args)  # type: ignore[misc]
+
+    _OWNER.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
         del _OWNER.apply  # type: ignore[attr-defined]
 
 

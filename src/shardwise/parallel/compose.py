@@ -48,6 +48,7 @@ from shardwise.parallel.step_checks import watch_steps
 from shardwise.parallel.torch_check import check_torch
 from shardwise.parallel.unfit_modules import (
     own_state_of,
+    refuse_embeddings,
     refuse_held_accumulators,
     refuse_numbers_of_parts,
     refuse_unfit_parts,
@@ -66,7 +67,7 @@ def parallelize(
     model: M | Callable[[], M],
     world: World,
     *,
-    example: Mapping[str, Tensor] | None = None,
+    example: Mapping[str, Any] | None = None,
     init: str | None = None,
     **options: Any,
 ) -> M:
@@ -78,7 +79,7 @@ def parallelize(
     Args:
         model: a callable that builds the module (built on meta: no rank ever holds all of it), or a module.
         world: from :func:`shardwise.init`.
-        example: one micro-batch. It is run once to see in which order blocks are entered: neighbours in that order are
+        example: one micro-batch: by its names what forward takes, tensors, numbers, and containers of them. It is run once to see in which order blocks are entered: neighbours in that order are
             merged into units; without it, merging uses the order of their lists, and gathering the order in which the
             model first runs. With ``tp`` in the layout a copy of the model is run on it to find what can be cut, on 16
             of its samples, or 2 x 64 of its tokens (fewer if it is wide); without it, on tokens, if the forward shows that it takes some.
@@ -107,7 +108,7 @@ def parallelize(
     if example is not None and not isinstance(example, Mapping):
         raise ConfigError(
             f"parallelize(example={type(example).__name__})",
-            why="an example is one micro-batch: the tensors that forward takes, by name",
+            why="an example is one micro-batch: what forward takes, by name",
             fix='example={"x": x}, with the names that forward has; of a window or a loader the first micro-batch: next(iter(loader))[0]',
         )
     return shard(model, world, Parallel.of(**options), init=init, example=example)
@@ -140,7 +141,7 @@ def shard(
     parallel: Any,
     *,
     init: str | None = None,
-    example: Mapping[str, Tensor] | None = None,
+    example: Mapping[str, Any] | None = None,
     runs: Example | None = None,
     is_prepared: bool = False,
 ) -> Any:
@@ -163,6 +164,8 @@ def shard(
         model if is_prepared else _with_prepared(model, parallel, world), world, init or parallel.init
     )
     refuse_wrapped(module)
+    if world.size > 1:
+        refuse_embeddings(module)  # before a technique runs a copy
     if world.is_main:
         warn_of_unregistered(module)
     read = read_anatomy(module, example=example)
@@ -190,7 +193,7 @@ def shard(
     return module
 
 
-def _runs_on(example: Mapping[str, Tensor] | None, module: nn.Module) -> Example:
+def _runs_on(example: Mapping[str, Any] | None, module: nn.Module) -> Example:
     """Runs on a part of the example, or on all of it where the module does not run on the part."""
     part = None if example is None else cropped(example, module)
     return Example(run_on(example)) if part is None else Example(run_on(part), otherwise=run_on(example))

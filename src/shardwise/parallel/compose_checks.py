@@ -14,6 +14,7 @@ from shardwise._torch.modules import DDPModule
 from shardwise.config.caller import level_of_caller
 from shardwise.errors import PlanError, UnsupportedError, UsageError
 from shardwise.model.tensors import unregistered_parameters
+from shardwise.parallel.part_values import Part
 from shardwise.parallel.runtime import Runtime, has_runtime, is_parallelized
 from shardwise.parallel.unfit_modules import part_of_another
 from shardwise.recipe import Anatomy, Recipe, local_shape
@@ -77,7 +78,7 @@ def refuse_wrapped(module: nn.Module) -> None:
             fix='pass the plain module: sw.parallelize(module, world, compile="blocks") compiles its blocks',
         )
     for name, param in module.named_parameters():
-        if isinstance(param, DTensor) and is_parallelized(param):
+        if isinstance(param, DTensor | Part) and is_parallelized(param):
             raise part_of_another(name)
     for name, child in module.named_modules():
         kind = type(child).__name__

@@ -1,5 +1,9 @@
 """Writes into a part of a tensor that is cut over dp_shard, ``w[0].zero_()``: torch would write into a copy of it."""
 
+import sys
+
+from torch import Tensor, nn
+
 from shardwise._torch.dtensor import local_tensor
 from shardwise._torch.lost_writes import Kind, Origin, on_lost_write, origin_of
 from shardwise.errors import UsageError
@@ -19,12 +23,15 @@ def refuse_lost_writes(world: World) -> None:
 def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
     what, name = _of(origin)
     if kind == "draw":
+        if what != "a parameter" and (drawn_for := _orthogonal()) is not None:
+            operator, (what, name) = "orthogonal_", _of(origin_of(drawn_for))
         if what == "a parameter":
+            draw = f"nn.init.{operator}(whole, generator=g)" if operator == "orthogonal_" else f"whole.{operator}(..., generator=g)"
             raise UsageError(
                 f"{operator}() into {what} that is cut over the ranks",
                 why="each rank would draw for its part alone: other numbers than one process has, and others in each replica of it",
                 fix="draw the whole from a generator that is seeded alike on every rank, and write that, within torch.no_grad(): whole = "
-                f"torch.empty(w.shape, dtype=w.dtype).{operator}(..., generator=g); w.copy_(torch.distributed.tensor.distribute_tensor(whole, "
+                f"torch.empty(w.shape, dtype=w.dtype); {draw}; w.copy_(torch.distributed.tensor.distribute_tensor(whole, "
                 "w.device_mesh, w.placements)); or draw in the module's constructor, which parallelize runs or has run",
                 name=name,
             )
@@ -33,7 +40,8 @@ def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
         raise UsageError(
             f"{operator}() of {what} that is cut over the ranks",
             why="each rank has some of its rows, and torch cannot give what this view would be of them",
-            fix="take the whole first, on every rank: sw.full_tensor(w).unbind()",
+            fix="take the whole first, on every rank: sw.full_tensor(w).unbind(). An optimizer that flattens parameters, as torch.optim.LBFGS "
+            'does, needs them whole on every rank: sw.init("dp_replicate=-1"); or take another, such as AdamW',
             name=name,
         )
     if operator == "data":
@@ -58,6 +66,14 @@ def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
         "its own rows is taken as a copy: w.add_(w[0].clone())",
         name=name,
     )
+
+
+def _orthogonal() -> Tensor | None:
+    """The tensor that torch's orthogonal initialiser, if it runs, draws for: into a tensor of its own."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not nn.init.orthogonal_.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals["tensor"]
 
 
 def _of(origin: Origin) -> tuple[str, str | None]:

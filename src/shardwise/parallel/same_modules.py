@@ -42,7 +42,7 @@ _DEPTH = 3  # of objects within objects
 
 
 def refuse_other_modules(
-    module: nn.Module, anatomy: Anatomy, example: Mapping[str, Tensor] | None, world: World
+    module: nn.Module, anatomy: Anatomy, example: Mapping[str, Any] | None, world: World
 ) -> None:
     """Compares the modules of all ranks, which must all call it.
 

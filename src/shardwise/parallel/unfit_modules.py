@@ -53,8 +53,12 @@ def refuse_unfit_parts(module: nn.Module, recipe: Recipe, world: World) -> None:
                 fix="change gradients after the window, before optim.step(); param.register_hook is fine for what is linear",
                 name=name,
             )
-    if world.size == 1 and not recipe.is_cut:
-        return
+    if world.size > 1 or recipe.is_cut:
+        refuse_embeddings(module)
+
+
+def refuse_embeddings(module: nn.Module) -> None:
+    """Raises UnsupportedError for embeddings with sparse gradients, or that write their own weight in forward."""
     for name, child in canonical_modules(module):
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise UnsupportedError(

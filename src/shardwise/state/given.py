@@ -89,15 +89,23 @@ class Given:
         optim: built from its parameters.
         scheduler: the scheduler of the :class:`~shardwise.TrainStep`; None: none, or one that the step does not know.
         scaler: the same for the gradient scaler.
+        others: objects that the program saves too, schedulers among them.
     """
 
-    def __init__(self, runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None):
+    def __init__(
+        self, runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None, others: Iterable[Any] = ()
+    ):
         self._runtime, self._optim, self._scheduler, self._scaler = runtime, optim, scheduler, scaler
         if optim in _SEEN:
             self._groups: list[dict[str, Any]] = _SEEN[optim]
             self._take_parts()
         else:
             self.take()
+            if optim.state and any(getattr(other, "optimizer", None) is optim for other in others):
+                # Steps were taken. What such a scheduler has set since, ReduceLROnPlateau's rates, is not what the program gave.
+                for group in self._groups:
+                    for key in () if "initial_lr" in group else _MOVED:
+                        group.pop(key, None)
 
     def take(self) -> None:
         """Records the settings as they are now: before the first step the program may still set some by hand."""

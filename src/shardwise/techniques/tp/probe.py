@@ -98,7 +98,8 @@ def _found(
             f"{first_line(error)}{line_of(error)}",
             fix=_NO_COMPLEX
             if any(tensor.is_complex() for tensor in module.parameters())
-            else "turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; or leave tp out",
+            else "turn its own checkpointing off (remat= of parallelize does that), and what writes a buffer with gradients; give an autograd "
+            "function of its own all weights that its backward computes with as arguments of apply; or leave tp out",
         ) from error
 
 
