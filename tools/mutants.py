@@ -72,6 +72,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/techniques/tp/test_read_values.py -k made_by_the_shape",
         "the same where each rank has one row of a weight under tp",
     ),
+    Mutant(
+        "shard-orthogonal-draw",
+        'if what != "a parameter" and (drawn_for := _orthogonal()) is not None:',
+        'if what == "" and (drawn_for := _orthogonal()) is not None:',
+        "tests/parallel/test_lost_writes.py -k 'no_write_is_lost and third'",
+        "orthogonal initialisation of a parameter that is cut draws other numbers on each rank, and in each replica",
+    ),
     # ---- dialects: configurations of other systems -------------------------------------------------------------------
     Mutant(
         "import-batch-of-one-rank",

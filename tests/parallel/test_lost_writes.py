@@ -134,6 +134,7 @@ DRAWN = {  # on the CPU each rank would draw for its part alone
     "random_": lambda w: w.random_(5),
     "init.trunc_normal_": lambda w: nn.init.trunc_normal_(w),
     "init.kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w),
+    "init.orthogonal_": lambda w: nn.init.orthogonal_(w),
     "a column": lambda w: w[:, 0].normal_(),
 }
 PLACED |= DRAWN

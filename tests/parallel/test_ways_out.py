@@ -108,6 +108,32 @@ def test_two_models_that_share_a_module(ranks, layout):
         assert_close(grads, {name: param.grad for name, param in plain.named_parameters()})
 
 
+def flattened(layout: str) -> tuple:
+    """What is said of LBFGS, which flattens parameters; and of the layout in its fix."""
+    said = []
+    for each in (layout, "dp_replicate=-1"):
+        with sw.init(each, device="cpu", timeout_s=20) as world:
+            model = sw.parallelize(nn.Linear(4, 5).double(), world)  # of 5 rows no rank has half
+            optim = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+
+            def closure(model=model, world=world, optim=optim):
+                optim.zero_grad()
+                with sw.window(model, [BATCHES[world.rank]], count=len) as w:
+                    for batch in w:
+                        model(batch["x"]).square().sum().backward()
+                return 0.0
+
+            said.append(said_of(lambda: optim.step(closure)))  # noqa: B023
+    return tuple(said)
+
+
+def test_an_optimizer_that_flattens_parameters(ranks):
+    """The way out was one of the user's own code, and the view is the optimizer's."""
+    for said, replicated in ranks.run(flattened, 2, "dp_shard=2"):
+        assert "torch.optim.LBFGS" in said.fix and "dp_replicate=-1" in said.fix
+        assert replicated is None
+
+
 # ---- another method than forward ---------------------------------------------------------------------------------------------
 
 

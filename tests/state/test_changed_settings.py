@@ -348,3 +348,39 @@ def test_a_loop_of_ones_own_with_schedulers_in_extra(ranks, tmp_path):
     assert patience[0].startswith("patience: not as in the run") and "extra['plateau'] is 4, and was 0" in patience[1]
     assert 0 < again < first
     assert once == pytest.approx(0.001) and twice == pytest.approx(1e-5) and faster == pytest.approx(2e-4)
+
+
+def saved_at_the_end(root):
+    """What is said of resuming, by the manager that saved: one made when the run had ended, and one made before it."""
+    said = {}
+    for when in ("the end", "the beginning"):
+        for lr in (0.1, 0.2):
+            with sw.init("dp_shard=1", device="cpu") as world:
+                model = sw.parallelize(lambda: nn.Linear(4, 3), world)
+                optim = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=0.1 if lr == 0.1 else 0.2)
+                extra = {"plateau": lr_scheduler.ReduceLROnPlateau(optim, patience=0)}
+                folder, loop = root / when, OwnLoop(model, optim)
+                if folder.exists():
+                    try:
+                        sw.CheckpointManager(folder, loop, extra=extra).load()
+                    except sw.ConfigError as error:
+                        said[when] = f"{error.given} {error.why}"
+                    continue
+                early = sw.CheckpointManager(folder, loop, extra=extra) if when == "the beginning" else None
+                for _ in range(2):
+                    with sw.window(model, [DATA[0]], count=lambda _: 1) as w:
+                        for b in w:
+                            summed(model(b["input"]), b).backward()
+                    optim.step()
+                    optim.zero_grad()
+                    extra["plateau"].step(1.0)
+                with early or sw.CheckpointManager(folder, loop, extra=extra) as ckpt:
+                    ckpt.save()
+    return said
+
+
+def test_what_a_plateau_has_set_before_the_manager_was_made_is_no_changed_setting(ranks, tmp_path):
+    """It was refused: lr is 0.1, and was 0.01."""
+    (said,) = ranks.run(saved_at_the_end, 1, tmp_path)
+    assert "weight_decay" in said["the end"] and "lr of group" not in said["the end"], said
+    assert "weight_decay" in said["the beginning"] and "lr of group 0" in said["the beginning"], said

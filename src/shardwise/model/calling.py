@@ -125,7 +125,12 @@ def run_on(example: Batch | None, forward: Callable[[nn.Module, Batch], Any] = c
         dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), None)
         runs = call_alone if forward is call else forward
         there = {"device": "cpu", "dtype": dtype}
-        return runs(model, map_leaves(lambda x: x.to(**there) if _casts(x) else x.cpu() if isinstance(x, Tensor) else x, dict(example)))
+        return runs(
+            model,
+            map_leaves(
+                lambda x: x.to(**there) if _casts(x) else x.cpu() if isinstance(x, Tensor) else x, dict(example)
+            ),
+        )
 
     return run
 

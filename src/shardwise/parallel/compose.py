@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise._torch.wrong_rules import mend_rules
 from shardwise.config.caller import level_of_caller

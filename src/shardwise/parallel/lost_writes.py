@@ -26,7 +26,11 @@ def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
         if what != "a parameter" and (drawn_for := _orthogonal()) is not None:
             operator, (what, name) = "orthogonal_", _of(origin_of(drawn_for))
         if what == "a parameter":
-            draw = f"nn.init.{operator}(whole, generator=g)" if operator == "orthogonal_" else f"whole.{operator}(..., generator=g)"
+            draw = (
+                f"nn.init.{operator}(whole, generator=g)"
+                if operator == "orthogonal_"
+                else f"whole.{operator}(..., generator=g)"
+            )
             raise UsageError(
                 f"{operator}() into {what} that is cut over the ranks",
                 why="each rank would draw for its part alone: other numbers than one process has, and others in each replica of it",
@@ -40,8 +44,8 @@ def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
         raise UsageError(
             f"{operator}() of {what} that is cut over the ranks",
             why="each rank has some of its rows, and torch cannot give what this view would be of them",
-            fix="take the whole first, on every rank: sw.full_tensor(w).unbind(). An optimizer that flattens parameters, as torch.optim.LBFGS "
-            'does, needs them whole on every rank: sw.init("dp_replicate=-1"); or take another, such as AdamW',
+            fix="take the whole first, on every rank: sw.full_tensor(w).unbind(). If an optimizer does it that flattens parameters, as "
+            'torch.optim.LBFGS: parameters that are whole on every rank, sw.init("dp_replicate=-1"), or another optimizer, such as AdamW',
             name=name,
         )
     if operator == "data":

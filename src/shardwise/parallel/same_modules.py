@@ -41,9 +41,7 @@ _MOST_ITEMS = 1000  # of a container
 _DEPTH = 3  # of objects within objects
 
 
-def refuse_other_modules(
-    module: nn.Module, anatomy: Anatomy, example: Mapping[str, Any] | None, world: World
-) -> None:
+def refuse_other_modules(module: nn.Module, anatomy: Anatomy, example: Mapping[str, Any] | None, world: World) -> None:
     """Compares the modules of all ranks, which must all call it.
 
     Settings are attributes of modules: numbers (``eps``, ``num_heads``), functions, classes, containers of them. Each rank

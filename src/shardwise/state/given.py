@@ -93,7 +93,12 @@ class Given:
     """
 
     def __init__(
-        self, runtime: Runtime, optim: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None, others: Iterable[Any] = ()
+        self,
+        runtime: Runtime,
+        optim: torch.optim.Optimizer,
+        scheduler: Any = None,
+        scaler: Any = None,
+        others: Iterable[Any] = (),
     ):
         self._runtime, self._optim, self._scheduler, self._scaler = runtime, optim, scheduler, scaler
         if optim in _SEEN:
@@ -101,8 +106,8 @@ class Given:
             self._take_parts()
         else:
             self.take()
-            if optim.state and any(getattr(other, "optimizer", None) is optim for other in others):
-                # Steps were taken. What such a scheduler has set since, ReduceLROnPlateau's rates, is not what the program gave.
+            if any(getattr(other, "optimizer", None) is optim and getattr(other, "last_epoch", 0) for other in others):
+                # It was stepped. What it has set since is not what the program gave, which ReduceLROnPlateau does not keep.
                 for group in self._groups:
                     for key in () if "initial_lr" in group else _MOVED:
                         group.pop(key, None)

@@ -69,7 +69,9 @@ class ResumePoint:
         self.notes: list[str] = []
         self._is_told, self._begun = False, 0
         own = getattr(step, "given", None)
-        self.given = own if isinstance(own, Given) else Given(runtime_of(step.model), step.optim, others=self.extra.values())
+        self.given = (
+            own if isinstance(own, Given) else Given(runtime_of(step.model), step.optim, others=self.extra.values())
+        )
         self._schedulers = {
             name: scheduler_settings(value)
             for name, value in self.extra.items()
