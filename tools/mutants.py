@@ -3939,6 +3939,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "many blocks in lists of lists, of which some are left out in a search, do not run",
     ),
     Mutant(
+        "cumulative-sums-within-a-shard",
+        '    named["dim"] %= max(args[0].dim(), 1)\n',
+        "",
+        "tests/step/test_penalty_losses.py",
+        "a cumulative sum along a dim that is counted from the end runs within each rank's rows",
+    ),
+    Mutant(
+        "any-of-two-ranks",
+        '    handlers |= {getattr(_aten.any, kind): _any for kind in ("default", "dim", "dims")}\n',
+        "",
+        "tests/step/test_penalty_losses.py",
+        "any() of two ranks is a bool that is not equal to True",
+    ),
+    Mutant(
         "outside-parameters-step-unsummed",
         "    refuse_unsummed(optimizer, held)\n",
         "",
