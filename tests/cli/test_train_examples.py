@@ -197,7 +197,9 @@ def test_adapters_are_trained_resumed_and_started_from_and_peft_opens_them(ranks
     found, before = (load_file(tmp_path / name / "adapter/adapter_model.safetensors") for name in ("again", "run"))
     assert found.keys() == before.keys() and all((found[key] == before[key]).all() for key in found)
     assert not (tmp_path / "again/weights").exists()
-    told = train("again", *again[:-1], "--checkpoint.export=null", "--checkpoint.dtype=null", "--optim.lr=1e-3", num_ranks=1)
+    told = train(
+        "again", *again[:-1], "--checkpoint.export=null", "--checkpoint.dtype=null", "--optim.lr=1e-3", num_ranks=1
+    )
     assert f"older the adapters of the run before stay in {tmp_path / 'again/adapter.previous'}" in told
     assert f"{tmp_path / 'again/adapter.previous'} (adapters of the run before)" in told
     kept = load_file(tmp_path / "again/adapter.previous/adapter_model.safetensors")
