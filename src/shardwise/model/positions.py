@@ -151,7 +151,7 @@ class Rows(ComparedRows):
         if full is None:
             raise Differs(name, "it is called more often than on all positions")
         is_cut = name in self._plan.cut
-        if is_cut and not self._inside:
+        if is_cut and (not self._inside or self._is_just_in_owner()):
             args, kwargs = self._cut(name, (args, kwargs), dict(keyed_leaves(full)))
         self._inside += is_cut
         if name in self._plan.islands:
@@ -162,6 +162,10 @@ class Rows(ComparedRows):
         if not frame.is_right and self.gradients is not None:
             self.gradients.unlike.add(name)
         return self._noted("in", frame.key, (args, kwargs)) if frame.is_right else (args, kwargs)
+
+    def _is_just_in_owner(self) -> bool:
+        """Whether what is called is a block of a module that is on rows itself: in no other block."""
+        return self._inside == 1 and any(frame.name == self._plan.owner for frame in self.frames)
 
     def in_hooks(self, *, begins: bool) -> None:
         """Called before the first hook on a module that is called, and behind its own code before the first hook there."""

@@ -34,7 +34,7 @@ from shardwise.step.loss import (
 )
 from shardwise.step.loss_check import LossCheck
 from shardwise.step.no_gradient import refuse_autocast
-from shardwise.step.padding_collectives import NoOwnCollectives
+from shardwise.step.own_collectives import NoOwnCollectives, none_over_copies
 from shardwise.step.same_data import digest_of_dataset, other_datasets
 from shardwise.step.step_state import StepState
 from shardwise.world.rng import derive_seed, forked_streams
@@ -114,8 +114,11 @@ class _Sums:
             mine = _flat(loader, self.runtime.world.axis("dp"))
             for item in _in_step(self.runtime, mine, self._check, self.counter, self._buffers):
                 state = None if item.counts else self.runtime.module_state()
-                runs = contextlib.nullcontext() if item.counts else NoOwnCollectives("a padding of an evaluation")
-                with runs, self._streams(item.number):
+                if not item.counts:
+                    no_collectives = NoOwnCollectives("a padding of an evaluation")
+                else:
+                    no_collectives = contextlib.nullcontext() if self.totals else none_over_copies(self.runtime)
+                with no_collectives, self._streams(item.number):
                     self._add(item)
                 if state is not None:
                     state.restore()

@@ -18,7 +18,7 @@ from shardwise.parallel import Runtime, runtime_of
 from shardwise.parallel.buffers import BufferExchange
 from shardwise.step.accumulation import Accumulation
 from shardwise.step.loss import Batch, as_micro_batches, counter_of_loop
-from shardwise.step.padding_collectives import NoOwnCollectives
+from shardwise.step.own_collectives import NoOwnCollectives, none_over_copies
 from shardwise.step.token_count import agree_on_count
 from shardwise.step.written_state import written_state
 
@@ -117,10 +117,11 @@ def count_tokens(model: nn.Module, batches: Iterable[Batch], *, loss: Any = None
 def not_counted(gradients: Accumulation, padding: bool, *, has_backward: bool = True) -> Iterator[None]:
     """Within: gradients of a ``padding`` count as 0, whatever the loss is divided by; the buffers that it writes, and the Python state
     beside them, are restored afterwards. Without its backward that may still need them: it is not to see that they were written."""
-    if not padding:
-        yield
-        return
     runtime = gradients.runtime
+    if not padding:
+        with contextlib.nullcontext() if runtime.num_windows else none_over_copies(runtime):
+            yield
+        return
     state = runtime.module_state()
     gradients.set_padding(True)
     try:

@@ -1,6 +1,7 @@
 """Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs. Serves context
 parallelism, and sequence parallelism within tensor parallelism."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -141,6 +142,10 @@ class Search:
             return facts
         except Differs:  # its blocks are not alike after all
             return self._searched([])
+        except ShardwiseError as error:
+            if not is_of_a_run(error):
+                raise
+            return self._searched([])  # its code wants all of them
 
     def _searched(self, kinds: Sequence[Sequence[str]]) -> Facts:
         """What is to be done, found in the first blocks of each of ``kinds``, and in all others."""
@@ -313,6 +318,18 @@ class Search:
         plan = Plan(cut=tuple(block for blocks in lists for block in blocks))
         if self.extra:
             plan = _joined_behind(plan, lists)
+        try:
+            return self._repaired_until_right(trial, plan, lists)
+        except Differs as wrong:
+            owner = wrong.name
+            if self.kind is not None or self.extra or not all(not owner or is_in_block(b, owner) for b in plan.cut):
+                raise
+            # Its code around the blocks may be of each position too: x + block(x).
+            with contextlib.suppress(Differs):
+                return self._repaired_until_right(trial, Plan(cut=(*plan.cut, owner), owner=owner), [[owner]])
+            raise
+
+    def _repaired_until_right(self, trial: Trial, plan: Plan, lists: Sequence[Sequence[str]]) -> Plan:
         for _ in range(_TRIES):
             wrong = self._difference(trial, plan)
             if wrong is None:
@@ -511,10 +528,11 @@ class Search:
                 after = self._first_difference(trial, other)
                 if after is None or not after.is_mask or after.name != name:
                     return other
-        if name not in plan.positions:
-            other = dataclasses.replace(plan, positions=(*plan.positions, name))
-            if self._goes_further(self._first_difference(trial, other), wrong):
-                return other
+        for maker in (name, plan.owner):  # what the owner gives a block may be wrong already, and is not compared
+            if maker is not None and maker not in plan.positions:
+                other = dataclasses.replace(plan, positions=(*plan.positions, maker))
+                if self._goes_further(self._first_difference(trial, other), wrong):
+                    return other
         if block is not None and self.heads_over == 1 and name not in self._written:
             self._written.add(name)
             if (other := self._with_all_positions(trial, plan, wrong, block)) is not None:

@@ -150,17 +150,19 @@ def lines(recipe: Recipe) -> list[str]:
     entry = recipe.entry("cp", ContextParallelEntry)
     edits = recipe.edits_of("cp")
     num = {action: sum(edit.action == action for edit in edits) for action in _WHY}
+    cut = [edit.module for edit in edits if edit.action == "cut"]
+    blocks = [name for name in cut if not any(not name or other.startswith(f"{name}.") for other in cut)]
     calls = sum(len(edit.args["calls"][0]) for edit in edits if edit.action == "attention") + num["products"]
     how = {
         "gather": "keys and values are gathered, and gathered again in backward",
         "ulysses": "queries, keys and values change from positions to heads, and back behind it",
     }[entry.method]
     found = [
-        f"context parallelism: {num['cut']} blocks work on 1/{degree} of the positions of every sample ({entry.order}); in {calls} calls of "
+        f"context parallelism: {len(blocks)} blocks work on 1/{degree} of the positions of every sample ({entry.order}); in {calls} calls of "
         f"attention {how}: a rank sends {entry.sent:,} numbers for each of its positions, forward and backward"
     ]
-    if entry.example and num["cut"]:
-        each = bytes_computed(recipe, entry.sent * entry.rows * entry.example[0]) // num["cut"]
+    if entry.example and blocks:
+        each = bytes_computed(recipe, entry.sent * entry.rows * entry.example[0]) // len(blocks)
         mask = "a causal mask within its documents" if entry.is_packed else "a causal mask"
         found.append(
             f"for a micro-batch as the example's ({entry.example[0]} samples of {entry.example[1]} positions) attention sends {each:,} bytes from a rank "

@@ -1,0 +1,155 @@
+"""Models whose code around the blocks adds to what they return: ``x + block(x)``. The module that runs the blocks is on rows too."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+
+WIDTH = 16
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def feed_forward():
+    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+
+class Layers(nn.Module):
+    """Lists in a list, in a module of their own."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(), feed_forward()]) for _ in range(depth))
+
+    def forward(self, x):
+        for attention, feed in self.layers:
+            x = attention(x) + x
+            x = feed(x) + x
+        return x
+
+
+class Words(nn.Module):
+    def __init__(self, depth=2):
+        super().__init__()
+        self.table, self.places, self.head = nn.Embedding(32, WIDTH), nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 32)
+        self.make(depth)
+
+    def make(self, depth):
+        self.body = Layers(depth)
+
+    def forward(self, input_ids):
+        x = self.table(input_ids) + self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
+        return self.head(self.run(x))
+
+    def run(self, x):
+        return self.body(x)
+
+
+class InRoot(Words):
+    """The root runs its lists itself, makes positions, and keeps what it normed."""
+
+    def make(self, depth):
+        self.attention = nn.ModuleList(Attention() for _ in range(depth))
+        self.feed = nn.ModuleList(feed_forward() for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(depth))
+
+    def run(self, x):
+        for attention, feed, norm in zip(self.attention, self.feed, self.norms, strict=True):
+            h = norm(x)
+            x = x + self.between(attention(h))
+            x = x + feed(x) * h.tanh()
+        return x
+
+    def between(self, x):
+        return x
+
+
+class Joined(Words):
+    """What follows mixes positions."""
+
+    def run(self, x):
+        x = self.body(x)
+        return x + x.mean(1, keepdim=True)
+
+
+class Shifted(InRoot):
+    def between(self, x):
+        return torch.cat([x[:, :1], x[:, :-1]], 1)
+
+
+class Scaled(InRoot):
+    """By the number of positions so far."""
+
+    def between(self, x):
+        return x / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+
+
+def windows(num_steps=2, micro=3):
+    generator = torch.Generator().manual_seed(4)
+    steps = []
+    for _ in range(num_steps):
+        window = []
+        for i in range(micro):
+            ids = torch.randint(32, (2, 17 - i), generator=generator)
+            labels = ids.roll(-1, 1)
+            labels[:, -1 - i :] = -100
+            window.append({"input_ids": ids, "labels": labels})
+        steps.append(window)
+    return steps
+
+
+def loss_of(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum", ignore_index=-100)
+
+
+SP = {"tensor_parallel": sw.TensorParallel(sequence_parallel=True)}
+
+
+@pytest.mark.quick("lists-remat", "root")
+@pytest.mark.parametrize(
+    ("model", "layout", "options"),
+    [
+        pytest.param(Words, "cp=2", {}, id="lists"),
+        pytest.param(Words, "dp_shard=2,cp=2", {"remat": "full"}, id="lists-remat"),
+        pytest.param(InRoot, "cp=2", {}, id="root"),
+        pytest.param(InRoot, "cp=2", {"remat": "full"}, id="root-remat"),
+        pytest.param(Joined, "cp=2", {}, id="joined"),
+        pytest.param(Words, "cp=2,tp=2", SP, id="lists-sequence"),
+        pytest.param(Words, "cp=2", {"compile": "blocks"}, id="lists-compile", marks=pytest.mark.soak),
+        pytest.param(functools.partial(Words, 6), "cp=2", {}, id="many", marks=pytest.mark.soak),
+    ],
+)
+def test_what_blocks_return_is_added_to_around_them(ranks, model, layout, options):
+    steps = windows(1, 1) if "compile" in options else windows()
+    report = sw.verify(model, layout, batches=steps, loss=loss_of, run=ranks.run, max_grad_norm=0.3, **options)
+    assert report.engine == "fsdp2"
+
+
+@pytest.mark.parametrize("model", [Shifted, Scaled])
+def test_code_around_blocks_that_is_not_of_each_position_is_refused(ranks, model):
+    with pytest.raises(sw.ShardwiseError, match="depends on other positions"):
+        sw.verify(model, "cp=2", batches=windows(), loss=loss_of, run=ranks.run)
+
+
+def described():
+    with sw.init("cp=2", device="cpu", timeout_s=30) as world:
+        model = sw.parallelize(Words(6), world, example=windows()[0][0])
+        return sw.describe(model)
+
+
+def test_blocks_are_counted_and_not_what_runs_them(ranks):
+    text = ranks.run(described, 2)[0]
+    assert "context parallelism: 12 blocks work on 1/2 of the positions" in text
+    assert "attention sends" in text
