@@ -3939,6 +3939,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "many blocks in lists of lists, of which some are left out in a search, do not run",
     ),
     Mutant(
+        "outside-parameters-step-unsummed",
+        "    refuse_unsummed(optimizer, held)\n",
+        "",
+        "tests/parallel/test_outside_parameters.py -k own_samples",
+        "a loss's own parameter, or a second network, is stepped on each rank by its own samples",
+    ),
+    Mutant(
+        "outside-parameters-of-paddings",
+        '            backward.until_end.callback(setattr, leaf, "grad", None if leaf.grad is None else leaf.grad.clone())\n',
+        "            pass\n",
+        "tests/parallel/test_outside_parameters.py -k paddings_too",
+        "a padding, which counts nowhere, is in the gradient of a loss's own parameter",
+    ),
+    Mutant(
         "merged-packed-weights-keep-their-word",
         "    num_packed = sum(isinstance(stored, DecodedTensor) for stored in source.tensors.values())\n",
         "    num_packed = 0\n",
