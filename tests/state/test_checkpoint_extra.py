@@ -253,7 +253,9 @@ KINDS = {kind.__name__: kind for kind in (Listed, Named, Squares, Bare, BareList
 def wholes(model, kept):
     """The whole tensors of an average."""
     like = [p.detach().to(mine.dtype).clone() for p, mine in zip(model.parameters(), kept.kept, strict=True)]
-    for each, mine in zip(like, kept.kept, strict=True):  # this rank's own numbers: a bare part may not stand beside a part
+    for each, mine in zip(
+        like, kept.kept, strict=True
+    ):  # this rank's own numbers: a bare part may not stand beside a part
         _local(each).copy_(_local(mine))
     return [sw.full_tensor(each) for each in like]
 
