@@ -22,7 +22,7 @@ import msgspec
 
 from shardwise.config.check import checked, struct_in
 from shardwise.config.record import Options, default_of, hints_of
-from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
+from shardwise.config.sources import BareSwitch, Keys, Layer, parse_yaml_value, read_file
 from shardwise.config.suggest import closest, did_you_mean, missing_blank
 from shardwise.config.target import load_target, looks_like_target
 from shardwise.config.torch_options import replacement_for
@@ -335,12 +335,31 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
             built[key] = _build(inner, values[key], here, layer, origins)
         else:
             where = f"{'.'.join(here)} = {_short(values[key])} ({_origin(layer, here)})"
-            built[key] = checked(values[key], hint, where=where, key=key)
+            is_free = isinstance(values[key], dict) and "Any" in str(hint)
+            value = _without_switches(values[key], here, layer, is_free=is_free)
+            built[key] = checked(value, hint, where=where, key=key)
             _leaf_origins(values[key], here, layer, origins)
     try:
         return cls(**built)
     except ShardwiseError as error:
         raise _located(error, list(hints), path, layer) from None
+
+
+def _without_switches(value: Any, path: Keys, layer: Layer, *, is_free: bool) -> Any:
+    """``value`` with plain texts, for a key whose type says what they are. Raises ConfigError for a bare ``no`` or ``yes`` in free
+    arguments: the user's code would take the text, which is true, for the truth value that other readers of YAML give."""
+    if isinstance(value, dict):
+        return {key: _without_switches(inner, (*path, key), layer, is_free=is_free) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_switches(inner, path, layer, is_free=is_free) for inner in value]
+    if isinstance(value, BareSwitch) and is_free:
+        meant = "true" if value.lower() in ("yes", "on") else "false"
+        raise ConfigError(
+            f"{'.'.join(path)} = {value} ({_origin(layer, path)})",
+            why=f"without quotes it is a text here (YAML 1.2), which counts as true in Python, and {meant} for other readers (YAML 1.1)",
+            fix=f'write {meant}, or "{value}" in quotes for the text',
+        )
+    return str(value) if isinstance(value, BareSwitch) else value
 
 
 def _is_section(hint: Any) -> bool:
