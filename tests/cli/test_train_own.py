@@ -31,6 +31,12 @@ def stream(num=64):
 def table(num=64):
     return list(stream(num))
 
+def empty(num=64):
+    return [{"x": each["x"], "y": each["y"], "labels": torch.tensor([-100])} for each in table(num)]
+
+def of_labels(output, batch):
+    return ((output - batch["y"]).square() * (batch["labels"] != -100)).sum()
+
 def model():
     return nn.Linear(3, 1)
 
@@ -131,6 +137,16 @@ def test_a_model_that_returns_its_loss(ranks, tmp_path):
         assert "proof largest gradient difference" in said
         rows[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in row]
     assert len(rows["model"]) == 8 and rows["model"] == pytest.approx(rows["logits"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("steps", "seen"), [(3, 3), (30, 10)])
+def test_a_run_in_which_no_label_is_valid_ends_with_an_error(ranks, tmp_path, steps, seen):
+    (tmp_path / "own.py").write_text(REGRESSION)
+    words = ("--model.build=own.py:model", "--data.build=own.py:empty", "--train.loss=own.py:of_labels", "--train.eval_every=0")
+    words += ("--data.micro_batch=4", "--log.plot=false", "--data.val_fraction=0", "--train.prove=false", "--log.dir=run")
+    said = on_ranks(ranks, "train", *words, f"--train.steps={steps}", folder=tmp_path, status=1)
+    assert f"{seen} windows of 16 samples without a valid label" in said and "look at the labels" in said, said
+    assert not (tmp_path / "run/model.safetensors").exists()
 
 
 def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
