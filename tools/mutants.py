@@ -4604,6 +4604,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "a comparison calls windows without a label a fault of the ranks",
     ),
     Mutant(
+        "edited-code-on-resume",
+        "if code[name] != saved.files.get(name, code[name])]",
+        "if False]",
+        "tests/run/test_resume_check.py -k edited",
+        "a run goes on with samples or a model of edited code, without a word",
+    ),
+    Mutant(
         "switch-in-free-arguments",
         "    if isinstance(value, BareSwitch) and is_free:",
         "    if False:",

@@ -176,10 +176,15 @@ def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
         folder=tmp_path,
         num_ranks=1,
     )
+    moved = [word.replace("own.py", "moved/own.py") for word in words]
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/own.py").write_text(f"# edited\n{REGRESSION}")
     said = on_ranks(
-        ranks, "train", *words, "--train.steps=7", "--schedule.name=constant", "--log.dir=parts", folder=tmp_path
+        ranks, "train", *moved, "--train.steps=7", "--schedule.name=constant", "--log.dir=parts", folder=tmp_path
     )
     assert "from step 6" in said
+    for key in ("model.build=moved/own.py:model", "data.build=moved/own.py:table", "train.loss=moved/own.py:squares"):
+        assert f"the file of {key} has changed since the checkpoint was saved" in said
     told = on_ranks(
         ranks, "train", *words, "--train.steps=8", "--log.dir=parts", "--data.args={num: 60}", folder=tmp_path, status=2
     )
