@@ -4604,6 +4604,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "a comparison calls windows without a label a fault of the ranks",
     ),
     Mutant(
+        "former-best-pruned",
+        "                    value, rule = -value, self.best\n                found",
+        "                    value, rule = -value, self.best\n                if rule != self.best:\n                    continue\n                found",
+        "tests/state/test_checkpoint_misuse.py -k another_figure",
+        "another best= on resume removes the best checkpoint of the run so far",
+    ),
+    Mutant(
+        "former-sign-of-best",
+        "value, rule = -value, self.best",
+        "continue",
+        "tests/state/test_checkpoint_misuse.py -k rule_of_now",
+        "best='-val' in place of 'val' forgets every figure from before",
+    ),
+    Mutant(
         "edited-code-on-resume",
         "if code[name] != saved.files.get(name, code[name])]",
         "if False]",

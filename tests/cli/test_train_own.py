@@ -142,8 +142,19 @@ def test_a_model_that_returns_its_loss(ranks, tmp_path):
 @pytest.mark.parametrize(("steps", "seen"), [(3, 3), (30, 10)])
 def test_a_run_in_which_no_label_is_valid_ends_with_an_error(ranks, tmp_path, steps, seen):
     (tmp_path / "own.py").write_text(REGRESSION)
-    words = ("--model.build=own.py:model", "--data.build=own.py:empty", "--train.loss=own.py:of_labels", "--train.eval_every=0")
-    words += ("--data.micro_batch=4", "--log.plot=false", "--data.val_fraction=0", "--train.prove=false", "--log.dir=run")
+    words = (
+        "--model.build=own.py:model",
+        "--data.build=own.py:empty",
+        "--train.loss=own.py:of_labels",
+        "--train.eval_every=0",
+    )
+    words += (
+        "--data.micro_batch=4",
+        "--log.plot=false",
+        "--data.val_fraction=0",
+        "--train.prove=false",
+        "--log.dir=run",
+    )
     said = on_ranks(ranks, "train", *words, f"--train.steps={steps}", folder=tmp_path, status=1)
     assert f"{seen} windows of 16 samples without a valid label" in said and "look at the labels" in said, said
     assert not (tmp_path / "run/model.safetensors").exists()

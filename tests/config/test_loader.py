@@ -252,7 +252,9 @@ def test_a_switch_without_quotes_in_free_arguments_is_refused(write, section, wo
         f"{section}:\n  build: own:fn\n  args:\n    tie: {word}\n": f"{section}.args.tie = {word} (run.yaml:4)",
         f"{section}:\n  build: own:fn\n  args: {{deep: [1, {{tie: {word}}}]}}\n": f"{section}.args.deep.tie = {word} (run.yaml:3)",
     }.items():
-        assert failure(write("run.yaml", where)).startswith(f"{said}\n  why: without quotes it is a text here (YAML 1.2)")
+        assert failure(write("run.yaml", where)).startswith(
+            f"{said}\n  why: without quotes it is a text here (YAML 1.2)"
+        )
     for override in (f"--{section}.args.tie={word}", f"--{section}.args={{tie: {word}}}"):
         said = failure(None, [f"--{section}.build=own:fn", override])
         assert said.startswith(f"{section}.args.tie = {word} (override --{section}.args")
@@ -261,10 +263,15 @@ def test_a_switch_without_quotes_in_free_arguments_is_refused(write, section, wo
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_a_switch_in_quotes_is_a_text(write, section):
-    file = write("run.yaml", f"{section}:\n  build: own:fn\n  args: {{a: 'no', b: \"on\", c: [\"Off\"], d: false, e: y, f: Norway}}\n")
+    file = write(
+        "run.yaml",
+        f'{section}:\n  build: own:fn\n  args: {{a: \'no\', b: "on", c: ["Off"], d: false, e: y, f: Norway}}\n',
+    )
     args = getattr(load_config(file, [f"--{section}.args.g='yes'"]).config, section).args
     assert args == {"a": "no", "b": "on", "c": ["Off"], "d": False, "e": "y", "f": "Norway", "g": "yes"}
-    assert load_config(write("run.yaml", "data: {path: no}\nmodel: {freeze: [on]}\n"), []).config.model.freeze == ("on",)
+    assert load_config(write("run.yaml", "data: {path: no}\nmodel: {freeze: [on]}\n"), []).config.model.freeze == (
+        "on",
+    )
 
 
 @pytest.mark.parametrize(

@@ -129,11 +129,22 @@ def test_data_is_compared_by_what_is_in_it(since, tmp_path, tells_files):
             since(before, now, tells_files=tells_files)
 
 
-CODE = ("model.build", "data.build", "optim.build", "schedule.build", "train.loss", "train.count", "train.forward", "train.callback")
+CODE = (
+    "model.build",
+    "data.build",
+    "optim.build",
+    "schedule.build",
+    "train.loss",
+    "train.count",
+    "train.forward",
+    "train.callback",
+)
 
 
 @pytest.mark.parametrize("key", CODE)
-def test_a_function_whose_file_has_moved_is_the_same_and_one_that_was_edited_is_named(since, tmp_path, monkeypatch, key):
+def test_a_function_whose_file_has_moved_is_the_same_and_one_that_was_edited_is_named(
+    since, tmp_path, monkeypatch, key
+):
     """A comment may be corrected, so it is no error; what a file imports is not looked at."""
     (tmp_path / "own").mkdir()
     one, copy = tmp_path / "own/own.py", tmp_path / "own.py"
@@ -150,8 +161,15 @@ def test_a_function_whose_file_has_moved_is_the_same_and_one_that_was_edited_is_
     noted = given_by(module)
     copy.write_text("def fn(**args): return 3\n")
     assert since(module, module, files=noted) == [told.replace("own.py", "own")]
-    assert since(module, module, files={"data.path": noted["data.path"]} if "data.path" in noted else {"data.args": ""}) == []
-    with pytest.raises(ConfigError, match=key) if key not in ("schedule.build", "train.callback") else contextlib.nullcontext():
+    assert (
+        since(module, module, files={"data.path": noted["data.path"]} if "data.path" in noted else {"data.args": ""})
+        == []
+    )
+    with (
+        pytest.raises(ConfigError, match=key)
+        if key not in ("schedule.build", "train.callback")
+        else contextlib.nullcontext()
+    ):
         since(before, [f"--{key}=own/own.py:other"], files=noted)
 
 

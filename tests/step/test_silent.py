@@ -197,7 +197,9 @@ def test_a_window_in_which_nothing_counts_is_left_out_and_its_loss_is_never_the_
         found = ranks.run(nothing_in_a_window, 2, layout, tmp_path / str(number))
         for told in found:
             losses, twice = told["losses"], told["metrics"]
-            assert [losses[0], losses[3]] == pytest.approx(wanted, rel=1e-12) and twice[3] == pytest.approx(2 * wanted[1])
+            assert [losses[0], losses[3]] == pytest.approx(wanted, rel=1e-12) and twice[3] == pytest.approx(
+                2 * wanted[1]
+            )
             assert all(value != value for value in (*losses[1:3], *twice[1:3]))
             assert told["skipped"] == [False, True, True, False]
             assert told["lr"] == pytest.approx([0.1 * (1 - 0.18)])

@@ -230,7 +230,9 @@ def _code_of(config: RunConfig) -> dict[str, str]:
     files: dict[str, str] = {}
     for key, name in flat(config).items():
         if key in _CODE and name is not None and looks_like_target(name):
-            with contextlib.suppress(OSError, ConfigError):  # of a function that is not there the run itself has an error
+            with contextlib.suppress(
+                OSError, ConfigError
+            ):  # of a function that is not there the run itself has an error
                 if (file := target_file(name, f"{key}={name!r}")) is not None:
                     files[f"{_OF_CODE}{key}"] = file_sample(file)
     return files
