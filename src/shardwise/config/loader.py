@@ -30,6 +30,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 
 C = TypeVar("C", bound=msgspec.Struct)
 UNWRITTEN = "TO_BE_WRITTEN"  # what has to be written before a file is one of a run
+SOME_MODEL, SOME_DATA = "MODEL_DIRECTORY", "DATA.jsonl"  # of an imported file that names none
 _OF_TORCH = "torch has this option, and Shardwise does not: "
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
@@ -77,6 +78,7 @@ def with_overrides(
     layer = Layer(values=_plain(values))
     for key, text in _split_overrides(overrides):
         _apply_override(layer, key, text, cls, foreign)
+    _drop_replaced(layer, cls)
     return layer.values
 
 
@@ -89,6 +91,7 @@ def load_values(values: Mapping[str, Any], cls: type[C], *, origin: str) -> Load
 
 def _checked(cls: type[C], layer: Layer, foreign: Foreign | None) -> Loaded[C]:
     _refuse_unknown_keys(cls, layer, foreign)
+    _drop_replaced(layer, cls)
     _refuse_unwritten(layer)
     origins: dict[str, str] = {}
     return Loaded(config=_build(cls, layer.values, (), layer, origins), origins=origins)
@@ -273,6 +276,23 @@ def _refuse_unknown_keys(cls: type[msgspec.Struct], layer: Layer, foreign: Forei
             why="there are no such keys",
             fix="\n       ".join(e.fix if "\n" in e.fix else f"{e.given}: {e.fix}" for e in found),
         )
+
+
+def _drop_replaced(layer: Layer, cls: type[msgspec.Struct]) -> None:
+    """Removes what a file leaves open and ``build`` of the section makes needless: nobody has written it, so nothing contradicts."""
+    for section, hint in hints_of(cls).items():
+        values = layer.values.get(section)
+        if not isinstance(values, dict) or values.get("build") is None:
+            continue
+        is_given = _is_override(layer, (section, "build"))
+        for key in getattr(struct_in(hint), "needless_with_build", ()):
+            is_stand_in = is_given and values.get(key) in (SOME_MODEL, SOME_DATA) and not _is_override(layer, (section, key))
+            if values.get(key) == UNWRITTEN or is_stand_in:
+                del values[key]
+
+
+def _is_override(layer: Layer, path: Keys) -> bool:
+    return layer.origins.get(path, "").startswith("override ")
 
 
 def _refuse_unwritten(layer: Layer) -> None:
