@@ -206,9 +206,13 @@ def test_a_function_of_ones_own_takes_the_place_of_what_the_file_leaves_open(cap
     assert (read.model.build, read.model.hf, read.data.build, read.data.path) == (OWN[0][14:], None, OWN[1][13:], None)
     assert cli.main([*words, *OWN]) == 0
     said, text = capsys.readouterr(), Path("run.yaml").read_text()
-    assert not any(word in f"{said.err}{text}" for word in ("MODEL_DIRECTORY", "DATA.jsonl", "TO_BE_WRITTEN", "missing  data."))
+    assert not any(
+        word in f"{said.err}{text}" for word in ("MODEL_DIRECTORY", "DATA.jsonl", "TO_BE_WRITTEN", "missing  data.")
+    )
     assert load_config("run.yaml", []).config == read
-    assert load_config("run.yaml", ["--data.build=null", "--data.path=x.txt", "--data.seq_len=8"]).config.data.seq_len == 8
+    assert (
+        load_config("run.yaml", ["--data.build=null", "--data.path=x.txt", "--data.seq_len=8"]).config.data.seq_len == 8
+    )
 
 
 @pytest.mark.parametrize("more", ["--data.seq_len=8", "--data.path=DATA.jsonl", "--model.hf=MODEL_DIRECTORY"])

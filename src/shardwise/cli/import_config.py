@@ -106,7 +106,9 @@ def _import(args: argparse.Namespace) -> None:
         _refuse_overrides(args.overrides, made.followed)
         values = with_overrides(made.run, args.overrides, RunConfig, foreign=words)
         left = made.run.items()
-        needless = {f"{name}.{key}" for name, keys in left if isinstance(keys, dict) for key in {*keys} - {*values[name]}}
+        needless = {
+            f"{name}.{key}" for name, keys in left if isinstance(keys, dict) for key in {*keys} - {*values[name]}
+        }
         missing = tuple(text for text in made.missing if text.partition(": ")[0] not in needless)
         made = _with_answers(replace(made, run=values, missing=missing), args.overrides)
     made = checked(made)  # with the overrides: what one of them mends is not refused

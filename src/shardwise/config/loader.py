@@ -90,8 +90,8 @@ def load_values(values: Mapping[str, Any], cls: type[C], *, origin: str) -> Load
 
 
 def _checked(cls: type[C], layer: Layer, foreign: Foreign | None) -> Loaded[C]:
-    _refuse_unknown_keys(cls, layer, foreign)
     _drop_replaced(layer, cls)
+    _refuse_unknown_keys(cls, layer, foreign)
     _refuse_unwritten(layer)
     origins: dict[str, str] = {}
     return Loaded(config=_build(cls, layer.values, (), layer, origins), origins=origins)
@@ -286,7 +286,9 @@ def _drop_replaced(layer: Layer, cls: type[msgspec.Struct]) -> None:
             continue
         is_given = _is_override(layer, (section, "build"))
         for key in getattr(struct_in(hint), "needless_with_build", ()):
-            is_stand_in = is_given and values.get(key) in (SOME_MODEL, SOME_DATA) and not _is_override(layer, (section, key))
+            is_stand_in = (
+                is_given and values.get(key) in (SOME_MODEL, SOME_DATA) and not _is_override(layer, (section, key))
+            )
             if values.get(key) == UNWRITTEN or is_stand_in:
                 del values[key]
 
