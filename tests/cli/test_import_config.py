@@ -221,7 +221,7 @@ def test_what_was_given_beside_a_function_is_refused_still(capsys, tmp_path, mon
     Path("args.json").write_text(json.dumps(UNSAID))
     assert cli.main(["import-config", "args.json", "--ranks", "2", "--from", "transformers", "-o", "run.yaml"]) == 0
     for words in ((*OWN, more), (more, *OWN)):
-        with pytest.raises(ConfigError, match="would have no effect|each of them says which model"):
+        with pytest.raises(ConfigError, match=r"would have no effect|each of them says which model"):
             load_config("run.yaml", words)
 
 

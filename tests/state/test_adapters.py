@@ -366,6 +366,7 @@ class Nested(torch.nn.Module):
         return x + inner.other(torch.tanh(getattr(inner, self.name)(x)))
 
 
+@pytest.mark.combinations("values")
 @pytest.mark.parametrize("name", ["0", "Linear", "a[0]"])
 @pytest.mark.parametrize(
     "numbers",

@@ -23,6 +23,8 @@ LOSSES = {
     "largest of all": lambda p, s: (p / p.norm(float("inf"))).square().sum(),
     "over all dims": lambda p, s: p.sum(dim=()) * p.square().sum(dim=()),
     "fewer rows": lambda p, s: p.gather(1, s[:-2].square().argsort(1)).square().sum(),
+    "cumulative": lambda p, s: (p.cumsum(-2) * s).square().sum() + p.detach().exp().cumprod(-2).sum() * p.sum(),
+    "if any": lambda p, s: ((p > s).any() == True).double() * p.square().sum() * (p > 0).any(-2).double().sum(),  # noqa: E712
     "beside others": lambda p, s: F.mse_loss(p, s) * p.square().sum() + p.norm(),
 }
 

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, distribute_module
 
+from shardwise._torch.dtensor import cut_like, local_tensor
 from shardwise._torch.patches import patch
 
 _GROUPS = "_shardwise_groups"  # of an FSDPState before torch 2.12, which has room for one
@@ -119,14 +120,20 @@ def parameter_groups(
 
 
 class _Shards:
-    """Stands for ``torch.nn`` while shards are made: before torch 2.12 those of whole numbers would require a gradient first."""
+    """Stands for ``torch.nn`` while shards are made: before torch 2.12 those of whole numbers would require a gradient first, and
+    ``nn.Parameter`` detaches a DTensor by its dispatch, which takes a millisecond for each new shape."""
 
     Module = nn.Module
 
     @staticmethod
     def Parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:  # noqa: N802 - torch's name
-        can_require = data.is_floating_point() or data.is_complex()
-        return nn.Parameter(data, can_require if requires_grad is None else requires_grad)
+        if requires_grad is None:
+            requires_grad = data.is_floating_point() or data.is_complex()
+        if not isinstance(data, DTensor):
+            return nn.Parameter(data, requires_grad)
+        made = cut_like(local_tensor(data), data).requires_grad_(requires_grad)
+        made._is_param = True  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
 
 
 def _mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:

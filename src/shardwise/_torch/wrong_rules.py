@@ -31,12 +31,16 @@ _BY_DIMS = [
     if any(each.name == "dim" and "List[int]" in str(each.type) for each in operator._schema.arguments)
     and not kind.endswith("out")
 ]
+# A dim that is counted from the end is taken for none that is cut.
+_FROM_THE_END = [getattr(_aten, name).default for name in ("cumsum", "cumprod", "logcumsumexp")]
 
 
 def mend_rules() -> None:
     """Makes these operators give what they give of the whole tensor, from now on in this process."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers |= dict.fromkeys(_LOSSES, _averaged) | dict.fromkeys(_BY_DIMS, _over_all_dims)
+    handlers |= dict.fromkeys(_FROM_THE_END, _along)
+    handlers |= {getattr(_aten.any, kind): _any for kind in ("default", "dim", "dims")}
     handlers[_aten.gather.default] = _taken
 
 
@@ -46,6 +50,21 @@ def _over_all_dims(op: Any, args: Any, kwargs: Any) -> Any:
         named["dim"] = list(range(args[0].dim()))
     with without_handler(op):
         return op(**named)
+
+
+def _along(op: Any, args: Any, kwargs: Any) -> Any:
+    named = _named(op, args, kwargs)
+    named["dim"] %= max(args[0].dim(), 1)
+    with without_handler(op):
+        return op(**named)
+
+
+def _any(op: Any, args: Any, kwargs: Any) -> Any:
+    """Counts: torch adds the ranks' answers as bools, of which two make a true value that is not equal to True."""
+    named = _named(op, args, kwargs)
+    dims = named.get("dim")
+    dims = list(range(args[0].dim())) if dims is None else dims
+    return args[0].ne(0).sum(dims, named.get("keepdim", False)).gt(0)
 
 
 def _averaged(op: Any, args: Any, kwargs: Any) -> Any:

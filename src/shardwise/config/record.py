@@ -29,6 +29,12 @@ def _fields_of(cls: type[msgspec.Struct]) -> dict[str, Any]:
     return {field.name: field for field in msgspec.structs.fields(cls)}
 
 
+@cache
+def _right_defaults(cls: type[msgspec.Struct]) -> dict[str, Any]:
+    """Field -> its default, of those that were checked once and stay as they are: most fields of most records."""
+    return {}
+
+
 def default_of(cls: type[msgspec.Struct], key: str) -> Any:
     """The default value of one field (a new object, where it is a container)."""
     field = _fields_of(cls)[key]
@@ -57,15 +63,21 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
     also_called: ClassVar[Mapping[str, str]] = {}  # words that mean a field without being spelled like it -> the field
 
     def __post_init__(self) -> None:
+        right = _right_defaults(type(self))
         for key, hint in hints_of(type(self)).items():
             value = getattr(self, key)
+            if key in right and value is right[key]:
+                continue
             if key in self.patterns:
                 value = _with_class_names(value)
             inner = value if isinstance(value, list | tuple) else (value,)
             if key in self.functions and any(callable(each) or isinstance(each, Options) for each in inner):
                 continue
             where = f"{type(self).__name__}({key}={value!r})"
-            msgspec.structs.force_setattr(self, key, checked(value, hint, where=where, key=key))
+            found = checked(value, hint, where=where, key=key)
+            msgspec.structs.force_setattr(self, key, found)
+            if found is value is _fields_of(type(self))[key].default:
+                right[key] = value
         self.check()
 
     def check(self) -> None:

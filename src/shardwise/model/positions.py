@@ -87,6 +87,7 @@ class Rows(ComparedRows):
         self._hooked: list[bool] = []  # for each module that is called: whether a hook on it runs, and not its own code
         self._inside = 0  # of modules of the cut
         self._is_busy = False  # a kernel, or a call that makes positions, computes
+        self._is_noting = False  # what a module is given, or returns, is looked at: none of its functions is called
         self._buffers: dict[str, tuple[Tensor | None, int]] = {}
 
     @property
@@ -319,6 +320,8 @@ class Rows(ComparedRows):
     # ---- functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_noting:
+            return func(*args, **(kwargs or {}))
         func, args, kwargs = lifted(func, args, kwargs or {}, narrow=True)
         if is_product(func) and self._is_own_code() and self.frames:
             args, kwargs = self._product(self.frames[-1], func, args, kwargs)
@@ -532,6 +535,16 @@ class Rows(ComparedRows):
             yield
         finally:
             self._is_busy = before
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Within: functions are those of a comparison alone, which are most that are called in a run."""
+        before, self._is_noting = self._is_noting, True
+        try:
+            with self.busy():
+                yield
+        finally:
+            self._is_noting = before
 
     def attend(self, call: Attention) -> Any:
         """What a call of attention gives: with keys that are rows, over the keys of the whole run."""

@@ -140,7 +140,7 @@ def _watched(module: nn.Module, mode: Rows) -> Iterator[None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
             if mode.is_elsewhere():
                 return None
-            with mode.busy():
+            with mode.noting():
                 return mode.before(name, args, kwargs)
 
         return hook
@@ -149,7 +149,7 @@ def _watched(module: nn.Module, mode: Rows) -> Iterator[None]:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if mode.is_elsewhere():
                 return None
-            with mode.busy():
+            with mode.noting():
                 output = mode.after(name, output)
                 mode.refuse_backward_hooks(name, (args, kwargs), output)
                 return output

@@ -324,6 +324,8 @@ class StreamRows(Rows):
     # ---- labels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_noting:
+            return func(*args, **(kwargs or {}))
         self._is_layer = False
         result = super().__torch_function__(func, types, args, kwargs)
         if func is Tensor.__iter__:

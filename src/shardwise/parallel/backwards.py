@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from shardwise._torch.autograd import Backward, BackwardPath, before_backward, path_of
 from shardwise.errors import UnsupportedError, UsageError
+from shardwise.parallel.outside_parameters import look_for_outside
 from shardwise.parallel.runtime import Runtime, runtimes_in_use
 from shardwise.techniques.data.gradients import outside_of_windows
 
@@ -74,11 +75,13 @@ def _look(backward: Backward) -> Any:
 
 
 def _check(backward: Backward) -> None:
-    """Lets techniques look at a backward that adds to gradients."""
+    """Lets techniques look at a backward that adds to gradients, and notes parameters of no model that it comes to."""
     for each in runtimes_in_use() if backward.accumulates else ():
         if each.accumulation is not None and each.accumulation.is_open:
             for check in each.before_backward:
                 check(backward)
+            if each.accumulation.of != "another model":
+                look_for_outside(each, backward)
 
 
 def _is_trained(runtime: Runtime) -> bool:

@@ -26,6 +26,7 @@ from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.named_gradients import OwnGradients
 from shardwise.parallel.other_shards import watch_optimizer
+from shardwise.parallel.outside_parameters import refuse_unsummed
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
@@ -78,6 +79,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     held = _held(optimizer)
     stepped = _stepped(held)
     if not stepped:
+        refuse_unsummed(optimizer, held)
         return
     if _looked_at.get(optimizer) != (ids := frozenset(held)):
         _refuse_strangers(optimizer, held)
@@ -231,7 +233,8 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, held: Mapping[int, torch
             f"{type(optimizer).__name__}.step() with a parameter of shape {tuple(strange.shape)} that no sharded model has",
             why="nothing sums its gradient over the ranks (a loss's own parameter, a module added later), so each rank would "
             "step it by its own",
-            fix="put it in the model before parallelize: model = sw.TaskModel(model, loss); or step it by an optimizer of its own",
+            fix="put it in the model before parallelize: model = sw.TaskModel(model, loss); or step it by an optimizer of its own, by a sum over the "
+            'ranks: p.grad = world.axis("loss").reduce(p.grad)',
             name=replaced_name(strange),
         )
 

@@ -58,8 +58,9 @@ def full_tensors(runtime: Runtime, names: Iterable[str]) -> dict[str, Tensor]:
     whole = {name: tensor for name, tensor in zip(params, gathered, strict=True) if tensor is not None}
     if not runtime.world.is_main:
         return {}
-    local = runtime.local_tensors()
-    return whole | unpacked | {name: local[name].detach().cpu().clone() for name in names if name not in whole}
+    rest = [name for name in names if name not in whole]
+    local = runtime.local_tensors() if rest else {}  # it walks through the module
+    return whole | unpacked | {name: local[name].detach().cpu().clone() for name in rest}
 
 
 def computed_of_full(runtime: Runtime, names: Sequence[str], compute: Callable[..., Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
 from shardwise.parallel.named_gradients import OwnGradients
+from shardwise.parallel.outside_parameters import entries_of_outside, note_unsummed
 from shardwise.parallel.partial_sums import add_late
 from shardwise.parallel.replicas import Replicas
 from shardwise.world.agreement import Entry, digest_of_text, minority
@@ -23,7 +24,8 @@ class Exchange:
         self.runtime = runtime
         # 0-dim, which FSDP2 does not shard.
         self._whole = {name: runtime.parameters[name] for name in runtime.replicated}
-        self._replicas = Replicas(runtime)
+        self._outside = entries_of_outside(runtime)
+        self._replicas = Replicas(runtime)  # which counts the window
 
     def entries(self) -> dict[str, Entry]:
         runtime = self.runtime
@@ -33,7 +35,7 @@ class Exchange:
         found |= {name: values for name, values in flags.items() if values is not None}
         if self._whole:
             found["whole"] = runtime.world.counts * torch.stack([_as_pair(param) for param in self._whole.values()])
-        return found | self._replicas.entries()
+        return found | self._outside | self._replicas.entries()
 
     def apply(self, summed: Mapping[str, Tensor], place: str) -> bool:
         """Completes the gradients. Returns whether some came late, so that what was computed from them is to be computed
@@ -41,6 +43,7 @@ class Exchange:
         runtime = self.runtime
         if not runtime.world.agreement.all_same_among(summed["units"], runtime.same_units):
             raise self._units_differ()
+        note_unsummed(runtime, summed, place)
         if "used" in summed:
             if summed["used"].any():
                 runtime.forget(OwnGradients)

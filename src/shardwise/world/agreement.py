@@ -30,7 +30,7 @@ from shardwise.world.wires import from_wire, packs_of, wire_of
 
 _HASH_BITS = 20  # sums of squares of 8192 such numbers are still exact in float64 (2^53)
 _MASK = (1 << _HASH_BITS) - 1
-_SMALLEST = 64  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes
+_SMALLEST = 128  # numbers sent: small exchanges have one size, since gloo aborts ranks that come with different sizes
 _WORD_S = 3.0  # time in which the message about a lost rank reaches all
 _SLICE = timedelta(seconds=0.05)  # of a wait, between two looks at the alarms
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

@@ -4,6 +4,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -395,8 +396,7 @@ class World:
             axis: ``"fsdp"``; or ``"efsdp"``, for parameters that are cut over ``ep`` too.
         """
         if axis == "fsdp" and self.axis(axis).size == self.layout.dp_shard:
-            names = DERIVED_AXES["dp"] if self.layout.dp_replicate > 1 else ("dp_shard",)
-            return self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
+            return self._data_mesh
         if axis not in self._sharding:
             over, copies = self.axis(axis), self.axis("dp_replicate")
             names = ("dp_replicate", axis) if copies.size > 1 else (axis,)
@@ -409,6 +409,12 @@ class World:
                 mesh_dim_names=names,
             )
         return self._sharding[axis]
+
+    @cached_property
+    def _data_mesh(self) -> DeviceMesh:
+        """The axes of ``mesh`` over which data is parallel: to take them from it lasts as long as a step of a small model."""
+        names = DERIVED_AXES["dp"] if self.layout.dp_replicate > 1 else ("dp_shard",)
+        return self.mesh if self.mesh.mesh_dim_names == names else self.mesh[names]
 
     def root_meshes(self) -> list[DeviceMesh]:
         """The meshes over which parameters are cut are these, or parts of them."""

@@ -480,15 +480,11 @@ def broken(facts):
 @pytest.mark.quick(
     "grouped",
     "rotary",
-    "kernel",
     "pooled",
     "mask in attention",
-    "norm of a gradient",
     "plain",
     "packed",
     "rows of a table",
-    "hook of rows",
-    "manual",
     "kernel of rows",
 )
 @pytest.mark.parametrize("name", PROVED)

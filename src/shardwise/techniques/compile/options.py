@@ -60,4 +60,7 @@ class Compile(Options, frozen=True, kw_only=True):
 
 def compile_of(value: str | Compile | None) -> Compile | None:
     """The record for a short word: "blocks"; None and "none" are None."""
-    return word_or_record("compile", value, Compile, {"none": None, "blocks": Compile()})
+    return word_or_record("compile", value, Compile, _WORDS)
+
+
+_WORDS = {"none": None, "blocks": Compile()}

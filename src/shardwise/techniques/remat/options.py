@@ -104,7 +104,9 @@ class Remat(Options, frozen=True, kw_only=True):
 
 def remat_of(value: str | Remat | None) -> Remat | None:
     """The record for a short word: "full", "selective", or a size, "8GiB"; None and "none" are None."""
-    words = {"none": None, "full": Remat(), "selective": Remat(mode="selective")}
     if isinstance(value, str) and is_size(value):
         return Remat(budget=value)
-    return word_or_record("remat", value, Remat, words, also=", or a size that it may keep on each rank (8GiB)")
+    return word_or_record("remat", value, Remat, _WORDS, also=", or a size that it may keep on each rank (8GiB)")
+
+
+_WORDS = {"none": None, "full": Remat(), "selective": Remat(mode="selective")}
