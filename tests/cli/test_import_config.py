@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main as cli
+from shardwise.errors import ConfigError
 from shardwise.run.config import load_config
 
 FIXTURES = Path(__file__).resolve().parent.parent / "dialects" / "fixtures"
@@ -186,6 +187,42 @@ def test_one_table_is_read_for_a_file_of_one_system():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+UNSAID = {"per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 0.01, "output_dir": "out"}
+OWN = ("--model.build=own.py:model", "--data.build=own.py:data")
+
+
+def test_a_function_of_ones_own_takes_the_place_of_what_the_file_leaves_open(capsys, tmp_path, monkeypatch):
+    """Of import-config, and of the run: a model's directory, a data file and seq_len stand there since nothing else did."""
+    monkeypatch.chdir(tmp_path)
+    Path("args.json").write_text(json.dumps(UNSAID))
+    words = ["import-config", "args.json", "--ranks", "2", "--from", "transformers", "-o", "run.yaml"]
+    assert cli.main(words) == 0
+    text = Path("run.yaml").read_text()
+    assert "hf: MODEL_DIRECTORY" in text and "path: DATA.jsonl" in text and "TO_BE_WRITTEN" in text
+    capsys.readouterr()
+    read = load_config("run.yaml", OWN).config
+    assert (read.model.build, read.model.hf, read.data.build, read.data.path) == (OWN[0][14:], None, OWN[1][13:], None)
+    assert cli.main([*words, *OWN]) == 0
+    said, text = capsys.readouterr(), Path("run.yaml").read_text()
+    assert not any(
+        word in f"{said.err}{text}" for word in ("MODEL_DIRECTORY", "DATA.jsonl", "TO_BE_WRITTEN", "missing  data.")
+    )
+    assert load_config("run.yaml", []).config == read
+    assert (
+        load_config("run.yaml", ["--data.build=null", "--data.path=x.txt", "--data.seq_len=8"]).config.data.seq_len == 8
+    )
+
+
+@pytest.mark.parametrize("more", ["--data.seq_len=8", "--data.path=DATA.jsonl", "--model.hf=MODEL_DIRECTORY"])
+def test_what_was_given_beside_a_function_is_refused_still(capsys, tmp_path, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    Path("args.json").write_text(json.dumps(UNSAID))
+    assert cli.main(["import-config", "args.json", "--ranks", "2", "--from", "transformers", "-o", "run.yaml"]) == 0
+    for words in ((*OWN, more), (more, *OWN)):
+        with pytest.raises(ConfigError, match=r"would have no effect|each of them says which model"):
+            load_config("run.yaml", words)
 
 
 def test_what_is_still_to_be_written_contradicts_nothing_and_an_override_mends_what_is_refused(capsys, tmp_path):

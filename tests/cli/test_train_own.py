@@ -31,6 +31,12 @@ def stream(num=64):
 def table(num=64):
     return list(stream(num))
 
+def empty(num=64):
+    return [{"x": each["x"], "y": each["y"], "labels": torch.tensor([-100])} for each in table(num)]
+
+def of_labels(output, batch):
+    return ((output - batch["y"]).square() * (batch["labels"] != -100)).sum()
+
 def model():
     return nn.Linear(3, 1)
 
@@ -133,6 +139,27 @@ def test_a_model_that_returns_its_loss(ranks, tmp_path):
     assert len(rows["model"]) == 8 and rows["model"] == pytest.approx(rows["logits"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("steps", "seen"), [(3, 3), (30, 10)])
+def test_a_run_in_which_no_label_is_valid_ends_with_an_error(ranks, tmp_path, steps, seen):
+    (tmp_path / "own.py").write_text(REGRESSION)
+    words = (
+        "--model.build=own.py:model",
+        "--data.build=own.py:empty",
+        "--train.loss=own.py:of_labels",
+        "--train.eval_every=0",
+    )
+    words += (
+        "--data.micro_batch=4",
+        "--log.plot=false",
+        "--data.val_fraction=0",
+        "--train.prove=false",
+        "--log.dir=run",
+    )
+    said = on_ranks(ranks, "train", *words, f"--train.steps={steps}", folder=tmp_path, status=1)
+    assert f"{seen} windows of 16 samples without a valid label" in said and "look at the labels" in said, said
+    assert not (tmp_path / "run/model.safetensors").exists()
+
+
 def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
     (tmp_path / "own.py").write_text(REGRESSION)
     words = (
@@ -160,10 +187,15 @@ def test_it_resumes_in_the_middle_of_an_epoch(ranks, tmp_path):
         folder=tmp_path,
         num_ranks=1,
     )
+    moved = [word.replace("own.py", "moved/own.py") for word in words]
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/own.py").write_text(f"# edited\n{REGRESSION}")
     said = on_ranks(
-        ranks, "train", *words, "--train.steps=7", "--schedule.name=constant", "--log.dir=parts", folder=tmp_path
+        ranks, "train", *moved, "--train.steps=7", "--schedule.name=constant", "--log.dir=parts", folder=tmp_path
     )
     assert "from step 6" in said
+    for key in ("model.build=moved/own.py:model", "data.build=moved/own.py:table", "train.loss=moved/own.py:squares"):
+        assert f"the file of {key} has changed since the checkpoint was saved" in said
     told = on_ranks(
         ranks, "train", *words, "--train.steps=8", "--log.dir=parts", "--data.args={num: 60}", folder=tmp_path, status=2
     )

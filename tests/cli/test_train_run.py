@@ -154,7 +154,10 @@ def test_a_run_whose_steps_were_all_skipped_says_so(ranks, tmp_path, text):
         "--log.plot=false",
     )
     said = on_ranks(ranks, "train", *TINY, *words, folder=tmp_path, num_ranks=1)
-    assert "skipped 4 of 4 steps, not finite: nothing was trained; a smaller --train.scaler.init_scale" in said
+    assert (
+        "skipped 4 of 4 steps, not finite or without a valid label: nothing was trained; a smaller --train.scaler.init_scale"
+        in said
+    )
     rows = [row for row in read_metrics(tmp_path / "runs/latest/metrics.jsonl") if row["kind"] == "step"]
     assert [row["num_skipped"] for row in rows] == [1, 2, 3, 4]
 

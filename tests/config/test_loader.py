@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import Precision, Sharding
-from shardwise.config.sources import parse_yaml_value
+from shardwise.config.sources import BareSwitch, parse_yaml_value
 from shardwise.errors import ConfigError
 from shardwise.run.config import RunConfig, Train, load_config
 
@@ -157,7 +157,7 @@ def test_an_empty_file_is_the_default(write, name):
 def test_values_are_yaml_1_2(text, value):
     found = parse_yaml_value(text, "here")
     assert found == value
-    assert type(found) is type(value)
+    assert type(found) in (type(value), BareSwitch)
 
 
 @given(st.integers() | st.floats(allow_nan=False, allow_infinity=False))
@@ -238,6 +238,40 @@ def test_an_unknown_override_is_told_with_the_right_one(override, fix):
 )
 def test_a_wrong_type_is_told_with_line_path_and_what_was_expected(write, text, words):
     assert words in failure(write("run.yaml", text))
+
+
+SECTIONS = ("model", "data", "optim", "schedule")
+
+
+@pytest.mark.parametrize("word", ["no", "Off", "YES", "on"])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_switch_without_quotes_in_free_arguments_is_refused(write, section, word):
+    """The user's code would get the text, and every text but "" is true: `tie: no` tied the weights."""
+    meant = "true" if word in ("YES", "on") else "false"
+    for where, said in {
+        f"{section}:\n  build: own:fn\n  args:\n    tie: {word}\n": f"{section}.args.tie = {word} (run.yaml:4)",
+        f"{section}:\n  build: own:fn\n  args: {{deep: [1, {{tie: {word}}}]}}\n": f"{section}.args.deep.tie = {word} (run.yaml:3)",
+    }.items():
+        assert failure(write("run.yaml", where)).startswith(
+            f"{said}\n  why: without quotes it is a text here (YAML 1.2)"
+        )
+    for override in (f"--{section}.args.tie={word}", f"--{section}.args={{tie: {word}}}"):
+        said = failure(None, [f"--{section}.build=own:fn", override])
+        assert said.startswith(f"{section}.args.tie = {word} (override --{section}.args")
+        assert said.endswith(f'fix: write {meant}, or "{word}" in quotes for the text')
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_switch_in_quotes_is_a_text(write, section):
+    file = write(
+        "run.yaml",
+        f'{section}:\n  build: own:fn\n  args: {{a: \'no\', b: "on", c: ["Off"], d: false, e: y, f: Norway}}\n',
+    )
+    args = getattr(load_config(file, [f"--{section}.args.g='yes'"]).config, section).args
+    assert args == {"a": "no", "b": "on", "c": ["Off"], "d": False, "e": "y", "f": "Norway", "g": "yes"}
+    assert load_config(write("run.yaml", "data: {path: no}\nmodel: {freeze: [on]}\n"), []).config.model.freeze == (
+        "on",
+    )
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def _sharded_bytes(layout: str) -> tuple[int, ...]:
 def test_memory_of_a_sharded_model_is_that_of_the_rank(ranks, layout):
     for params, grads, here, alone in ranks.run(_sharded_bytes, 2, layout):
         assert (params, grads) == (400, 400)
-        assert 1600 <= here <= 1608 and 3200 <= alone <= 3216  # and the optimizer's step counters
+        assert (here, alone) == (1608, 3208)  # of 8 are the optimizer's two step counters, which no rank divides
 
 
 def test_word_share():

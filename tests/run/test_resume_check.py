@@ -1,5 +1,6 @@
 """Which changes of a configuration a run that goes on refuses, and which it takes."""
 
+import contextlib
 import json
 import re
 
@@ -128,8 +129,63 @@ def test_data_is_compared_by_what_is_in_it(since, tmp_path, tells_files):
             since(before, now, tells_files=tells_files)
 
 
-def test_a_model_function_whose_file_has_moved_is_the_same(since):
-    assert since(["--model.build=models/a.py:fn"], ["--model.build=a.py:fn"]) == []
+CODE = (
+    "model.build",
+    "data.build",
+    "optim.build",
+    "schedule.build",
+    "train.loss",
+    "train.count",
+    "train.forward",
+    "train.callback",
+)
+
+
+@pytest.mark.parametrize("key", CODE)
+def test_a_function_whose_file_has_moved_is_the_same_and_one_that_was_edited_is_named(
+    since, tmp_path, monkeypatch, key
+):
+    """A comment may be corrected, so it is no error; what a file imports is not looked at."""
+    (tmp_path / "own").mkdir()
+    one, copy = tmp_path / "own/own.py", tmp_path / "own.py"
+    for file in (one, copy):
+        file.write_text("def fn(**args): return 1\n")
+    monkeypatch.chdir(tmp_path)
+    before = [f"--{key}=own/own.py:fn"]
+    noted = given_by(before)
+    assert since(before, [f"--{key}=own.py:fn"], files=noted) == since(before, before, files=noted) == []
+    told = f"the file of {key}=own.py:fn has changed since the checkpoint was saved"
+    copy.write_text("def fn(**args): return 2\n")
+    assert since(before, [f"--{key}=own.py:fn"], files=noted) == [told]
+    module = [f"--{key}=own:fn"]
+    noted = given_by(module)
+    copy.write_text("def fn(**args): return 3\n")
+    assert since(module, module, files=noted) == [told.replace("own.py", "own")]
+    assert (
+        since(module, module, files={"data.path": noted["data.path"]} if "data.path" in noted else {"data.args": ""})
+        == []
+    )
+    with (
+        pytest.raises(ConfigError, match=key)
+        if key not in ("schedule.build", "train.callback")
+        else contextlib.nullcontext()
+    ):
+        since(before, [f"--{key}=own/own.py:other"], files=noted)
+
+
+@pytest.mark.parametrize("topics", [None, "other topics"])
+def test_the_built_in_text_is_not_looked_at_where_samples_are_the_users_own(since, monkeypatch, topics):
+    """Another Python has another text, or none."""
+    words = ["--data.build=own.py:fn"]
+    assert "data.path" not in given_by(words)
+
+    def pydoc_text():
+        if topics is None:
+            raise ConfigError("the built-in text (no data.path)", why="this Python has none", fix="name a text file")
+        return topics
+
+    monkeypatch.setattr(resume_check, "pydoc_text", pydoc_text)
+    assert since(words, words) == []
 
 
 def test_keys_of_another_version_are_no_fault(monkeypatch, tmp_path):

@@ -264,27 +264,42 @@ def test_optimizer_state_that_is_no_tensor_has_to_be_alike(ranks, tmp_path):
 # ---- which stay -----------------------------------------------------------------------------------------------------
 
 
-def ranked(root, best: str, values: list[float]) -> None:
+def ranked(root, best: str | None, values: list[float]) -> list[str]:
     world, _, step = make("dp_shard=2")
-    with world:
+    with warnings.catch_warnings(record=True) as caught, world:
+        warnings.simplefilter("always")
         loader = sw.Loader(Texts(), world, global_batch=12, micro_batch=1)
         with sw.CheckpointManager(root, step, best=best, keep=1) as manager:
             windows = manager.resume(loader)
             for window, value in zip(windows, values, strict=False):
                 step(window)
                 manager.save(metrics={"acc": value, "loss": value})
+    return [str(each.message).partition(";")[0] for each in caught if "was the best" in str(each.message)]
 
 
 def steps_of(root: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in root.glob("step-*"))
 
 
-def test_what_is_best_by_another_figure_is_not_compared(ranks, tmp_path):
-    ranks.run(ranked, 2, tmp_path, "-acc", [0.9, 0.1])  # by "-acc" step 1 is the best, at -0.9
+@pytest.mark.parametrize("now", ["loss", None])
+def test_what_is_best_by_another_figure_is_not_compared_and_stays(ranks, tmp_path, now):
+    assert not ranks.run(ranked, 2, tmp_path, "-acc", [0.9, 0.1])[0]  # by "-acc" step 1 is the best, at -0.9
     assert steps_of(tmp_path) == [1, 2]
-    ranks.run(ranked, 2, tmp_path, "loss", [0.3])
-    ranks.run(ranked, 2, tmp_path, "loss", [0.5])
-    assert steps_of(tmp_path) == [3, 4]
+    for value in (0.3, 0.5, 0.7):
+        first, second = ranks.run(ranked, 2, tmp_path, now, [value])
+        told = f"the checkpoint of step 1, which was the best by best='-acc', stays: now it is best={now!r}, and it has no such figure"
+        assert [text.partition(". Delete")[0] for text in first] == [told] and not second
+    assert steps_of(tmp_path) == ([1, 3, 5] if now else [1, 5])
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "values"), [("acc", "-acc", [1.0, 7.0, 5.0, 3.0]), ("-acc", "acc", [9.0, 2.0, 5.0, 7.0])]
+)
+def test_a_figure_of_the_same_name_is_ranked_by_the_rule_of_now(ranks, tmp_path, before, now, values):
+    ranks.run(ranked, 2, tmp_path, before, values[:3])
+    assert steps_of(tmp_path) == [1, 3]  # the best, and the newest
+    told = ranks.run(ranked, 2, tmp_path, now, values[3:])
+    assert steps_of(tmp_path) == [3, 4] and not any(told)
 
 
 FIGURES = {

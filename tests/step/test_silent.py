@@ -141,6 +141,74 @@ def test_an_evaluation_without_a_valid_token_is_no_perfect_score(ranks):
     assert "without a valid token" in ranks.run(evaluate_ignored, 1)[0]
 
 
+def nothing_in_a_window(layout, folder):
+    """Three windows, the second without a valid label: outputs, learning rates, weights, warnings, checkpoints."""
+    windows = [[{"x": batch_of(i)["x"].double(), "labels": torch.tensor(labels)}] for i, labels in enumerate(LABELS)]
+    with warnings.catch_warnings(record=True) as caught, sw.init(layout, device="cpu") as world:
+        warnings.simplefilter("always")
+        model = sw.parallelize(seeded(), world)
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optim, 1.0, 0.1, 10)
+        step = sw.TrainStep(model, optim, scheduler=scheduler, loss=with_a_metric, forward=lambda m, b: m(b["x"]))
+        outs = []
+        with sw.CheckpointManager(folder, step, keep=1, best="loss") as manager:
+            for window in windows:
+                outs.append(step(window))
+                manager.save_every(1, outs[-1])
+        kept = [int(found.name.removeprefix("step-")) for found in sorted(folder.glob("step-*"))]
+        return {
+            "losses": [out.loss for out in outs],
+            "metrics": [out.metrics["twice"] for out in outs],
+            "skipped": [out.skipped for out in outs],
+            "lr": scheduler.get_last_lr(),
+            "weights": sw.full_state_dict(model),
+            "warned": [str(each.message) for each in caught if "nothing to train on" in str(each.message)],
+            "kept": kept,
+        }
+
+
+LABELS = ([0, 2], [-100, -100], [-100, -100], [1, 1])
+
+
+def seeded():
+    torch.manual_seed(0)
+    return nn.Linear(4, 3).double()
+
+
+def with_a_metric(output, batch):
+    loss = sum_loss(output, batch)
+    return {"loss": loss, "twice": 2 * loss.detach()}
+
+
+def test_a_window_in_which_nothing_counts_is_left_out_and_its_loss_is_never_the_best(ranks, tmp_path):
+    """In plain torch its mean is NaN; a sum divided by max(count, 1) is a loss of 0, and AdamW goes on by momentum and decay."""
+    plain = seeded()
+    optim = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    wanted = []
+    for i in (0, 3):
+        given = batch_of(i)
+        loss = F.cross_entropy(plain(given["x"].double()), torch.tensor(LABELS[i]))
+        wanted.append(loss.item())
+        optim.zero_grad()
+        loss.backward()
+        optim.step()
+        optim.param_groups[0]["lr"] = 0.1 * (1 - 0.09)
+    for number, layout in enumerate(("dp_shard=2", "dp_replicate=2")):
+        found = ranks.run(nothing_in_a_window, 2, layout, tmp_path / str(number))
+        for told in found:
+            losses, twice = told["losses"], told["metrics"]
+            assert [losses[0], losses[3]] == pytest.approx(wanted, rel=1e-12) and twice[3] == pytest.approx(
+                2 * wanted[1]
+            )
+            assert all(value != value for value in (*losses[1:3], *twice[1:3]))
+            assert told["skipped"] == [False, True, True, False]
+            assert told["lr"] == pytest.approx([0.1 * (1 - 0.18)])
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(found[0]["weights"][name], value, rtol=0, atol=1e-12), name
+        assert [len(told["warned"]) for told in found] == [1, 0]
+        assert wanted[0] < wanted[1] and found[0]["kept"] == [1, 4]
+
+
 class Force(nn.Module):
     """Differentiates inside forward, as force fields and gradient penalties do."""
 

@@ -111,6 +111,14 @@ def test_a_complex_model_is_compared_in_complex128(ranks, optimizer):
     assert report.num_units >= 3 and report.err <= 1e-12
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_window_without_a_label_is_left_out_on_both_sides(ranks, optimizer):
+    windows = batches(3)
+    windows[1] = [{**batch, "labels": torch.full((3,), -100)} for batch in windows[1]]
+    report = sw.verify(Small, "dp_shard=2", batches=windows, run=ranks.run, loss=sum_loss, optimizer=optimizer)
+    assert report.num_steps == 3 and report.err <= 1e-12
+
+
 def test_both_sides_clip_as_the_run_does(ranks):
     clip = {"max_grad_norm": 1e-2, "norm_type": "inf", "clip_grad_value": 2e-3}
     assert verify(ranks, Small, loss=sum_loss, **clip).err <= 1e-12

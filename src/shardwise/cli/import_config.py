@@ -105,7 +105,12 @@ def _import(args: argparse.Namespace) -> None:
     if args.overrides:
         _refuse_overrides(args.overrides, made.followed)
         values = with_overrides(made.run, args.overrides, RunConfig, foreign=words)
-        made = _with_answers(replace(made, run=values), args.overrides)
+        left = made.run.items()
+        needless = {
+            f"{name}.{key}" for name, keys in left if isinstance(keys, dict) for key in {*keys} - {*values[name]}
+        }
+        missing = tuple(text for text in made.missing if text.partition(": ")[0] not in needless)
+        made = _with_answers(replace(made, run=values, missing=missing), args.overrides)
     made = checked(made)  # with the overrides: what one of them mends is not refused
     was_there = False
     if args.output not in (None, "-"):

@@ -264,9 +264,7 @@ def _skipped_text(config: "RunConfig", count: int, steps: int) -> str:
     """A text that says how many steps were skipped, and what may help."""
     from shardwise.techniques.precision.options import precision_of
 
-    text = (
-        f"{count} of {steps} steps, not finite: {'nothing was trained' if count == steps else 'they changed nothing'}"
-    )
+    text = f"{count} of {steps} steps, not finite or without a valid label: {'nothing was trained' if count == steps else 'they changed nothing'}"
     if precision_of(config.parallel.precision).has_float16 and count > steps // 10:
         text += f"; a smaller --train.scaler.init_scale than {config.train.scaler.init_scale:g} overflows less often"
     return text

@@ -260,7 +260,7 @@ class Display:
         if self._state:
             parts.append(f"{human_bytes(self._state)}/rank")
         if now.get("skipped"):
-            parts.append("SKIPPED: not finite")
+            parts.append("SKIPPED: not finite" if now["tokens"] else "SKIPPED: no valid label")
         if now["seconds_left"] is not None:
             parts.append(f"{seconds_text(now['seconds_left'])} left")
         return "  ".join(parts)

@@ -22,7 +22,7 @@ import msgspec
 
 from shardwise.config.check import checked, struct_in
 from shardwise.config.record import Options, default_of, hints_of
-from shardwise.config.sources import Keys, Layer, parse_yaml_value, read_file
+from shardwise.config.sources import BareSwitch, Keys, Layer, parse_yaml_value, read_file
 from shardwise.config.suggest import closest, did_you_mean, missing_blank
 from shardwise.config.target import load_target, looks_like_target
 from shardwise.config.torch_options import replacement_for
@@ -30,6 +30,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 
 C = TypeVar("C", bound=msgspec.Struct)
 UNWRITTEN = "TO_BE_WRITTEN"  # what has to be written before a file is one of a run
+SOME_MODEL, SOME_DATA = "MODEL_DIRECTORY", "DATA.jsonl"  # of an imported file that names none
 _OF_TORCH = "torch has this option, and Shardwise does not: "
 _OVERRIDE = re.compile(r"(?:--)?([A-Za-z_][\w-]*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 
@@ -77,6 +78,7 @@ def with_overrides(
     layer = Layer(values=_plain(values))
     for key, text in _split_overrides(overrides):
         _apply_override(layer, key, text, cls, foreign)
+    _drop_replaced(layer, cls)
     return layer.values
 
 
@@ -88,6 +90,7 @@ def load_values(values: Mapping[str, Any], cls: type[C], *, origin: str) -> Load
 
 
 def _checked(cls: type[C], layer: Layer, foreign: Foreign | None) -> Loaded[C]:
+    _drop_replaced(layer, cls)
     _refuse_unknown_keys(cls, layer, foreign)
     _refuse_unwritten(layer)
     origins: dict[str, str] = {}
@@ -275,6 +278,25 @@ def _refuse_unknown_keys(cls: type[msgspec.Struct], layer: Layer, foreign: Forei
         )
 
 
+def _drop_replaced(layer: Layer, cls: type[msgspec.Struct]) -> None:
+    """Removes what a file leaves open and ``build`` of the section makes needless: nobody has written it, so nothing contradicts."""
+    for section, hint in hints_of(cls).items():
+        values = layer.values.get(section)
+        if not isinstance(values, dict) or values.get("build") is None:
+            continue
+        is_given = _is_override(layer, (section, "build"))
+        for key in getattr(struct_in(hint), "needless_with_build", ()):
+            is_stand_in = (
+                is_given and values.get(key) in (SOME_MODEL, SOME_DATA) and not _is_override(layer, (section, key))
+            )
+            if values.get(key) == UNWRITTEN or is_stand_in:
+                del values[key]
+
+
+def _is_override(layer: Layer, path: Keys) -> bool:
+    return layer.origins.get(path, "").startswith("override ")
+
+
 def _refuse_unwritten(layer: Layer) -> None:
     """Raises ConfigError for all keys that a file leaves to whoever runs it."""
     found = [".".join(keys) for keys in _unwritten(layer.values, ())]
@@ -335,12 +357,31 @@ def _build(cls: type[C], values: Mapping[str, Any], path: Keys, layer: Layer, or
             built[key] = _build(inner, values[key], here, layer, origins)
         else:
             where = f"{'.'.join(here)} = {_short(values[key])} ({_origin(layer, here)})"
-            built[key] = checked(values[key], hint, where=where, key=key)
+            is_free = isinstance(values[key], dict) and "Any" in str(hint)
+            value = _without_switches(values[key], here, layer, is_free=is_free)
+            built[key] = checked(value, hint, where=where, key=key)
             _leaf_origins(values[key], here, layer, origins)
     try:
         return cls(**built)
     except ShardwiseError as error:
         raise _located(error, list(hints), path, layer) from None
+
+
+def _without_switches(value: Any, path: Keys, layer: Layer, *, is_free: bool) -> Any:
+    """``value`` with plain texts, for a key whose type says what they are. Raises ConfigError for a bare ``no`` or ``yes`` in free
+    arguments: the user's code would take the text, which is true, for the truth value that other readers of YAML give."""
+    if isinstance(value, dict):
+        return {key: _without_switches(inner, (*path, key), layer, is_free=is_free) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_switches(inner, path, layer, is_free=is_free) for inner in value]
+    if isinstance(value, BareSwitch) and is_free:
+        meant = "true" if value.lower() in ("yes", "on") else "false"
+        raise ConfigError(
+            f"{'.'.join(path)} = {value} ({_origin(layer, path)})",
+            why=f"without quotes it is a text here (YAML 1.2), which counts as true in Python, and {meant} for other readers (YAML 1.1)",
+            fix=f'write {meant}, or "{value}" in quotes for the text',
+        )
+    return str(value) if isinstance(value, BareSwitch) else value
 
 
 def _is_section(hint: Any) -> bool:

@@ -59,6 +59,7 @@ class Options(msgspec.Struct, metaclass=_Checked, frozen=True, kw_only=True, for
     # Fields that may also be a function, or a list that contains functions, when given from Python.
     functions: ClassVar[frozenset[str]] = frozenset()
     patterns: ClassVar[frozenset[str]] = frozenset()  # fields that name modules, and therefore also accept classes
+    needless_with_build: ClassVar[tuple[str, ...]] = ()  # fields that say what the function in build says by itself
     also_called: ClassVar[Mapping[str, str]] = {}  # words that mean a field without being spelled like it -> the field
 
     def __post_init__(self) -> None:

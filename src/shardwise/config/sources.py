@@ -2,7 +2,8 @@
 
 One :class:`Layer` per source: nested dictionaries with text keys, and for each path of keys a text that says where it
 was written (``run.yaml:12``). Syntax errors carry line and column; duplicate keys are refused with both lines.
-YAML is 1.2: ``3e-4`` is a number, ``no`` is a text, ``010`` is ten; dates stay text; tags and merge keys are refused.
+YAML is 1.2: ``3e-4`` is a number, ``no`` is a text (a :class:`BareSwitch`), ``010`` is ten; dates stay text; tags and merge keys are
+refused.
 """
 
 import json
@@ -27,6 +28,14 @@ class Layer:
 
     values: dict[str, Any]
     origins: dict[Keys, str] = field(default_factory=dict)
+
+
+class BareSwitch(str):
+    """``no``, ``yes``, ``on`` or ``off`` without quotes: a text in YAML 1.2, and false or true in 1.1, which PyYAML reads. Where no type
+    says which was meant, the loader refuses it."""
+
+
+_SWITCHES = frozenset(form for word in ("no", "yes", "on", "off") for form in (word, word.title(), word.upper()))
 
 
 def read_file(path: Path) -> Layer:
@@ -191,7 +200,7 @@ class _YamlReader:
 
     def scalar(self, node: Any, kind: str) -> Any:
         if kind in ("str", "timestamp"):
-            return node.value
+            return BareSwitch(node.value) if not node.style and node.value in _SWITCHES else node.value
         if kind in ("null", "bool", "int", "float"):
             try:
                 return self.yaml.constructor.construct_object(node)

@@ -45,8 +45,7 @@ def check_target(text: str, *, what: str = "target", origin: str = "", bare: boo
         bare: it will be called without arguments, so the message lists only functions that can be.
     """
     given = f"{what}={text!r}" + (f" ({origin})" if origin else "")
-    place, name = split_target(text, given)
-    file = _existing(place, name, given) if place.endswith(".py") else _module_file(place, given)
+    name, file = text.rpartition(":")[2], target_file(text, given)
     if file is None or file.suffix != ".py" or not file.is_file():
         return  # built in, compiled or zipped: only an import can tell
     try:
@@ -58,6 +57,12 @@ def check_target(text: str, *, what: str = "target", origin: str = "", bare: boo
     names, certain = _names_in(tree)
     if certain and name not in names:
         raise _missing_name(given, name, str(file), names, _defined(tree, bare=bare) or _defined(tree))
+
+
+def target_file(text: str, given: str) -> Path | None:
+    """The file that a target's function is in, found without running it; None if only an import can tell. ``given``: for the error."""
+    place, name = split_target(text, given)
+    return _existing(place, name, given) if place.endswith(".py") else _module_file(place, given)
 
 
 def load_target(text: str, *, what: str = "target") -> Any:

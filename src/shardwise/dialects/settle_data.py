@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.loader import UNWRITTEN
+from shardwise.config.loader import SOME_DATA, SOME_MODEL, UNWRITTEN
 from shardwise.config.tokenizer import read_json
 from shardwise.dialects.facts import Facts
 from shardwise.dialects.settle_precision import class_names
@@ -94,13 +94,13 @@ def settle_data(facts: Facts) -> None:
     elif isinstance(data, list):
         data = data[0]
     if facts.get("model.build") is None:
-        facts.put("model.hf", model or "MODEL_DIRECTORY", "model")
+        facts.put("model.hf", model or SOME_MODEL, "model")
         if facts.get("parallel.remat") is not None:
             facts.put("model.args.use_cache", False, *_OF_REMAT)  # as there, where blocks run again
     if not model:
         facts.missing.append("model.hf: a directory that save_pretrained has written")
     if facts.get("data.path") is None:
-        facts.put("data.path", data or "DATA.jsonl", "data")
+        facts.put("data.path", data or SOME_DATA, "data")
         _settle_splits(facts, data)
     if not data:
         facts.missing.append("data.path: a text, tokens (.npy, .bin), records (.jsonl) or a saved dataset")

@@ -2,7 +2,7 @@
 Torch-free."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -16,13 +16,13 @@ from shardwise.errors import ConfigError
 
 MICRO_BATCH = 8  # of a run that says neither data.micro_batch nor data.micro_tokens
 
-_OF_FILES = (
-    "path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "chat_template", "eos_token", "cache",
-)  # fmt: skip
-
 
 class Data(Options, frozen=True, kw_only=True):
     """Section ``data``: the training data, sequence length and batch sizes."""
+
+    needless_with_build: ClassVar[tuple[str, ...]] = (
+        "path", "val_path", "tokenizer", "dtype", "seq_len", "pack", "unusable", "chat_template", "eos_token", "cache",
+    )  # fmt: skip
 
     path: Annotated[
         str | None,
@@ -166,7 +166,7 @@ class Data(Options, frozen=True, kw_only=True):
     def _check_build(self) -> None:
         if not check_build("data", self.build, self.args):
             return
-        for key in _OF_FILES:
+        for key in self.needless_with_build:
             if getattr(self, key) != default_of(Data, key):
                 raise ConfigError(
                     f"data.{key}={getattr(self, key)!r} with data.build={self.build!r}",

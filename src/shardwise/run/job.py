@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.data.loader import Loader
 from shardwise.data.stream import is_stream
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.model.calling import call
 from shardwise.parallel import recipe_of, runtime_of
 from shardwise.run.build import (
@@ -45,6 +45,8 @@ from shardwise.world import World
 from shardwise.world.signals import EndOfRun
 
 Emit = Callable[..., None]
+_NUM_EMPTY = 10
+"""Windows without a valid label, from the start or resume on, after which a run ends with an error: one alone may be by chance."""
 
 
 def train(config: RunConfig, world: World, emit: Emit) -> dict[str, Any]:
@@ -178,6 +180,7 @@ class _Run:
         self.callback = make_callback(self.config.train.callback)
         self.unlogged: dict[str, Any] | None = None  # figures of the last step, if they are not in the metrics
         self.num_validated = 0  # the step of the last validation
+        self.num_trained_on: float = 0  # valid labels since the start or resume
 
     def close(self) -> None:
         """Called at the end, also if that is an error: ends what watches the run."""
@@ -250,6 +253,8 @@ class _Run:
                     self.output.tell_memory(self.step.optim)
                     self.output.tell_chosen()
                 self.report(done, out, pace, lr=lr, is_first=done == first)
+                self.num_trained_on += out.num_tokens
+                self.refuse_nothing(done, first)
                 if self.callback(out) and done < steps:
                     self.world.stop.ask_for_end()  # all ranks know of it before the next forward
                 if done == steps or (train.eval_every and done % train.eval_every == 0):
@@ -292,13 +297,25 @@ class _Run:
             **({} if out.loss_scale is None else {"loss_scale": out.loss_scale}),
             **{name: float(value) for name, value in (out.metrics or {}).items()},
         }
-        self.last["loss"], self.last["num_skipped"] = figures["loss"], figures["num_skipped"]
+        self.last["num_skipped"] = figures["num_skipped"]
+        if out.num_tokens:  # of a window without a valid label there is none
+            self.last["loss"] = figures["loss"]
         if done % self.config.log.every == 0 or is_first or done == self.steps:
             self.output.tell("step", **figures, memory=memory_of(self.model, self.step.optim).as_dict())
             self.unlogged = None
         else:
             self.emit("step", **figures)
             self.unlogged = figures
+
+    def refuse_nothing(self, done: int, first: int) -> None:
+        """Raises UsageError, on all ranks, if no window had a valid label: of the first ones, or of the whole run."""
+        num = done - first + 1
+        if not self.num_trained_on and (num == _NUM_EMPTY or done == self.steps == num):
+            raise UsageError(
+                f"{num} windows of {self.config.data.global_batch} samples without a valid label",
+                why="every label is ignored (-100), or every count is 0: nothing was trained",
+                fix="look at the labels of the samples, or at what train.loss or train.count counts",
+            )
 
     def validate(self, done: int) -> None:
         """Computes and reports the mean loss over all validation tokens."""

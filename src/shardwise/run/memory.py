@@ -43,8 +43,7 @@ def memory_of(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> M
     """
     params = {id(p): p for p in model.parameters()}.values()
     grads = [p.grad for p in params if p.grad is not None]
-    kept = [] if optim is None else leaves_of(list(optim.state.values()))
-    state = [value for value in kept if isinstance(value, Tensor)]
+    state = [] if optim is None else _state_of(optim)
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else 0
     return MemoryUse(
         rss=rss_bytes(),
@@ -61,7 +60,7 @@ def state_bytes(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, in
 
     Call it after the first step, when the optimizer has its state. A gradient is counted for every trained parameter,
     as during a step. The bytes of one process are computed from the full shapes, with as much optimizer state per
-    parameter as this rank has.
+    parameter as this rank has; numbers beside it, such as a step count, are as many on each rank.
     """
     runtime = runtime_of(model)
     mine, whole, frozen, whole_frozen = 0, 0, 0, 0
@@ -71,10 +70,16 @@ def state_bytes(model: nn.Module, optim: torch.optim.Optimizer) -> tuple[int, in
             mine, whole = mine + local_bytes(param), whole + full
         else:
             frozen, whole_frozen = frozen + local_bytes(param), whole_frozen + full
-    optim_bytes = memory_of(model, optim).optim
-    here = 2 * mine + optim_bytes + frozen
-    alone = 2 * whole + round(optim_bytes * whole / max(1, mine)) + whole_frozen
+    state = _state_of(optim)
+    numbers = sum(local_bytes(value) for value in state if not value.dim())
+    divided = sum(map(local_bytes, state)) - numbers
+    here = 2 * mine + divided + numbers + frozen
+    alone = 2 * whole + round(divided * whole / max(1, mine)) + numbers + whole_frozen
     return here, alone
+
+
+def _state_of(optim: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for value in leaves_of(list(optim.state.values())) if isinstance(value, Tensor)]
 
 
 def local_bytes(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """The section ``model`` of the configuration of ``shardwise train``: what is built, what it starts from, what of it is trained.
 Torch-free."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -13,6 +13,8 @@ from shardwise.errors import ConfigError
 
 class Model(Options, frozen=True, kw_only=True):
     """Section ``model``: the model and its initial weights."""
+
+    needless_with_build: ClassVar[tuple[str, ...]] = ("hf",)
 
     build: Annotated[
         str | None,

@@ -23,6 +23,7 @@ import msgspec
 
 from shardwise.config.render import dump_config, flow_text
 from shardwise.config.sources import EXTENSIONS
+from shardwise.config.target import looks_like_target, target_file
 from shardwise.config.tokenizer import BYTES_MEANT, tokenizer_path
 from shardwise.data.corpus import pydoc_text
 from shardwise.data.sft.saved import open_rows
@@ -62,6 +63,12 @@ MAY_CHANGE = tuple(
 read. A key that is added to ``data`` is refused until it is listed here."""
 _OPEN = ("model.args.", "model.rename.", "data.args.", "optim.args.", "schedule.args.", "parallel.")
 """Prefixes of keys that are not in the defaults: the user's own, or keys that depend on another value."""
+_CODE = (
+    *(f"{section}.build" for section in ("model", "data", "optim", "schedule")),
+    *(f"train.{key}" for key in ("loss", "count", "forward", "callback")),
+)
+"""Keys that name a function of the user's: its file may move, and what is in it may change, which is said."""
+_OF_CODE = "code of "
 _OF_TOKENIZER = "data.tokenizer/"
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -87,7 +94,7 @@ class _Saved:
 
 def texts_of(config: RunConfig) -> dict[str, str]:
     """The files in a checkpoint that identify its run: the configuration, and digests of the files that it names."""
-    return {CONFIG: dump_config(config), FILES: json.dumps(files_of(config), indent=1)}
+    return {CONFIG: dump_config(config), FILES: json.dumps({**files_of(config), **_code_of(config)}, indent=1)}
 
 
 def changes_since(root: Path, config: RunConfig) -> list[str]:
@@ -114,7 +121,7 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
                     identity = _identity_of(key, old)
             same = identity is not None and identity == files.get(key)
         else:
-            same = old == new or (key == "model.build" and _file_name(old) == _file_name(new))
+            same = old == new or (key in _CODE and _file_name(old) == _file_name(new))
         if key == "data.tokenizer" and {old, new} <= {None, BYTES_MEANT}:
             continue  # both mean that a text is read as bytes
         if same or (_of(START, key) and new == default.get(key)):
@@ -128,7 +135,9 @@ def changes_since(root: Path, config: RunConfig) -> list[str]:
             changed.append(f"{key} {flow_text(old)} -> {flow_text(new)}")
     if refused:
         raise _refusal(saved, config, refused, now, default)
-    return changed
+    code = _code_of(config)
+    edited = [name.removeprefix(_OF_CODE) for name in code if code[name] != saved.files.get(name, code[name])]
+    return changed + [f"the file of {key}={now[key]} has changed since the checkpoint was saved" for key in edited]
 
 
 def _refusal(
@@ -161,8 +170,11 @@ def _newest(root: Path) -> _Saved | None:
                 continue
             text = saved.files.whole(folder / CONFIG).decode(errors="replace")
             values = flat(EXTENSIONS[".yaml"](text, str(folder / CONFIG)).values)
-            files = saved.files.whole(folder / FILES) if FILES in saved.manifest.files else b"{}"
-            return _Saved(folder=folder, values=values, files=msgspec.json.decode(files, type=dict[str, str]))
+            noted = saved.files.whole(folder / FILES) if FILES in saved.manifest.files else b"{}"
+            files = msgspec.json.decode(noted, type=dict[str, str])
+            if values.get("data.build"):  # an earlier version noted the built-in text, which such a run does not read
+                files.pop("data.path", None)
+            return _Saved(folder=folder, values=values, files=files)
     return None
 
 
@@ -198,7 +210,7 @@ def _as_read(value: Any) -> Any:
 def files_of(config: RunConfig) -> dict[str, str]:
     """Key -> size and digest of the file that it names, as text: equal for copies in other places. Of ``model.hf``, its
     config.json."""
-    files = {"data.path": _identity_of("data.path", config.data.path)}
+    files = {} if config.data.build else {"data.path": _identity_of("data.path", config.data.path)}
     if config.data.val_path is not None:
         files["data.val_path"] = file_sample(Path(config.data.val_path))
     tokenizer = tokenizer_path(config.data.tokenizer)
@@ -210,6 +222,19 @@ def files_of(config: RunConfig) -> dict[str, str]:
         files["data.chat_template"] = file_sample(Path(config.data.chat_template))
     if config.model.hf is not None:
         files["model.hf"] = _identity_of("model.hf", config.model.hf)
+    return files
+
+
+def _code_of(config: RunConfig) -> dict[str, str]:
+    """As :func:`files_of`, of the files of the user's functions. What these import is not looked at."""
+    files: dict[str, str] = {}
+    for key, name in flat(config).items():
+        if key in _CODE and name is not None and looks_like_target(name):
+            with contextlib.suppress(
+                OSError, ConfigError
+            ):  # of a function that is not there the run itself has an error
+                if (file := target_file(name, f"{key}={name!r}")) is not None:
+                    files[f"{_OF_CODE}{key}"] = file_sample(file)
     return files
 
 

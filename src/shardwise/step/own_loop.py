@@ -71,6 +71,15 @@ class OwnLoop:
             "that divides by another number may read it once",
         )
 
+    def warn_of_nothing(self, runtime: Runtime, place: str) -> None:
+        """Warns once of a window in which no rank counts anything."""
+        self._warn(
+            runtime,
+            "nothing counted",
+            f"{place} has nothing to train on: on every rank all labels are -100, or count= gave 0. sw.TrainStep leaves its step out, "
+            "and its loss is NaN; in a loop of your own, leave out optim.step() where w.num_valid is 0. If it was not meant, look at the labels",
+        )
+
     def warn_of_window(self, gradients: Accumulation, num_tokens: float, place: str) -> None:
         """Warns, once each, of a window without a backward, and of a missing ``zero_grad()``."""
         runtime = gradients.runtime

@@ -56,10 +56,11 @@ class StepOutput:
 
     Attributes:
         step: number of windows run so far, including this one.
-        loss: sum over all ranks' valid tokens divided by their number (nats per token for a cross entropy).
+        loss: sum over all ranks' valid tokens divided by their number (nats per token for a cross entropy); NaN where
+            there are none.
         grad_norm: norm of the full model's gradient before clipping, of the step's ``norm_type``.
         num_tokens: valid tokens of the window, over all ranks.
-        skipped: True if the step was not taken because something was not finite.
+        skipped: True if the step was not taken: something was not finite, or no token was valid.
         metrics: the other entries of the loss, divided in the same way.
         loss_scale: what the loss was multiplied by for float16; None without a scaler.
         data_s: seconds that ranks waited for the Loader to give them the window, on average over the ranks; 0 for other
@@ -225,13 +226,19 @@ class TrainStep:
             raise nothing_counted(loss)
         self.num_steps += 1
         is_finite = math.isfinite(norm) and math.isfinite(loss)
-        if is_finite:
-            self._agree_on_buffers(w)
-            self._step(clipping, norm)
-        else:
+        if not is_finite:
             self._refuse_step(norm, loss, sums["loss"], state)
+        else:
+            self._agree_on_buffers(w)
+            if w.num_valid:
+                self._step(clipping, norm)
+            else:  # the mean over nothing is no figure: 0 would be the best of all
+                self._drop_gradients()
+                self.num_skipped += 1
+                loss, means = math.nan, dict.fromkeys(means, math.nan)
         self._scale.update(is_finite=is_finite)
-        return StepOutput(self.num_steps, loss, norm, w.num_valid, not is_finite, means, scale, w.waited_s)
+        is_skipped = not (is_finite and w.num_valid)
+        return StepOutput(self.num_steps, loss, norm, w.num_valid, is_skipped, means, scale, w.waited_s)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

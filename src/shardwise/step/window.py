@@ -142,6 +142,8 @@ class Window:
         self._loop.warn_of_unread(runtime)
         counted = agree_on_count(runtime, self.batches, self._count, trains=self._trains, meanwhile=self._mark_tensors)
         self._tokens, self.waited_s, self.num_ignored = counted
+        if not self._tokens:
+            self._loop.warn_of_nothing(runtime, self.place)
         self._counted_again = count_again(runtime, self.batches, self._count)
         if not self._trains:
             self._count_of_tokens = self._loop.begin(len(self.batches) * runtime.world.axis("dp").size)

@@ -213,8 +213,9 @@ def _comparable(task: Task, params: Mapping[str, Tensor | None], steps: Sequence
 def _step_differences(task: Task, recipe: Recipe, oracle: Sequence[StepRecord], steps: list[RankStep]):
     """Differences after the last step of ``oracle``, which ``steps`` are by rank."""
     expected, number = oracle[-1], len(oracle)
-    grads = {name: assemble(recipe, name, [step.grads[name] for step in steps]) for name in recipe.params}
-    yield from _tensors("grad", grads, expected.grads, number)
+    if expected.num_tokens:  # else the step is left out, before there are gradients to look at
+        grads = {name: assemble(recipe, name, [step.grads[name] for step in steps]) for name in recipe.params}
+        yield from _tensors("grad", grads, expected.grads, number)
     params = {name: assemble(recipe, name, [step.params[name] for step in steps]) for name in recipe.params}
     yield from _tensors("param", *_comparable(task, params, oracle), number)
     known = {n: b for first, b in recipe.buffers.items() for n in (first, *b.aliases)}
@@ -222,7 +223,8 @@ def _step_differences(task: Task, recipe: Recipe, oracle: Sequence[StepRecord], 
     for rank, step in enumerate(steps):  # after the tensors: the name of a tensor is more useful than a rank
         if not math.isclose(step.num_tokens, expected.num_tokens, rel_tol=1e-12):  # a count may be a sum of weights
             yield Difference("num_tokens", float("inf"), f"rank {rank}", number)
-        yield Difference("loss", _relative(step.loss, expected.loss), f"rank {rank}", number)
+        if expected.num_tokens:  # else it is NaN
+            yield Difference("loss", _relative(step.loss, expected.loss), f"rank {rank}", number)
         yield Difference("grad_norm", _relative(step.grad_norm, expected.grad_norm), f"rank {rank}", number)
 
 
@@ -262,7 +264,7 @@ def _where_gradients_count(params: Mapping[str, Tensor | None], steps: Sequence[
         mask = torch.ones_like(real, dtype=torch.bool)
         for step, most in zip(steps, largest, strict=True):
             grad = step.grads[name]
-            mask &= True if grad is None else _reals(grad).abs() > _FLOOR * most
+            mask &= True if grad is None or not step.num_tokens else _reals(grad).abs() > _FLOOR * most
         found[name], wanted[name] = real[mask], reference[mask]
     return found, wanted
 

@@ -180,7 +180,8 @@ def _step(task: Task, model: nn.Module, optim: torch.optim.Optimizer, number: in
     if task.clip_grad_value is not None:
         torch.nn.utils.clip_grad_value_(params.values(), task.clip_grad_value)
     kept = {name: None if p.grad is None else p.grad.clone() for name, p in params.items()}
-    optim.step()
+    if tokens:  # a step on nothing is none
+        optim.step()
     optim.zero_grad()
     return StepRecord(
         loss=total / divisor,

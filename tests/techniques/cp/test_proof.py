@@ -229,6 +229,8 @@ class Odd(Words):
             self.kept = x
         if self.how == "keeps a mean":
             self.kept = self.blocks[0].norm(x).square().mean()
+        if self.how == "keeps a number":
+            self.kept = x.detach().square().mean()
         if self.how == "rolls":
             x = x.roll(1, 1)
         output = self.head(self.norm(x))
@@ -236,21 +238,23 @@ class Odd(Words):
 
 
 class Longer(nn.Module):
-    """A layer of numbers that it has from so many positions on."""
+    """A layer of numbers that it has from so many positions on, up to so many."""
 
-    def __init__(self, least):
+    def __init__(self, least, most):
         super().__init__()
-        self.layer, self.least = nn.Linear(WIDTH, WIDTH), least
+        self.layer, self.least, self.most = nn.Linear(WIDTH, WIDTH), least, most
 
     def forward(self, x):
-        return x + self.layer(x) * (2 if x.shape[1] >= self.least else 1)
+        return x + self.layer(x) * (2 if self.least <= x.shape[1] <= self.most else 1)
 
 
 def proof_of(module, num=24):
     return Search(module, next(sequences_in(((), {"input_ids": batch(1, num)["input_ids"]}))), 2, "zigzag").run()
 
 
-@pytest.mark.parametrize("how", ["in eval mode", "keeps a mean", "rolls", "returns a whole number too"])
+@pytest.mark.parametrize(
+    "how", ["in eval mode", "keeps a mean", "keeps a number", "rolls", "returns a whole number too"]
+)
 def test_code_behind_the_blocks_that_mixes_positions_gets_all_of_them(how):
     """In either mode, whether it is returned or kept; and what is whole is not added up beside what is of rows."""
     facts = proof_of(Odd(how))
@@ -391,11 +395,11 @@ def test_what_is_behind_a_gate_of_0_is_compared():
         proof_of(model)
 
 
-@pytest.mark.parametrize("least", [18, 20])
-def test_what_longer_sequences_do_is_compared_too(least):
+@pytest.mark.parametrize(("least", "most"), [(18, 64), (18, 19), (20, 64)])
+def test_what_longer_sequences_do_is_compared_too(least, most):
     """Lengths of 17 and 19 are run, and nearly the 24 of the example: ranks have less than 18 positions of all."""
     model = Odd("")
-    model.blocks[1] = Longer(least)
+    model.blocks[1] = Longer(least, most)
     with pytest.raises(Differs, match=r"blocks\.1: its output"):
         proof_of(model)
 

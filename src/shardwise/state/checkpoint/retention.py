@@ -93,21 +93,35 @@ class RetentionPolicy:
                     Manifest.read(root / folder_name(step))
                     num_last += 1
         others = [step for step in steps_in(root) if step < newest and step not in kept]
-        best = self._best(root, newest, figure)
-        others = [step for step in others if step != best and not (self.every and step % self.every == 0)]
+        best = self._best(root, {} if figure is None else {newest: figure}).values() if others else ()
+        others = [step for step in others if step not in best and not (self.every and step % self.every == 0)]
         return [step for step in others if found_in(root / folder_name(step)).keys() <= {"checkpoint"}]
 
-    def _best(self, root: Path, newest: int, figure: float | None) -> int | None:
-        if self.best is None:
-            return None
-        found: dict[int, float] = {} if figure is None else {newest: figure}
+    def former_best(self, root: Path) -> dict[str, int]:
+        """Rule -> step of the best checkpoint by it, for each other figure by which checkpoints below ``root`` were ranked: they stay."""
+        return {rule: step for rule, step in self._best(root, {}).items() if rule != self.best}
+
+    def _best(self, root: Path, now: Mapping[int, float]) -> dict[str, int]:
+        """Rule -> step of the best checkpoint by it; ``now``: the figure of one that is being saved. Figures of the same name are ranked by
+        the rule of now; those of another name say nothing of it, and have a best of their own."""
+        found = {} if self.best is None else {self.best: dict(now)}
         for step in steps_in(root):
             with contextlib.suppress(CheckpointError), SavedRun(root / folder_name(step)) as saved:
                 state = saved.brief()
-                if state.get("figure") is not None and state.get("best", self.best) == self.best:
-                    found[step] = state["figure"]
-        ranked = {step: value for step, value in found.items() if value == value}  # NaN is never the best
-        return min(ranked, key=lambda step: (ranked[step], -step), default=None)
+                value, rule = state.get("figure"), state.get("best", self.best)
+                if value is None or rule is None:
+                    continue
+                if (
+                    self.best is not None
+                    and rule != self.best
+                    and rule.removeprefix("-") == self.best.removeprefix("-")
+                ):
+                    value, rule = -value, self.best
+                found.setdefault(rule, {})[step] = value
+        ranked = {
+            rule: {s: v for s, v in values.items() if v == v} for rule, values in found.items()
+        }  # NaN is never the best
+        return {rule: min(values, key=lambda s: (values[s], -s)) for rule, values in ranked.items() if values}
 
 
 def remove(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The saves of a run: each is taken down between two windows, and written at once, or in a thread while training continues."""
 
+import contextlib
 import sys
 import time
 import warnings
@@ -91,6 +92,7 @@ class Saves:
             fault = error
         if figure is not None and figure != figure:
             self.warn_once(f"best={self._retention.best!r}: a NaN, at step {self._runtime.step}, is never the best")
+        self._warn_of_former_best()
         run = self._resume_point
         self.check_base(again=True)
         contents = contents_of(
@@ -123,6 +125,18 @@ class Saves:
             )
             raise fault
         return self._directory.folder(contents.step)
+
+    def _warn_of_former_best(self) -> None:
+        """Says at the first save which checkpoints stay since they were the best by another rule."""
+        former: Mapping[str, int] = {}
+        if self.last_step is None and self._world.is_main:
+            with contextlib.suppress(OSError):  # what cannot be read is reported where it is pruned
+                former = self._retention.former_best(self._directory.root)
+        for rule, step in former.items():
+            self.warn_once(
+                f"the checkpoint of step {step}, which was the best by best={rule!r}, stays: now it is best={self._retention.best!r}, and it has "
+                "no such figure. Delete its directory when it is not needed"
+            )
 
     def check_base(self, *, again: bool = False) -> None:
         """Refuses frozen weights that are left out and are nowhere else; once, or ``again``. All ranks must call it."""
