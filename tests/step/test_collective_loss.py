@@ -216,7 +216,8 @@ def contrasted(layout, group, run):
         torch.manual_seed(3)
         example = {"input_ids": torch.arange(12).reshape(2, 6)}
         model = sw.parallelize(Pooled().double(), world, example=example, sharding=sw.Sharding(min_unit_bytes=0))
-        axes = {"of the axis dp": lambda: world.axis("dp").group, "default": lambda: None}
+        axes = {f"of the axis {name}": lambda name=name: world.axis(name).group for name in ("dp", "loss")}
+        axes["default"] = lambda: None
         axes["all again"] = functools.cache(lambda: dist.new_group(range(world.size)))
 
         def loss(output, b):
@@ -248,6 +249,7 @@ def contrasted(layout, group, run):
         ("dp_replicate=2,tp=2", "all again", "step"),
         ("dp_shard=1,tp=2", "default", "evaluation"),
         ("dp_shard=1,cp=2", "default", "step"),
+        ("dp_shard=1,cp=2", "of the axis loss", "step"),
     ],
 )
 def test_samples_are_not_several_times_in_a_collective(ranks, layout, group, run):

@@ -61,10 +61,11 @@ def _along(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _any(op: Any, args: Any, kwargs: Any) -> Any:
     """Counts: torch adds the ranks' answers as bools, of which two make a true value that is not equal to True."""
-    named = _named(op, args, kwargs)
-    dims = named.get("dim")
-    dims = list(range(args[0].dim())) if dims is None else dims
-    return args[0].ne(0).sum(dims, named.get("keepdim", False)).gt(0)
+    named, tensor = _named(op, args, kwargs), args[0]
+    if (dims := named.get("dim")) == []:  # of no dim: each element by itself
+        return tensor.ne(0)
+    found = tensor.ne(0).sum(list(range(tensor.dim())) if dims is None else dims, named.get("keepdim", False)).gt(0)
+    return found.to(tensor.dtype) if tensor.dtype == torch.uint8 else found
 
 
 def _averaged(op: Any, args: Any, kwargs: Any) -> Any:

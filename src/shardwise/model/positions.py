@@ -159,6 +159,8 @@ class Rows(ComparedRows):
             known = None if self._known is None else self._known.islands.get(name, [{}, {}])[0]
             return self._joined("in", frame.key, (args, kwargs), full, dims, known)  # type: ignore[no-any-return]
         frame.is_right = self._is_same((args, kwargs), full)
+        if is_cut and self._inside == 2 and self._plan.owner is not None and self._known is None and not frame.is_right:
+            raise Differs(self._plan.owner, f"what it gives to {name} is not what these positions have")
         if not frame.is_right and self.gradients is not None:
             self.gradients.unlike.add(name)
         return self._noted("in", frame.key, (args, kwargs)) if frame.is_right else (args, kwargs)
@@ -572,6 +574,8 @@ class Rows(ComparedRows):
                 return call.finish(call.kernel(call.q, call.k, call.v, None))
             if place not in of_rows:
                 of_rows.append(place)
+            if call.mask is None:
+                self.facts.note_seen(frame.name, "causal" if call.is_causal else "not causal", place)
             if call.v.shape == values.shape:
                 raise Differs(
                     frame.name, "what its attention takes for values is of all positions, and its keys are not"

@@ -163,6 +163,10 @@ class Differs(Exception):  # noqa: N818 - it is not raised to users
         self.is_mask, self.is_of_heads, self.is_kept = is_mask, is_of_heads, is_kept
 
 
+class AroundBlocks(Differs):
+    """The code around the blocks adds to what they return, and is not of each position."""
+
+
 class Whole:
     """What the run on all positions had; of the modules ``only``, if there are many blocks, and of products in ``products_of``.
 

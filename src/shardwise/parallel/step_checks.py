@@ -26,7 +26,7 @@ from shardwise.errors import UsageError
 from shardwise.model.tensors import checksum
 from shardwise.parallel.named_gradients import OwnGradients
 from shardwise.parallel.other_shards import watch_optimizer
-from shardwise.parallel.outside_parameters import refuse_unsummed
+from shardwise.parallel.outside_parameters import note_stepped
 from shardwise.parallel.plain_parts import ELEMENTWISE, is_elementwise, refuse_mixing_optimizer
 from shardwise.parallel.runtime import Runtime
 from shardwise.parallel.stale import refuse_stale, replaced_name
@@ -79,7 +79,7 @@ def check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     held = _held(optimizer)
     stepped = _stepped(held)
     if not stepped:
-        refuse_unsummed(optimizer, held)
+        note_stepped(optimizer, held)
         return
     if _looked_at.get(optimizer) != (ids := frozenset(held)):
         _refuse_strangers(optimizer, held)

@@ -10,7 +10,7 @@ from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import RankError
 from shardwise.parallel import Runtime
 from shardwise.parallel.named_gradients import OwnGradients
-from shardwise.parallel.outside_parameters import entries_of_outside, note_unsummed
+from shardwise.parallel.outside_parameters import entries_of_outside, refuse_drifted
 from shardwise.parallel.partial_sums import add_late
 from shardwise.parallel.replicas import Replicas
 from shardwise.world.agreement import Entry, digest_of_text, minority
@@ -43,7 +43,7 @@ class Exchange:
         runtime = self.runtime
         if not runtime.world.agreement.all_same_among(summed["units"], runtime.same_units):
             raise self._units_differ()
-        note_unsummed(runtime, summed, place)
+        refuse_drifted(runtime, summed, place)
         if "used" in summed:
             if summed["used"].any():
                 runtime.forget(OwnGradients)

@@ -78,12 +78,14 @@ class _NoneOverCopies(_OwnCollectives):
         # With a share of the sums, ranks along every axis of the loss but dp compute all of it.
         is_of_dp = runtime.share_of_sums != 1 or world.axis("loss").size == world.axis("dp").size
         self._axis = world.axis("dp" if is_of_dp else "loss")
+        self._same_loss = {*world.axis("loss").ranks} - {*self._axis.ranks}
 
     def refuse(self, name: str, group: Any) -> None:
         if group is None:  # it waits for one that has begun, for example
             return
         ranks, others = set(dist.get_process_group_ranks(group)), set(self._axis.ranks)
-        if ranks <= others or not (group is dist.group.WORLD or len(ranks & others) > 1):
+        # One along tp alone has parts of a tensor, of code that knows that it is cut.
+        if ranks <= others or not (group is dist.group.WORLD or len(ranks & others) > 1 or ranks & self._same_loss):
             return
         raise UnsupportedError(
             f"a collective of your own ({name}) in the forward or the loss, over {len(ranks)} ranks",

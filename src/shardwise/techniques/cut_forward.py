@@ -270,6 +270,8 @@ class CutForward:
         number = self._num_calls.get(name, 0)
         self._num_calls[name] = number + 1
         dims, on_rows = calls[min(number, len(calls) - 1)]
+        if not name:  # the model itself: the example's arguments are known by their names
+            args, kwargs = by_name(module, args, kwargs)
         positions = {key: kwargs[key] for key in kwargs if key.startswith(_AT)}
         kwargs = {key: x for key, x in kwargs.items() if key not in positions}
         within = None if self.inner is None or self.inner.at is None else self.inner.at.rows.shape[0]

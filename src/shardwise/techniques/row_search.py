@@ -1,7 +1,6 @@
 """Finds how a model's sequences may be cut over ranks: tries a plan, and repairs it by the first module that differs. Serves context
 parallelism, and sequence parallelism within tensor parallelism."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,7 +17,7 @@ from shardwise.model.blocks import find_block_lists
 from shardwise.model.nested_rows import Exchanges, run_nested
 from shardwise.model.products import dim_of
 from shardwise.model.pytrees import keyed_leaves
-from shardwise.model.row_facts import Differs, Facts, Plan, Whole
+from shardwise.model.row_facts import AroundBlocks, Differs, Facts, Plan, Whole
 from shardwise.model.row_gradients import BackwardDiffers, Gradients
 from shardwise.model.row_runs import run_on_rows, whole_run
 from shardwise.model.rows import Order, rows_of
@@ -325,9 +324,14 @@ class Search:
             if self.kind is not None or self.extra or not all(not owner or is_in_block(b, owner) for b in plan.cut):
                 raise
             # Its code around the blocks may be of each position too: x + block(x).
-            with contextlib.suppress(Differs):
+            try:
                 return self._repaired_until_right(trial, Plan(cut=(*plan.cut, owner), owner=owner), [[owner]])
-            raise
+            except Differs as within:
+                if within.is_kept or within.is_of_heads or within.is_of_gradients or within.is_drawn:
+                    raise
+                raise AroundBlocks(
+                    owner, within.why if within.name == owner else f"{within.name}: {within.why}"
+                ) from wrong
 
     def _repaired_until_right(self, trial: Trial, plan: Plan, lists: Sequence[Sequence[str]]) -> Plan:
         for _ in range(_TRIES):
@@ -528,11 +532,10 @@ class Search:
                 after = self._first_difference(trial, other)
                 if after is None or not after.is_mask or after.name != name:
                     return other
-        for maker in (name, plan.owner):  # what the owner gives a block may be wrong already, and is not compared
-            if maker is not None and maker not in plan.positions:
-                other = dataclasses.replace(plan, positions=(*plan.positions, maker))
-                if self._goes_further(self._first_difference(trial, other), wrong):
-                    return other
+        if name not in plan.positions:
+            other = dataclasses.replace(plan, positions=(*plan.positions, name))
+            if self._goes_further(self._first_difference(trial, other), wrong):
+                return other
         if block is not None and self.heads_over == 1 and name not in self._written:
             self._written.add(name)
             if (other := self._with_all_positions(trial, plan, wrong, block)) is not None:

@@ -13,13 +13,16 @@ WIDTH = 16
 
 
 class Attention(nn.Module):
+    asks_for_length = False
+
     def __init__(self):
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        is_causal = not self.asks_for_length or x.shape[1] > 1
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2).flatten(2))
 
 
 def feed_forward():
@@ -139,7 +142,10 @@ def test_what_blocks_return_is_added_to_around_them(ranks, model, layout, option
 
 @pytest.mark.parametrize("model", [Shifted, Scaled])
 def test_code_around_blocks_that_is_not_of_each_position_is_refused(ranks, model):
-    with pytest.raises(sw.ShardwiseError, match="depends on other positions"):
+    with pytest.raises(
+        sw.ShardwiseError,
+        match=r"(?s)its code around the blocks .* what it gives to \w+\.\d is not what these positions have",
+    ):
         sw.verify(model, "cp=2", batches=windows(), loss=loss_of, run=ranks.run)
 
 
@@ -153,3 +159,43 @@ def test_blocks_are_counted_and_not_what_runs_them(ranks):
     text = ranks.run(described, 2)[0]
     assert "context parallelism: 12 blocks work on 1/2 of the positions" in text
     assert "attention sends" in text
+
+
+def by_length(length):
+    with sw.init("cp=2", device="cpu", timeout_s=30) as world:
+        model = Words()
+        for layer in model.body.layers:
+            layer[0].asks_for_length = True
+        model = sw.parallelize(model, world, example=windows()[0][0])
+        step = sw.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of)
+        ids = torch.arange(length)[None]
+        return step([{"input_ids": ids, "labels": ids.roll(-1, 1)}]).num_tokens
+
+
+def test_attention_that_is_causal_by_the_length_is_refused_where_a_rank_has_one_position(ranks):
+    """0.5 % of a loss, and 0.1 of a gradient."""
+    assert ranks.run(by_length, 2, 5) == [5, 5] and ranks.run(by_length, 2, 1) == [1, 1]
+    with pytest.raises(sw.RankError, match="attention that is not causal on 1 of 3 positions"):
+        ranks.run(by_length, 2, 3)
+
+
+def called_in_place():
+    """Gradients of a loop of the user's own that calls the model, which runs its blocks itself, with its tokens in place."""
+    with sw.init("cp=2", device="cpu", timeout_s=30) as world:
+        torch.manual_seed(0)
+        model = InRoot().double()
+        plain = InRoot().double()
+        plain.load_state_dict(model.state_dict())
+        batch = windows()[0][0]
+        model = sw.parallelize(model, world, example={"input_ids": batch["input_ids"]})
+        with sw.window(model, [batch]) as w:
+            for b in w:
+                labels = sw.cut_sequence(model, b["labels"])
+                (loss_of(model(b["input_ids"]), {"labels": labels}) / w.num_tokens).backward()
+        (loss_of(plain(batch["input_ids"]), batch) / w.num_tokens).backward()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return max(float((sw.full_tensor(p.grad) - q.grad).abs().max()) for p, q in pairs)
+
+
+def test_a_model_that_runs_its_blocks_is_called_with_its_tokens_in_place(ranks):
+    assert max(ranks.run(called_in_place, 2)) < 1e-14

@@ -125,7 +125,7 @@ class _Cuts(CutForward):
         modules = dict(canonical_modules(module))
         blocks = [edit.module for edit in recipe.edits_of("cp") if edit.action == "cut"]
         for name in attentions(module):  # torch's own function checks its mask by the local length
-            if any(not block or name.startswith(f"{block}.") for block in blocks):
+            if any(not block or name == block or name.startswith(f"{block}.") for block in blocks):
                 write_out(modules[name], is_cut=False)  # type: ignore[arg-type]
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._end_forward)

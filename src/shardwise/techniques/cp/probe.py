@@ -14,7 +14,7 @@ from shardwise.model.attend import refuse_uncaught
 from shardwise.model.blocks import find_block_lists
 from shardwise.model.calling import line_of
 from shardwise.model.pytrees import keyed_leaves
-from shardwise.model.row_facts import Differs
+from shardwise.model.row_facts import AroundBlocks, Differs
 from shardwise.model.row_gradients import BackwardDiffers
 from shardwise.model.rows import imbalance, most_rows
 from shardwise.recipe import Draft
@@ -222,6 +222,14 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
             "they are parts of a block (experts), or get positions that were added before them (registers, a padding)",
             fix="keep the layers that the stream passes in an nn.ModuleList, and let them get as many positions as the model; "
             + _WITHOUT,
+        )
+    if isinstance(wrong, AroundBlocks):
+        return UnsupportedError(
+            f"{what} of a {type(module).__name__}",
+            why=f"its code around the blocks works with what they return, so it is to run on some positions too, and there {wrong.why}",
+            fix="let that code treat each position by itself: make masks and biases of all positions where the model has all of its tokens, and pass "
+            "them to the blocks; or let the blocks add to the stream themselves; " + _WITHOUT,
+            name=wrong.name or None,
         )
     if option.fallback == "gather":
         return UnsupportedError(

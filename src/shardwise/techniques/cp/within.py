@@ -114,6 +114,13 @@ class _Calls(TorchFunctionMode):
                 why="it gets the keys of all positions",
                 fix="make the mask where the model has all of its tokens",
             )
+        of_example = {kind for kind in ("causal", "not causal") if place in self._watched.seen.get(kind, ())}
+        if call.mask is None and not call.is_causal and of_example == {"causal"} and self._at.length > 1:
+            raise UnsupportedError(
+                f"attention that is not causal on {self._num_rows} of {self._at.length} positions, and was on the example",
+                why="its code asks for the length (is_causal=x.shape[1] > 1), which is that of this rank's positions",
+                fix="is_causal=True is right for one position too; or leave sequences as short as this one out",
+            )
         return self._busy(self._cuts.exchange, call, self._at, self._cuts.ranks)  # type: ignore[no-any-return]
 
     def _multiplied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> Any:
