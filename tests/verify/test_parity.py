@@ -176,6 +176,6 @@ def test_an_element_that_adamw_moved_by_rounding_is_not_compared_later():
     compare = importlib.import_module("shardwise.verify.compare")
     task = SimpleNamespace(optimizer="adamw")
     grads = [torch.tensor([1.0, 1e-9, 1.0]), torch.tensor([1.0, 1.0, 1e-9]), torch.tensor([1.0, 1.0, 1.0])]
-    steps = [SimpleNamespace(grads={"w": grad}, params={"w": torch.arange(3.0)}) for grad in grads]
+    steps = [SimpleNamespace(num_tokens=1, grads={"w": grad}, params={"w": torch.arange(3.0)}) for grad in grads]
     kept = [compare._comparable(task, {"w": torch.arange(3.0)}, steps[: i + 1])[0]["w"].tolist() for i in range(3)]
     assert kept == [[0.0, 2.0], [0.0], [0.0]]

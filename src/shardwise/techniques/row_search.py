@@ -321,7 +321,8 @@ class Search:
             return self._repaired_until_right(trial, plan, lists)
         except Differs as wrong:
             owner = wrong.name
-            if self.kind is not None or self.extra or not all(not owner or is_in_block(b, owner) for b in plan.cut):
+            is_other = type(wrong) is not Differs or self.kind is not None or self.extra
+            if is_other or not all(not owner or is_in_block(b, owner) for b in plan.cut):
                 raise
             # Its code around the blocks may be of each position too: x + block(x).
             try:
