@@ -66,11 +66,11 @@ def _copied(iterator: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 and 3.13, about 3.14
         make, arguments, *state = iterator.__reduce__()
-    made = make(*map(_part, arguments))
-    if state and state[0] is not None:
-        parts = state[0] if isinstance(state[0], tuple) else state
-        parts = [list(part) if isinstance(part, list) else _part(part) for part in parts]  # `cycle` adds to a list
-        made.__setstate__(tuple(parts) if isinstance(state[0], tuple) else parts[0])
+        made = make(*map(_part, arguments))
+        if state and state[0] is not None:
+            parts = state[0] if isinstance(state[0], tuple) else state
+            parts = [list(part) if isinstance(part, list) else _part(part) for part in parts]  # `cycle` adds to a list
+            made.__setstate__(tuple(parts) if isinstance(state[0], tuple) else parts[0])
     return made
 
 
