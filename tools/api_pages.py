@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "A loop of your own": (
         "window", "accumulate", "count_tokens", "clip_grad_norm_", "clip_grad_value_", "unscale_gradients_", "local_optimizer",
-        "full_tensor", "parameter_norms", "parameter_penalty",
+        "full_tensor", "shard_like", "parameter_norms", "parameter_penalty",
     ),
     "Data": ("Loader", "MicroBatch", "make_labels", "shift_labels", "default_collate", "pad_collate", "SFTDataset"),
     "Records of options": (

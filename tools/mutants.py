@@ -79,6 +79,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_lost_writes.py -k 'no_write_is_lost and third'",
         "orthogonal initialisation of a parameter that is cut draws other numbers on each rank, and in each replica",
     ),
+    Mutant(
+        "shard-draws-of-its-shape",
+        '    *("randn_like", "rand_like", "randint_like", "bernoulli", "normal", "poisson", "binomial", "multinomial"),\n',
+        "",
+        "tests/parallel/test_lost_writes.py -k 'no_write_is_lost and third'",
+        "noise of the shape of a parameter that is cut is other noise on each rank, and in each replica",
+    ),
+    Mutant(
+        "part-draws-of-its-shape",
+        "    if base in DRAWS:\n        return Kind.REFUSED\n",
+        "    if base in DRAWS:\n        return Kind.ELEMENTWISE\n",
+        "tests/techniques/tp/test_read_values.py -k 'every_read_of_a_part and not dp_'",
+        "under tp, noise of the shape of a parameter is the same in every rank's part",
+    ),
+    Mutant(
+        "shard-like-of-the-first-rank",
+        "    coord = runtime.recipe.grid.coord(runtime.world.rank)\n    local = torch.empty(local_shape(param, coord)",
+        "    coord = runtime.recipe.grid.coord(0)\n    local = torch.empty(local_shape(param, coord)",
+        "tests/parallel/test_ways_out.py -k 'noise_on_parameters and tp'",
+        "shard_like gives every rank the first one's part",
+    ),
     # ---- dialects: configurations of other systems -------------------------------------------------------------------
     Mutant(
         "import-batch-of-one-rank",

@@ -31,6 +31,7 @@ from shardwise.parallel import parallelize as parallelize
 from shardwise.parallel import recipe_of as recipe_of
 from shardwise.parallel import world_of as world_of
 from shardwise.parallel.part_values import full_tensor as full_tensor
+from shardwise.parallel.part_values import shard_like as shard_like
 from shardwise.parallel.start import init as init
 from shardwise.recipe import Recipe as Recipe
 from shardwise.run.imported import from_config as from_config

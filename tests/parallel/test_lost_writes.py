@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
 
 import shardwise as sw
 from shardwise._torch.dtensor import local_tensor
@@ -136,6 +135,11 @@ DRAWN = {  # on the CPU each rank would draw for its part alone
     "init.kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w),
     "init.orthogonal_": lambda w: nn.init.orthogonal_(w),
     "a column": lambda w: w[:, 0].normal_(),
+    "randn_like": lambda w: torch.randn_like(w),
+    "rand_like": lambda w: torch.rand_like(w),
+    "randint_like": lambda w: torch.randint_like(w, 3),
+    "normal": lambda w: torch.normal(w, 0.1),
+    "multinomial": lambda w: torch.multinomial(w, 1),
 }
 PLACED |= DRAWN
 ALLOWED = {  # as in one process
@@ -244,7 +248,7 @@ OF_ITSELF = {  # one process refuses them too, as memory is read that is written
 
 
 def of_itself():
-    """What is said of each, and whether it is said before anything is written; draws into what is no parameter."""
+    """What is said of each, and whether it is said before anything is written; of draws into what is no parameter too."""
     found = {}
     with sw.init("dp_shard=2", device="cpu", timeout_s=60) as world, torch.no_grad():
         with torch.enable_grad():
@@ -256,13 +260,25 @@ def of_itself():
                 found[name] = "nothing"
             except sw.UsageError as error:
                 found[name] = str(error) if sw.full_tensor(w).equal(whole) else "half written"
-        torch.zeros_like(w).normal_()
-        optim.state[w]["exp_avg"].normal_()
-    return found
+        drawn = []
+        for draw in (
+            lambda: torch.zeros_like(w).normal_(),
+            lambda: optim.state[w]["exp_avg"].normal_(),
+            lambda: torch.bernoulli(w.sigmoid()),
+            lambda: nn.functional.dropout(w, 0.5),
+        ):
+            try:
+                drawn.append(f"drawn: {draw()}")
+            except sw.UsageError as error:
+                drawn.append(str(error))
+    return found, drawn
 
 
 def test_a_write_of_what_is_read_from_its_own_rows_is_refused_before_it_is_done(ranks):
-    for found in ranks.run(of_itself, 2):
+    for found, drawn in ranks.run(of_itself, 2):
+        assert all("each rank would draw for its part alone" in said and "sw.shard_like" in said for said in drawn), (
+            drawn
+        )
         for name, said in found.items():
             assert said.startswith("weight: ") and "w[0].clone()" in said, (name, said)
 
@@ -281,12 +297,12 @@ def mended(layout):
                 wanted[0].zero_()
                 whole = sw.full_tensor(w)
                 whole[0].zero_()
-                w.copy_(distribute_tensor(whole, w.device_mesh, w.placements))
+                w.copy_(sw.shard_like(whole, w))
                 found[shape, what, "whole"] = sw.full_tensor(w).equal(wanted)
-                keep = torch.ones(shape[0], 1, dtype=w.dtype)
+                keep = torch.ones(shape, dtype=w.dtype)
                 keep[-1] = 0
                 wanted[-1].zero_()
-                w.mul_(distribute_tensor(keep, w.device_mesh, w.placements))
+                w.mul_(sw.shard_like(keep, w))
                 found[shape, what, "mask"] = sw.full_tensor(w).equal(wanted)
             before = param.detach().clone()
             param.copy_(param * 0.9)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
 from shardwise.errors import ShardwiseError
@@ -253,12 +252,15 @@ def test_a_micro_batch_that_one_rank_alone_leaves_out(ranks, layout):
 # ---- noise on parameters -------------------------------------------------------------------------------------------------------
 
 
-def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """As the page on training has it."""
-    noise = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator).to(tensor.device)
-    if isinstance(tensor, DTensor):
-        noise = distribute_tensor(noise, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    return noise
+class Feed(nn.Module):
+    """Layers that tensor parallelism cuts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
 
 
 def add_noise(model: nn.Module) -> None:
@@ -266,21 +268,32 @@ def add_noise(model: nn.Module) -> None:
     with torch.no_grad():
         for _ in range(2):
             for param in model.parameters():
-                param.add_(noise_like(param, generator))
+                noise = torch.randn(sw.full_tensor(param).shape, dtype=param.dtype, generator=generator)
+                param.add_(sw.shard_like(noise, param))
 
 
 def noisy(layout: str, options: dict) -> dict[str, Tensor]:
     with sw.init(layout, device="cpu", timeout_s=20) as world:
-        model = sw.parallelize(build(), world, sharding=sw.Sharding(**options))
+        model = sw.parallelize(build(Feed), world, sharding=sw.Sharding(**options), example={"x": BATCHES[0]["x"]})
+        assert ("tp" in layout) == (model.up.weight.shape != (6, 4))
         add_noise(model)
+        said = said_of(lambda: sw.shard_like(torch.zeros(2), model.up.weight))
+        assert "shard_like() of a tensor [2] for one that is [6, 4] as a whole" in str(said)
         return {name: whole(param) for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS.values(), ("dp_replicate=2,dp_shard=2", {"min_unit_bytes": 0})], ids=lambda pair: pair[0]
+    "layout",
+    [
+        *LAYOUTS.values(),
+        ("dp_replicate=2,dp_shard=2", {"min_unit_bytes": 0}),
+        ("tp=2", {}),
+        ("dp_shard=2,tp=2", {"min_unit_bytes": 0}),
+    ],
+    ids=lambda pair: pair[0],
 )
 def test_noise_on_parameters_is_that_of_one_process(ranks, layout):
-    plain = build()
+    plain = build(Feed)
     add_noise(plain)
     for found in ranks.run(noisy, 4 if "," in layout[0] else 2, *layout):
         assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())

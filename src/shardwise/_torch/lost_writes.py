@@ -37,7 +37,14 @@ _PLACED = (
 # Writes into lists of tensors: of plain ones torch refuses them, in words about mixed tensors.
 _LISTS = tuple(f"_foreach_{name}_" for name in ("copy", "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv"))
 # On the CPU each rank draws what is its own: other numbers than one process, and other ones in each replica.
-_DRAWS = ("normal_", "uniform_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_", "random_")
+DRAWS_IN_PLACE = frozenset(
+    ["normal_", "uniform_", "exponential_", "bernoulli_", "geometric_", "cauchy_", "log_normal_", "random_"]
+)
+_DRAWS = (
+    *DRAWS_IN_PLACE,
+    *("randn_like", "rand_like", "randint_like", "bernoulli", "normal", "poisson", "binomial", "multinomial"),
+    *("native_dropout", "rrelu_with_noise", "rrelu_with_noise_"),
+)
 # With out=, each rank would write the whole, or its own sum, in place of its piece of the whole.
 _REDUCTIONS = (
     "mean", "sum", "amax", "amin", "prod", "var", "std", "norm", "linalg_vector_norm", "logsumexp", "all", "any",
@@ -67,8 +74,7 @@ def on_lost_write(mesh: DeviceMesh, call: Refuse) -> None:
     For a view along the dim that is cut (``w[0]``) torch gathers the tensor: the view is a copy. It can be read; an in-place operator
     on it, or on a view of it, calls. So does an in-place operator for which torch gathers what it writes, or that it has no rule for, a
     view that it cannot make, and an assignment to ``.data``, which a DTensor does not follow. ``call`` gets the operator's name, the place
-    of the local piece that the tensor is, or was viewed from, and what the operator does; of a draw of random numbers, which is
-    other numbers on each rank, it may return.
+    of the local piece that the tensor is, or was viewed from, and what the operator does.
     """
     if not getattr(DTensor, "shardwise_refuses", False):
         DTensor.shardwise_refuses = True  # type: ignore[attr-defined]
@@ -180,9 +186,9 @@ def _strided(before: Callable[..., Any] | None, op: Any, args: Any, kwargs: Any)
 
 
 def _drawn(op: Any, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
-    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu" and not is_fake(tensor._local_tensor):
-        _refuse(tensor, op.overloadpacket.__name__, kind="draw")
+    tensor = next((x for x in args if isinstance(x, DTensor)), None)
+    if tensor is not None and tensor.device_mesh.device_type == "cpu" and not is_fake(tensor._local_tensor):
+        _refuse(tensor, op.overloadpacket.__name__, origin=origin_of(tensor), kind="draw")
     with without_handler(op):
         return op(*args, **kwargs)
 

@@ -5,12 +5,15 @@ import sys
 from torch import Tensor, nn
 
 from shardwise._torch.dtensor import local_tensor
-from shardwise._torch.lost_writes import Kind, Origin, on_lost_write, origin_of
+from shardwise._torch.lost_writes import DRAWS_IN_PLACE, Kind, Origin, on_lost_write, origin_of
 from shardwise.errors import UsageError
 from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.world import World
 
-_WHOLE = "whole = sw.full_tensor(w); whole[0].zero_(); w.copy_(torch.distributed.tensor.distribute_tensor(whole, w.device_mesh, w.placements))"
+_WHOLE = "whole = sw.full_tensor(w); whole[0].zero_(); w.copy_(sw.shard_like(whole, w))"
+
+# What draws, other than a method in place -> the method that draws such numbers.
+_METHODS = {"randn_like": "normal_", "normal": "normal_", "rand_like": "uniform_", "randint_like": "random_"}
 
 
 def refuse_lost_writes(world: World) -> None:
@@ -25,21 +28,20 @@ def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
     if kind == "draw":
         if what != "a parameter" and (drawn_for := _orthogonal()) is not None:
             operator, (what, name) = "orthogonal_", _of(origin_of(drawn_for))
-        if what == "a parameter":
-            draw = (
-                f"nn.init.{operator}(whole, generator=g)"
-                if operator == "orthogonal_"
-                else f"whole.{operator}(..., generator=g)"
-            )
-            raise UsageError(
-                f"{operator}() into {what} that is cut over the ranks",
-                why="each rank would draw for its part alone: other numbers than one process has, and others in each replica of it",
-                fix="draw the whole from a generator that is seeded alike on every rank, and write that, within torch.no_grad(): whole = "
-                f"torch.empty(w.shape, dtype=w.dtype); {draw}; w.copy_(torch.distributed.tensor.distribute_tensor(whole, "
-                "w.device_mesh, w.placements)); or draw in the module's constructor, which parallelize runs or has run",
-                name=name,
-            )
-        return
+        method = _METHODS.get(operator, operator if operator in DRAWS_IN_PLACE else "bernoulli_")
+        empty = "torch.empty(w.shape, dtype=w.dtype)"
+        whole = (
+            f"nn.init.orthogonal_({empty}, generator=g)"
+            if operator == "orthogonal_"
+            else f"{empty}.{method}(..., generator=g)"
+        )
+        raise UsageError(
+            f"{operator}() of {what} that is cut over the ranks",
+            why="each rank would draw for its part alone: other numbers than one process has, and others in each replica of it",
+            fix=f"draw the whole from a generator that is seeded alike on every rank: whole = {whole}; noise = sw.shard_like(whole, w), into a "
+            "parameter by w.copy_(noise) within torch.no_grad(); or draw in the module's constructor, which parallelize runs or has run",
+            name=name,
+        )
     if kind == "view":
         raise UsageError(
             f"{operator}() of {what} that is cut over the ranks",
@@ -65,8 +67,8 @@ def _refuse(operator: str, origin: Origin, kind: Kind) -> None:
     raise UsageError(
         f"{operator}() into {what} that is cut over the ranks, or into a row or a slice of it",
         why="each rank has some of its rows. torch gathers them and writes into the copy, so that the write is lost, or has no rule for it",
-        fix=f"write the whole, on every rank, within torch.no_grad(): {_WHOLE}. To clear rows, without gathering: w.mul_(mask), of a mask [rows, 1] "
-        "of zeros and ones that distribute_tensor has cut in the same way. Columns, w[:, 0].zero_(), are written as they are; what is read from "
+        fix=f"write the whole, on every rank, within torch.no_grad(): {_WHOLE}. To clear rows, without gathering: w.mul_(sw.shard_like(mask, w)), of "
+        "a mask of zeros and ones of the whole shape. Columns, w[:, 0].zero_(), are written as they are; what is read from "
         "its own rows is taken as a copy: w.add_(w[0].clone())",
         name=name,
     )

@@ -4,6 +4,7 @@ import weakref
 from dataclasses import dataclass
 
 from shardwise.errors import UsageError
+from shardwise.parallel.part_functions import DRAWS
 from shardwise.parallel.runtime import Runtime
 
 
@@ -30,7 +31,7 @@ BY_PLACE = "a write by place"
 _PLACES = frozenset({"__getitem__", "select", "narrow", "index_select", "gather", "take", "masked_select"})
 
 
-PUT_BACK = "state = sw.full_state_dict(model); on rank 0 change state[name], on every rank sw.load_full_state_dict(model, state)"
+PUT_BACK = "whole = sw.full_tensor(p); change whole alike on every rank; within torch.no_grad(): p.copy_(sw.shard_like(whole, p))"
 
 
 def beside_plain(function: str, part: PartOf) -> UsageError:
@@ -54,6 +55,14 @@ def refusal(function: str, part: PartOf) -> UsageError:
         "state": "the optimizer's state of a parameter",
         "computed": "what was computed from a parameter, or its gradient,",
     }
+    if function.strip("_") in DRAWS:
+        return UsageError(
+            f"{function} of {what[part.what]} that is cut over {part.axis}, outside of the model's forward",
+            why="each rank would draw for its part alone: other numbers than one process has",
+            fix="draw the whole from a generator that is seeded alike on every rank: whole = torch.randn(sw.full_tensor(p).shape, generator=g); noise "
+            "= sw.shard_like(whole, p)",
+            name=part.name,
+        )
     return UsageError(
         f"{function} of {what[part.what]} that is cut over {part.axis}, outside of the model's forward",
         why="each rank has a part of it, and would compute with its own: a norm, a mean or a number of a part, another one on each rank, by which "

@@ -40,10 +40,14 @@ _TRANSPOSES = _words("t T mT H mH transpose permute swapaxes swapdims movedim mo
 _VIEWS = _words("view view_as reshape reshape_as flatten unflatten")
 _ALIKE = _words(
     "clone detach data real imag to float double half bfloat16 cpu cuda contiguous type_as copy fill zero "
-    "masked_fill new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like rand_like "
-    "randn_like normal uniform bernoulli exponential isclose dropout requires_grad long int short char byte bool "
+    "masked_fill new_zeros new_ones new_empty new_full zeros_like ones_like empty_like full_like isclose "
+    "requires_grad long int short char byte bool "
     "cfloat cdouble chalf conj resolve_conj resolve_neg pin_memory rtruediv rdiv floordiv floor_divide mod and or "
-    "xor invert truediv alpha_dropout"
+    "xor invert truediv"
+)
+DRAWS = _words(
+    "rand_like randn_like randint_like normal uniform bernoulli exponential random geometric cauchy log_normal poisson binomial "
+    "multinomial dropout alpha_dropout feature_dropout feature_alpha_dropout native_dropout rrelu rrelu_with_noise gumbel_softmax"
 )
 _PASSED = frozenset(["as_subclass", "__set__", "__delete__"])
 
@@ -63,6 +67,8 @@ def _by_name(name: str) -> Kind:
     if name in _VIEWS:
         return Kind.VIEW
     base = name.removeprefix("_foreach_").strip("_")
+    if base in DRAWS:
+        return Kind.REFUSED
     spelled = [base, base[1:]] if name.startswith("__") and base[:1] in ("r", "i") else [base]
     if not base.startswith("max") and any(each in _ALIKE or _is_pointwise(each) for each in spelled):
         return Kind.ELEMENTWISE

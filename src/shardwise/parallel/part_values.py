@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise._torch.autograd import in_backward, without_subclasses
 from shardwise._torch.modules import CALLS
 from shardwise.config.keywords import public_call
+from shardwise.errors import UsageError
 from shardwise.model.pytrees import map_leaves
 from shardwise.parallel.part_errors import BY_PLACE, PartOf, beside_plain, refusal
 from shardwise.parallel.part_functions import Kind, kind_of, whole_sizes
-from shardwise.parallel.part_wholes import gathered
+from shardwise.parallel.part_wholes import cut_like, gathered
 from shardwise.parallel.runtime import Runtime
 
 MARK = "_shardwise_part"
@@ -109,6 +110,43 @@ def full_tensor(tensor: Tensor) -> Tensor:
         >>> norms = {name: sw.full_tensor(p.grad).norm() for name, p in model.named_parameters()}  # doctest: +SKIP
     """
     return tensor.full_tensor() if isinstance(tensor, Part | DTensor) else tensor
+
+
+@public_call()
+def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that every rank has whole and alike, cut as a parameter is: what can be added to the parameter, or
+    written into it, under any layout.
+
+    Nothing is sent. It shares no memory with ``whole``.
+
+    Args:
+        whole: as ``sw.full_tensor(tensor)`` is, of the same shape; any dtype.
+        tensor: ``p``, ``p.grad``, or what an optimizer keeps for it: a shard, a part, or a whole tensor.
+
+    Raises:
+        UsageError: ``whole`` has another shape than the whole of ``tensor``.
+
+    Example:
+        >>> noise = torch.randn(sw.full_tensor(p).shape, generator=generator)  # doctest: +SKIP
+        >>> p.grad.add_(sw.shard_like(noise, p.grad))  # doctest: +SKIP
+    """
+    with without_subclasses():
+        part = part_of(tensor)
+        shape = torch.Size(tensor.shape if part is None else whole_sizes(tensor, part.cuts))
+        if whole.shape != shape or isinstance(whole, DTensor) or part_of(whole) is not None:
+            raise UsageError(
+                f"shard_like() of a tensor {list(whole.shape)} for one that is {list(shape)} as a whole",
+                why="each rank takes its own elements out of what all ranks have whole",
+                fix="give it a plain tensor of the whole shape: sw.full_tensor(p).shape",
+                name=None if part is None else part.name,
+            )
+        whole = whole.detach().to(tensor.device)
+        local = whole.clone() if part is None else cut_like(whole, tensor, part)
+        if isinstance(tensor, DTensor):  # src_data_rank=None: nothing is sent
+            local = distribute_tensor(local, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        if part is not None:
+            mark_part(local, part)
+        return local
 
 
 def cut_of_part(tensor: Tensor) -> tuple[Runtime | None, str] | None:

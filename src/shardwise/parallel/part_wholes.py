@@ -57,25 +57,42 @@ def _put_together(runtime: Runtime, param: Param, axis_name: str, local: Tensor)
     return whole
 
 
-def gathered(tensor: Tensor, part: PartOf | None, **options: Any) -> Tensor:
-    """The whole of ``tensor``, which is such a part."""
+def _cut_of(tensor: Tensor, part: PartOf | None, function: str) -> tuple[Runtime, Param]:
+    """The model that such a part is of, and the parameter that it is cut as, with the cut along its axis alone."""
     runtime = None if part is None else part.runtime()
     if part is None or runtime is None:
         raise UsageError(
-            "full_tensor() of a part of a model that is no longer there",
+            f"{function}() of a part of a model that is no longer there",
             why="which ranks have the other parts is no longer known",
             fix="keep the model for as long as its tensors are used",
         )
     known = runtime.recipe.params[part.name]
-    param = msgspec.structs.replace(known, cuts=tuple(cut for cut in known.cuts if cut.axis == part.axis))
-    if whole_sizes(tensor, part.cuts) != tuple(param.shape):
+    if whole_sizes(tensor, part.cuts) != tuple(known.shape):
         raise UsageError(
-            f"full_tensor() of a tensor of another shape than {part.name}",
+            f"{function}() of a tensor of another shape than {part.name}",
             why="how parts are put together is known for tensors that have the parameter's shape",
-            fix="take the whole of the parameter, or of its gradient, first: sw.full_tensor(p).t()",
+            fix="give it the parameter, or its gradient: sw.full_tensor(p).t()",
             name=part.name,
         )
+    cuts = tuple(cut for cut in known.cuts if cut.axis == part.axis)
+    return runtime, msgspec.structs.replace(known, cuts=cuts)
+
+
+def gathered(tensor: Tensor, part: PartOf | None, **options: Any) -> Tensor:
+    """The whole of ``tensor``, which is such a part."""
+    runtime, param = _cut_of(tensor, part, "full_tensor")
+    assert part is not None
     local = tensor.detach()
     local = DTensor.full_tensor(local, **options) if isinstance(local, DTensor) else local
     whole = _put_together(runtime, param, part.axis, local.as_subclass(Tensor))
     return _Whole.apply(tensor, whole, part) if torch.is_grad_enabled() and tensor.requires_grad else whole
+
+
+def cut_like(whole: Tensor, tensor: Tensor, part: PartOf | None) -> Tensor:
+    """This rank's part of ``whole``, along the axis that ``tensor``, which is such a part, is cut over."""
+    runtime, param = _cut_of(tensor, part, "shard_like")
+    coord = runtime.recipe.grid.coord(runtime.world.rank)
+    local = torch.empty(local_shape(param, coord), dtype=whole.dtype, device=whole.device)
+    for piece in extents(param, coord):
+        local[piece.local_index] = whole[piece.full_index]
+    return local
