@@ -100,6 +100,27 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/parallel/test_ways_out.py -k 'noise_on_parameters and tp'",
         "shard_like gives every rank the first one's part",
     ),
+    Mutant(
+        "gradients-edited-in-place-in-a-window",
+        "if params[name].grad is not grad or local_tensor(grad)._version != version",
+        "if params[name].grad is not grad",
+        "tests/step/test_edited_gradients.py",
+        "gradients that a loop clips before the window ends are clipped by the norm of one rank's, after window 8",
+    ),
+    Mutant(
+        "gradients-edited-together-in-a-window",
+        "self._norms = None if num & (num - 1) else self._norms_of_left()",
+        "self._norms = None",
+        "tests/step/test_edited_gradients.py",
+        "on a GPU, gradients that a loop clips before the window ends are clipped by the norm of one rank's",
+    ),
+    Mutant(
+        "gradients-edited-after-the-loop",
+        "        self.refuse_edited()\n        self._left = {}\n",
+        "        self._left = {}\n",
+        "tests/step/test_edited_gradients.py",
+        "gradients that are clipped after the last backward, in the window, are clipped by the norm of one rank's",
+    ),
     # ---- dialects: configurations of other systems -------------------------------------------------------------------
     Mutant(
         "import-batch-of-one-rank",

@@ -32,8 +32,12 @@ def gradients(loop, off, precision="fp64", layout="tp=2"):
         x = torch.randn(4, 16, dtype=torch.float64 if precision == "fp64" else torch.float32)
 
         def backward():
+            def shift(param):
+                param.grad.add_(off * world.axis("tp").rank)
+
+            hook = weight.register_post_accumulate_grad_hook(shift)
             model(x).float().square().mean().backward()
-            weight.grad.add_(off * world.axis("tp").rank)
+            hook.remove()
 
         try:
             with mock.patch.object(replicas, "_AT_ONCE", 5):
@@ -86,13 +90,18 @@ def without_a_part(layout, precision):
             x = torch.randn(4, 16)
             model = sw.parallelize(nn.Sequential(Block(), Block()), world, precision=precision, example={"input": x})
             tp, weight = world.axis("tp"), model.get_parameter("0.norm.weight")
+
+            def without(param, is_there=tp.rank < tp.size - 1):
+                param.grad.mul_(is_there)
+
             try:
                 with sw.window(
                     model, [{"x": x + world.axis("dp").rank}], count=lambda batch: len(batch["x"])
                 ) as window:
                     for batch in window:
+                        hook = weight.register_post_accumulate_grad_hook(without)
                         model(batch["x"]).float().square().mean().backward()
-                        weight.grad.mul_(tp.rank < tp.size - 1)
+                        hook.remove()
             except sw.RankError:
                 noticed += 1
     return noticed

@@ -80,6 +80,9 @@ def _check(backward: Backward) -> None:
         if each.accumulation is not None and each.accumulation.is_open:
             for check in each.before_backward:
                 check(backward)
+            if each.accumulation.of != "step" and not (backward.is_inner or _num_unchecked):
+                each.accumulation.refuse_edited()
+                backward.until_end.callback(each.accumulation.note_left)
             if each.accumulation.of != "another model":
                 look_for_outside(each, backward)
 

@@ -15,9 +15,15 @@ from shardwise.techniques.data.gradients import outside_of_windows
 
 
 class OwnGradients:
-    """Whether torch.autograd.grad has given gradients of this rank alone since gradients of the model were summed."""
+    """Whether torch.autograd.grad has given gradients of this rank alone since gradients of the model were summed.
+
+    Attributes:
+        are_there: those that may be meant for a step by hand.
+        may_be_added: any, which the loop may add to others.
+    """
 
     are_there = False
+    may_be_added = False
 
 
 def watch_named_gradients() -> None:
@@ -57,6 +63,7 @@ def _refuse_parts(runtime: Runtime, own: dict[int, str], makes_graph: bool) -> N
             raise outside_of_windows(
                 runtime.world.axis("loss").size, name=name, what="torch.autograd.grad of the parameters"
             )
+        runtime.memory(OwnGradients).may_be_added = True
         # Of this rank's data. Without a graph it may be meant for a step by hand, which is warned of.
         if not makes_graph and runtime.world.axis("loss").size > 1:
             runtime.memory(OwnGradients).are_there = True

@@ -116,6 +116,12 @@ class OpenGradients(Protocol):
     def zero_grad(self, params: Mapping[int, Any], set_to_none: bool) -> None:
         """Called before ``zero_grad()``, with the parameters (by id), and whether gradients become None."""
 
+    def note_left(self) -> None:
+        """Called after a backward of the user's own loop."""
+
+    def refuse_edited(self) -> None:
+        """Called before one: raises UsageError for a gradient that was changed since the last."""
+
 
 class Pending(Protocol):
     """The source of values of a model that waits to be loaded, for the tensors that loading does not bring."""

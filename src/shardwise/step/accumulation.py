@@ -4,11 +4,15 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from shardwise._torch.autograd import without_subclasses
+from shardwise._torch.dtensor import local_tensor
 from shardwise.errors import RankError, UsageError
 from shardwise.parallel import Runtime
 from shardwise.parallel.buffers import BufferExchange
+from shardwise.parallel.named_gradients import OwnGradients
 from shardwise.parallel.partial_sums import sum_partial
 from shardwise.parallel.runtime import runtimes_in_use
 from shardwise.parallel.step_checks import end_clears, watch_clears
@@ -62,6 +66,9 @@ class Accumulation:
         runtime.accumulation = self
         watch_clears(runtime)
         self._others: list[Accumulation] = []
+        # Name -> a gradient as the last backward has left it, and its version.
+        self._left: dict[str, tuple[Tensor, int]] = {}
+        self._norms: Tensor | None = None
         if of != "another model":
             _main.add(self)
             self._join(runtimes_in_use())
@@ -119,10 +126,61 @@ class Accumulation:
             )
         self._stash.zero(params, set_to_none)
 
+    # ---- edits by hand ----------------------------------------------------------------------------------------------------
+
+    def note_left(self) -> None:
+        """Notes gradients as a backward has left them, once there are any of the window."""
+        if not self.has_begun:
+            return
+        params = self.runtime.parameters.items()
+        with self.runtime.torchs_classes():
+            self._left = {
+                name: (grad, local_tensor(grad)._version) for name, p in params if (grad := p.grad) is not None
+            }
+        # Kernels over lists of tensors, by which torch clips on a GPU, change no version.
+        num = self.runtime.num_windows
+        self._norms = None if num & (num - 1) else self._norms_of_left()
+
+    def refuse_edited(self) -> None:
+        """Raises UsageError where code of the user's has changed a gradient since the last backward: those of other micro-batches, and
+        of other ranks, are not in it yet. A loop that has others from ``torch.autograd.grad`` may add them."""
+        if not self._left or self.runtime.memory(OwnGradients).may_be_added:
+            return
+        params = self.runtime.parameters
+        with self.runtime.torchs_classes():
+            edited = [
+                name
+                for name, (grad, version) in self._left.items()
+                if params[name].grad is not grad or local_tensor(grad)._version != version
+            ]
+        norms = None if edited or self._norms is None else self._norms_of_left()
+        if norms is not None:
+            same = torch.eq(self._norms, norms).tolist()  # type: ignore[arg-type]
+            edited = [name for name, is_same in zip(self._left, same, strict=True) if not is_same]
+        if edited:
+            raise UsageError(
+                "a gradient changed within a window, by clipping, scaling or clearing it after a backward",
+                why="gradients are final when the window is left: until then those of other micro-batches, or of other ranks, are missing, and "
+                "what follows is added to what was changed",
+                fix="change gradients after the with block, once for all micro-batches: sw.clip_grad_norm_(model, 1.0). What belongs to a single "
+                "micro-batch belongs into its loss, or into a hook of what the model computes",
+                name=edited[0],
+            )
+
+    def _norms_of_left(self) -> Tensor | None:
+        """The bits of this rank's norm of each of these gradients, on the device: a norm may be NaN."""
+        local = [local_tensor(grad).detach() for grad, _ in self._left.values()]
+        if not local or any(grad.layout != torch.strided for grad in local):
+            return None
+        with without_subclasses():
+            return torch.stack([torch.linalg.vector_norm(grad).double() for grad in local]).view(torch.int64)
+
     # ---- the end: complete, entries, agree, end ---------------------------------------------------------------------------
 
     def complete(self, place: str) -> None:
         """Sums the gradients over the ranks, but for what :meth:`agree` adds."""
+        self.refuse_edited()
+        self._left = {}
         self._stash.take()
         self.runtime.engine.complete(place)
         sum_partial(self.runtime, place)

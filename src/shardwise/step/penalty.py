@@ -90,6 +90,7 @@ def _add(runtime: Runtime, penalty: Tensor, names: list[str]) -> None:
     assert gradients is not None
     with unchecked(), _counted(runtime, gradients.is_padding):
         grads = torch.autograd.grad(penalty, params, allow_unused=True)
+    gradients.refuse_edited()
     gradients.num_penalties += 1
     added = []
     for name, param, grad in zip(names, params, grads, strict=True):
@@ -99,6 +100,7 @@ def _add(runtime: Runtime, penalty: Tensor, names: list[str]) -> None:
             add_to_gradient(param, grad.detach() * _share(runtime, name))
             added.append(param)
     runtime.engine.note_added(added)
+    gradients.note_left()
 
 
 @contextlib.contextmanager
