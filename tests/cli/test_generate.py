@@ -161,6 +161,7 @@ REFUSED = {
     "cold": (["silent", "--temperature=-1"], "such as 0.7"),
     "no number": (["silent", "--max-tokens=x"], "invalid int value"),
     "a dtype": (["silent", "--dtype=int4"], "there is no such dtype"),
+    "no UTF-8": (["silent", "--prompt", "caf\udce9"], "iconv -f latin1 -t utf-8"),
 }
 
 
@@ -188,7 +189,9 @@ def test_what_cannot_work_is_refused_without_torch(folders):
         "for words in json.loads(sys.argv[1]):\n    print(main(words), end=' ')\n    print('', file=sys.stderr)\n"
         "print('torch' in sys.modules)"
     )
-    words = [["generate", *given, "--prompt", "a"] for given, _ in REFUSED.values()]
+    words = [
+        ["generate", *(given if "--prompt" in given else [*given, "--prompt", "a"])] for given, _ in REFUSED.values()
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(words)], capture_output=True, text=True, timeout=60, cwd=folders
     )

@@ -248,6 +248,8 @@ def test_datasets_without_samples_or_numbers_are_refused():
         make(0, 1, 1)
     with pytest.raises(UsageError, match="type generator, which can be read once only"):
         Loader((i for i in range(3)), fake_world(), global_batch=1, micro_batch=1)
+    with pytest.raises(ConfigError, match="a dict with train, test"):
+        Loader({"train": [1], "test": [1]}, fake_world(), global_batch=2, micro_batch=1)
     with pytest.raises(UsageError, match=r"type object without len\(\)"):
         Loader(object(), fake_world(), global_batch=1, micro_batch=1)
 

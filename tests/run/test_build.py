@@ -54,12 +54,19 @@ def lines(): return Lines()
 def going(): return Going()
 def nothing_to_validate(): return [{"x": 1}], []
 def nothing(): return []
+def pair():
+    import torch
+    return torch.arange(6).view(3, 2), torch.arange(4).view(2, 2)
 
 class NoLength:
     def __getitem__(self, i):
         return {"x": i}
 
 def no_length(): return NoLength()
+def forgotten(): [{"x": 1}]
+def splits(): return {"train": [{"x": 1}], "test": [{"x": 1}]}
+def a_class(): return NoLength
+def by_number(): return {0: {"x": 1}, 1: {"x": 2}}
 """
 
 
@@ -71,6 +78,12 @@ def test_a_look_at_a_stream_takes_nothing_of_it(tmp_path, name):
     assert [sample["x"] for sample in corpus.train] == [0, 1, 2, 3, 4]
 
 
+def test_a_pair_of_tensors_is_two_datasets_of_rows(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    corpus = open_data(Data(build=f"{tmp_path}/own.py:pair"), vocab=None)
+    assert corpus.records is None and corpus.num_samples == (3, 2)
+
+
 @pytest.mark.parametrize(("name", "what"), [("nothing", "to train on"), ("nothing_to_validate", "to validate")])
 def test_no_samples_are_told_before_training(tmp_path, name, what):
     (tmp_path / "own.py").write_text(OWN_DATA)
@@ -78,10 +91,20 @@ def test_no_samples_are_told_before_training(tmp_path, name, what):
         open_data(Data(build=f"{tmp_path}/own.py:{name}"), vocab=None)
 
 
-def test_a_dataset_without_a_length_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_length", r"NoLength, and a dataset has len\(\) and \[i\], or is iterable"),
+        ("forgotten", r"(?s)it returned None.*end the function with a return"),
+        ("a_class", r"(?s)the class NoLength.*call it: NoLength\(...\)"),
+        ("splits", r"(?s)a dict with train, test.*splits\['train'\]"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(tmp_path, name, told):
     (tmp_path / "own.py").write_text(OWN_DATA)
-    with pytest.raises(ConfigError, match=r"NoLength, and a dataset has len\(\) and \[i\], or is iterable"):
-        open_data(Data(build=f"{tmp_path}/own.py:no_length"), vocab=None)
+    with pytest.raises(ConfigError, match=told):
+        open_data(Data(build=f"{tmp_path}/own.py:{name}"), vocab=None)
+    assert len(open_data(Data(build=f"{tmp_path}/own.py:by_number", val_fraction=0.0), vocab=None).train) == 2
 
 
 def test_what_one_device_can_do_says_nothing_for_own_data(tmp_path):

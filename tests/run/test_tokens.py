@@ -104,7 +104,8 @@ def test_a_tokenizer_that_is_not_there_or_has_no_effect_is_refused(models_of, st
     ("name", "content", "error"),
     [
         ("a.jsonl", b'{"text": "x"}\n' * 9, "without data.tokenizer"),
-        ("a.json", b'[{"text": "x"},\n {"text": "y"}]' * 9, "it is JSON"),
+        ("a.json", b'[{"text": "x"},\n {"text": "y"}]' * 9, "without data.tokenizer"),
+        ("a.csv", b"prompt,completion\na,b\n" * 9, "it is a table"),
         ("a.txt", b'{"text": "a { cat"}\n\n{"text": "b"}\n' * 9, "it is JSON"),
         ("a.txt", b"PAR1\0\0\0" * 9, "bytes of value 0"),
         ("a.txt", b"{x: 1}\n{'y': 2}\n3\n" * 9, None),

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             args.folder, why="it is opened by transformers, which is not installed", fix="pip install 'shardwise[hf]'"
         )
-    prompt = _from_stdin() if args.prompt == "-" else args.prompt
+    prompt = _text_of(args.prompt)
     engine = import_frozen("shardwise.run.generation")
     done = engine.generate_text(
         found,
@@ -98,10 +98,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _from_stdin() -> str:
-    if sys.stdin is None:
+def _text_of(prompt: str) -> str:
+    """The prompt; ``-``: what is read from standard input."""
+    if prompt == "-" and sys.stdin is None:
         raise ConfigError("--prompt -", why="standard input is closed", fix="give the text: --prompt TEXT")
-    return sys.stdin.read()
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise ConfigError(
+            f"--prompt {prompt!a}",
+            why=f"it is not UTF-8: {error.reason}",  # type: ignore[attr-defined]
+            fix="give it in UTF-8: iconv -f latin1 -t utf-8 FILE | shardwise generate DIR --prompt -",
+        ) from error
+    return text
 
 
 def _check_numbers(args: argparse.Namespace) -> None:

@@ -157,7 +157,25 @@ def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | Non
         )
 
 
+def refuse_names(dataset: Any, given: str) -> None:
+    """Raises ConfigError for what is asked by names, as a ``DatasetDict`` (its length is the number of its splits) or a table of columns,
+    and for a class in place of a dataset."""
+    names = [name for name in dataset if isinstance(name, str)] if isinstance(dataset, Mapping) else []
+    if names:
+        why = "samples are found by number, and these, splits or columns, by name"
+        fix = f"give one split, which is a dataset: splits[{names[0]!r}]; of columns make samples: [dict(zip(columns, row)) for row in "
+        fix += "zip(*columns.values())]"
+        raise ConfigError(f"{given}: a {type(dataset).__name__} with {', '.join(names[:5])}", why=why, fix=fix)
+    if hasattr(dataset, "iloc"):
+        why, fix = "samples are found by number, and its [i] is a column", 'give its rows: frame.to_dict("records")'
+        raise ConfigError(f"{given}: a {type(dataset).__name__} of pandas", why=why, fix=fix)
+    if isinstance(dataset, type):
+        fix = f"call it: {dataset.__name__}(...)"
+        raise ConfigError(f"{given}: the class {dataset.__name__}", why="a dataset is one of its objects", fix=fix)
+
+
 def length_of(dataset: Any) -> int:
+    refuse_names(dataset, "Loader")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"a dataset of type {type(dataset).__name__} without len() and [i]",

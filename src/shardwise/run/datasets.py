@@ -16,6 +16,7 @@ from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.data.batch import default_collate
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.data.labels import make_labels
+from shardwise.data.loader_checks import refuse_names
 from shardwise.data.sft.dataset import SFTDataset
 from shardwise.data.stream import first_of, is_stream
 from shardwise.data.token_cache import Say, TokenCache, cache_of
@@ -49,7 +50,7 @@ class RunData:
     @property
     def records(self) -> SFTDataset | None:
         """The records of fine-tuning that the model is tried on: those to validate, if there are some; None: other data."""
-        found = self.val or self.train
+        found = self.train if self.val is None else self.val
         return found if isinstance(found, SFTDataset) else None
 
     @property
@@ -108,7 +109,14 @@ def _own(data: Data, build: str) -> RunData:
     """The datasets that a function of the user returns: one, or one to train on and one to validate."""
     made = called(load_target(build, what="data.build"), data.args, f"data.args={data.args} for {build}")
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if train is None:
+        raise ConfigError(
+            f"data.build={build!r}",
+            why="it returned None, and a dataset has len() and [i], or is iterable",
+            fix="end the function with a return: of a dataset, or of a pair of one to train on and one to validate",
+        )
     for part in (train, val):
+        refuse_names(part, f"data.build={build!r}")
         is_numbered = hasattr(part, "__getitem__") and hasattr(part, "__len__")
         if part is not None and not (is_numbered or is_stream(part)):
             raise ConfigError(

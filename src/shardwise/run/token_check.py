@@ -99,7 +99,14 @@ def _refuse_no_text(path: str, origin: str) -> None:
         head = file.read(_HEAD)
     lines = [line for line in head.split(b"\n")[: -1 if len(head) == _HEAD else None] if line.strip()]
     first = list(islice(lines, 3))
-    if path.endswith((".jsonl", ".ndjson", ".json")) or (first and all(_is_object(line) for line in first)):
+    if path.endswith((".csv", ".tsv")):
+        why = "it is a table; read as a text, names of columns, commas and quotes would be trained on"
+        fix = (
+            "save it as records, with columns text, or prompt and completion, or messages: "
+            f"datasets.load_dataset('csv', data_files={path!r}, split='train').save_to_disk('FOLDER'), and --data.path=FOLDER; for one long text "
+            "write the text of its rows to a file"
+        )
+    elif first and all(_is_object(line) for line in first):
         why = "it is JSON; read as a text, names of fields, quotes and escapes would be trained on"
         fix = (
             "name it .jsonl, if it has a record for fine-tuning in each line: text, or prompt and completion, or messages; for one long text "

@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "ShareGPT's conversations as messages",
     ),
     "Alpaca": ({"instruction": "a", "input": "", "output": "b"}, "as prompt, and its output as completion"),
-    "half a character": ('{"text": "a\\ud83d bc"}', "it is not UTF-8"),
+    "half a character": ('{"text": "a\\ud83d bc"}', "remove \\ud83d, or replace it"),
     "deep": ("[" * 100_000, "it is no JSON"),
     "an image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "parts of other kinds"),
 }
@@ -169,6 +169,33 @@ def test_a_line_that_is_no_record_is_named(tmp_path, name):
     with pytest.raises(ConfigError, match="line 2 of") as raised:
         sw.SFTDataset(path, chat.tokenizer(), seq_len=12)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("form", ["[{}]", "\ufeff[\n  {}\n]\n", "{}"])
+def test_records_of_a_json_are_those_of_its_lines(tmp_path, form):
+    lines = [json.dumps(each) for each in ({"text": "Hello"}, {"messages": [USER, BYE]}, {"text": "Hello there"})]
+    wanted = sw.SFTDataset(written(tmp_path / "x.jsonl", *lines), chat.tokenizer(), seq_len=64)
+    path = tmp_path / "x.json"
+    path.write_text(form.replace("{}", ("\n" if form == "{}" else ",\n").join(lines)))
+    found = sw.SFTDataset(str(path), chat.tokenizer(), seq_len=64)
+    assert len(found) == 3
+    for one, other in zip(found, wanted, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_a_list_in_lines_says_the_name_that_it_needs(tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)line 1 of .*name the file \.json"):
+        sw.SFTDataset(written(tmp_path / "x.jsonl", '[{"text": "Hello"}]'), chat.tokenizer(), seq_len=12)
+    (tmp_path / "x.json").write_text('[{"text": "Hello"}, {"text": 3}]')
+    with pytest.raises(ConfigError, match=r"record 2 of .*text is a JSON number"):
+        sw.SFTDataset(str(tmp_path / "x.json"), chat.tokenizer(), seq_len=12)
+
+
+def test_a_file_in_another_encoding_says_how_it_is_saved_again(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes('{"text": "caf\u00e9 Hello"}\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"(?s)it is not UTF-8: .*read_text\(encoding='latin-1'\)"):
+        sw.SFTDataset(path, chat.tokenizer(), seq_len=12)
 
 
 UNCLEAR = {

@@ -25,6 +25,7 @@ from shardwise.errors import ConfigError
 _FIELDS = "the fields are text, or prompt and completion, or messages"
 _OF_OTHERS = {name: key.fix for name, key in KEYS_OF["record"].items() if key.why and not key.is_common}
 """Keys of the formats of others -> what they are here."""
+_HEAD, _BLANKS = 1 << 12, b"\xef\xbb\xbf \t\r\n"
 _MESSAGE = '{"role": "user", "content": "..."}'
 
 
@@ -83,7 +84,7 @@ Record = Text | Completion | Chat
 
 def is_records(path: str | None) -> bool:
     """Whether a data file holds such records, by its ending; and whether it is a directory, which is a saved dataset."""
-    return path is not None and (path.endswith((".jsonl", ".ndjson")) or is_rows(path))
+    return path is not None and (path.endswith((".jsonl", ".ndjson", ".json")) or is_rows(path))
 
 
 def calls_of(message: Mapping[str, Any]) -> Any:
@@ -93,7 +94,8 @@ def calls_of(message: Mapping[str, Any]) -> Any:
 
 def where(path: str | Path, line: int) -> str:
     """A line of a file, or a row of a dataset, as errors name it; rows count from 0, as those of ``datasets`` do."""
-    return f"{'row' if is_rows(path) else 'line'} {line} of {str(path)!r}"
+    word = "row" if is_rows(path) else "record" if str(path).endswith(".json") else "line"
+    return f"{word} {line} of {str(path)!r}"
 
 
 def read_records(
@@ -102,7 +104,7 @@ def read_records(
     """The records of a file or a saved dataset, in order; empty lines are passed over.
 
     Args:
-        path: a file in UTF-8, a JSON object in each line; or what :func:`~shardwise.data.sft.saved.open_rows` reads.
+        path: a file in UTF-8, a JSON object in each line, or a list of them in a ``.json``, which is read as a whole; or what :func:`~shardwise.data.sft.saved.open_rows` reads.
         most: only so many lines are read; None: all.
         read: called with the share of the file (0 to 1) that was read, before each record; not for rows of a dataset.
 
@@ -117,17 +119,27 @@ def read_records(
         raise ConfigError(
             f"data file {str(path)!r}",
             why="it has no record",
-            fix="give a dataset that has rows" if is_rows(path) else f"write one JSON object in each line: {_FIELDS}",
+            fix="give a dataset that has rows"
+            if is_rows(path)
+            else f"write one JSON object in each line, or a list of them in a .json: {_FIELDS}",
         )
 
 
 def _objects(
     path: str | Path, most: int | None, read: Callable[[float], object]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON objects of a file, each with the number of its line."""
+    """The JSON objects of a file, each with the number of its line, or its place in a list."""
     try:
         with Path(path).open("rb") as file:
             done, size = 0, os.fstat(file.fileno()).st_size
+            if str(path).endswith(".json") and file.read(_HEAD).lstrip(_BLANKS).startswith(b"["):
+                file.seek(0)
+                found = _parsed(file.read(), repr(str(path)), "write one list of objects, or an object in each line")
+                for i, each in enumerate(islice(found, most), start=1):
+                    read(i / len(found))
+                    yield i, _checked(each, path, i)
+                return
+            file.seek(0)
             for line, raw in enumerate(islice(file, most), start=1):
                 done += len(raw)
                 read(min(1.0, done / max(size, 1)))
@@ -142,19 +154,36 @@ def _objects(
 
 
 def _object(raw: bytes, path: str | Path, line: int) -> dict[str, Any]:
+    fix = "write one JSON object in each line, without line breaks in it" + ", or a list of objects" * str(
+        path
+    ).endswith(".json")
+    return _checked(_parsed(raw, where(path, line), fix), path, line)
+
+
+def _parsed(raw: bytes, place: str, fix: str) -> Any:
     try:
         found = json.loads(raw)
         json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no character
     except (RecursionError, ValueError) as error:
         why = f"it is no JSON: {error}"
-        if isinstance(error, UnicodeError):
-            why = f"it is not UTF-8: {error.reason}"  # type: ignore[attr-defined]
-        raise ConfigError(
-            where(path, line), why=why, fix="write one JSON object in each line, without line breaks in it"
-        ) from error
+        if isinstance(error, UnicodeDecodeError):
+            why = f"it is not UTF-8: {error.reason}"
+            fix = "save the file as UTF-8, in Python: Path(new).write_text(Path(old).read_text(encoding='latin-1'), encoding='utf-8'), with the "
+            fix += "encoding that it has"
+        elif isinstance(error, UnicodeEncodeError):
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            why = f"it has {half}, which is half of a pair and no character"
+            fix = f"remove {half}, or replace it by \\ufffd, where the records are written"
+        raise ConfigError(place, why=why, fix=fix) from error
+    return found
+
+
+def _checked(found: Any, path: str | Path, line: int) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(
-            where(path, line), why=f"it is a JSON {_kind(found)}, and a record is an object", fix=f"{_FIELDS}"
+            where(path, line),
+            why=f"it is a JSON {_kind(found)}, and a record is an object",
+            fix="name the file .json: a list of records is read from one" if isinstance(found, list) else _FIELDS,
         )
     return found
 
