@@ -3995,13 +3995,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "positions that code around the blocks makes are not found, and blocks are blamed for what they are given",
     ),
     Mutant(
-        "one-module-that-runs-blocks",
-        "            owners = (*(o for o in owners if not _is_within(o, name)), name)\n",
-        "            owners = (name,)\n",
-        "tests/techniques/cp/test_owners.py -k stages",
-        "models of several modules that run blocks of their own are refused",
-    ),
-    Mutant(
         "blocks-left-out-of-lists-that-are-unpacked",
         "            return self._searched([])  # its code wants all of them\n",
         "            raise\n",
