@@ -3982,14 +3982,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "blocks-of-an-owner-have-no-positions",
-        "        if is_cut and (not self._inside or self._is_just_in_owner()):\n",
+        "        if is_cut and (not self._inside or owner is not None):\n",
         "        if is_cut and not self._inside:\n",
         "tests/techniques/cp/test_owners.py -k remat",
         "blocks that a module on rows runs are run again in backward without their positions",
     ),
     Mutant(
         "arguments-that-an-owner-makes",
-        "        if is_cut and self._inside == 2 and self._plan.owner is not None and self._known is None and not frame.is_right:\n",
+        "        if is_cut and owner is not None and self._known is None and not frame.is_right:\n",
         "        if False:\n",
         "tests/techniques/cp/test_owners.py -k 'root or refused'",
         "positions that code around the blocks makes are not found, and blocks are blamed for what they are given",

@@ -151,7 +151,8 @@ class Rows(ComparedRows):
         if full is None:
             raise Differs(name, "it is called more often than on all positions")
         is_cut = name in self._plan.cut
-        if is_cut and (not self._inside or self._is_just_in_owner()):
+        owner = self._owner()
+        if is_cut and (not self._inside or owner is not None):
             args, kwargs = self._cut(name, (args, kwargs), dict(keyed_leaves(full)))
         self._inside += is_cut
         if name in self._plan.islands:
@@ -159,15 +160,18 @@ class Rows(ComparedRows):
             known = None if self._known is None else self._known.islands.get(name, [{}, {}])[0]
             return self._joined("in", frame.key, (args, kwargs), full, dims, known)  # type: ignore[no-any-return]
         frame.is_right = self._is_same((args, kwargs), full)
-        if is_cut and self._inside == 2 and self._plan.owner is not None and self._known is None and not frame.is_right:
-            raise Differs(self._plan.owner, f"what it gives to {name} is not what these positions have")
+        if name and name in self._plan.owners and self._inside == 1:
+            owner = self.frames[-2].name
+        if is_cut and owner is not None and self._known is None and not frame.is_right:
+            raise Differs(owner, f"what it gives to {name} is not what these positions have")
         if not frame.is_right and self.gradients is not None:
             self.gradients.unlike.add(name)
         return self._noted("in", frame.key, (args, kwargs)) if frame.is_right else (args, kwargs)
 
-    def _is_just_in_owner(self) -> bool:
-        """Whether what is called is a block of a module that is on rows itself: in no other block."""
-        return self._inside == 1 and any(frame.name == self._plan.owner for frame in self.frames)
+    def _owner(self) -> str | None:
+        """The module on rows of which a block is called, which is in no other block."""
+        owners = (frame.name for frame in self.frames[:-1] if frame.name in self._plan.owners)
+        return next(owners, None) if self._inside == 1 else None
 
     def in_hooks(self, *, begins: bool) -> None:
         """Called before the first hook on a module that is called, and behind its own code before the first hook there."""

@@ -23,7 +23,7 @@ class Plan:
 
     Attributes:
         cut: modules at whose entry what grows with the length is cut.
-        owner: of ``cut``, the module that runs the others, if it is on rows too: its own code adds to what they return; None: it is not.
+        owners: of ``cut``, the modules that run others of it and are on rows too: their own code adds to what those return.
         whole: module of ``cut`` -> paths of arguments that stay whole there.
         join: modules whose output is joined to the whole stream again.
         islands: modules that run on the whole stream on every rank.
@@ -37,7 +37,7 @@ class Plan:
     """
 
     cut: tuple[str, ...] = ()
-    owner: str | None = None
+    owners: tuple[str, ...] = ()
     whole: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     join: tuple[str, ...] = ()
     islands: tuple[str, ...] = ()

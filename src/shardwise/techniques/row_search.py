@@ -317,22 +317,35 @@ class Search:
         plan = Plan(cut=tuple(block for blocks in lists for block in blocks))
         if self.extra:
             plan = _joined_behind(plan, lists)
-        try:
-            return self._repaired_until_right(trial, plan, lists)
-        except Differs as wrong:
-            owner = wrong.name
-            is_other = type(wrong) is not Differs or self.kind is not None or self.extra
-            if is_other or not all(not owner or is_in_block(b, owner) for b in plan.cut):
-                raise
-            # Its code around the blocks may be of each position too: x + block(x).
+        blocks = plan.cut
+        while True:
             try:
-                return self._repaired_until_right(trial, Plan(cut=(*plan.cut, owner), owner=owner), [[owner]])
-            except Differs as within:
-                if within.is_kept or within.is_of_heads or within.is_of_gradients or within.is_drawn:
+                return self._repaired_until_right(trial, plan, lists)
+            except Differs as wrong:
+                if plan.owners and (wrong.is_kept or wrong.is_of_heads or wrong.is_of_gradients or wrong.is_drawn):
                     raise
-                raise AroundBlocks(
-                    owner, within.why if within.name == owner else f"{within.name}: {within.why}"
-                ) from wrong
+                name, owners = self._runs(wrong.name, plan), plan.owners
+                is_other = type(wrong) is not Differs or self.kind is not None or self.extra
+                if is_other or name in owners or not any(_is_within(b, name) for b in blocks):
+                    if not owners:
+                        raise
+                    owner = next((o for o in owners if _is_within(wrong.name, o)), owners[-1])
+                    why = wrong.why if wrong.name == owner else f"{wrong.name}: {wrong.why}"
+                    raise AroundBlocks(owner, why) from wrong
+            # Its code around the blocks may be of each position too: x + block(x).
+            owners = (*(o for o in owners if not _is_within(o, name)), name)
+            others = [each for each in lists if not any(_is_within(b, name) for b in each)]
+            plan, lists = Plan(cut=(*blocks, *owners), owners=owners), [*others, [name]]
+
+    def _runs(self, name: str, plan: Plan) -> str:
+        """The module whose code may be wrong where one differs: if others are on rows themselves, of a block that none of these runs, the one that does."""
+        within = [b for b in plan.cut if _is_within(name, b)]
+        if not plan.owners or not within or any(_is_within(name, owner) for owner in plan.owners):
+            return name
+        name = within[0]
+        while name and (name == within[0] or (name, 0) not in self.whole.inputs):
+            name = name.rpartition(".")[0]
+        return name
 
     def _repaired_until_right(self, trial: Trial, plan: Plan, lists: Sequence[Sequence[str]]) -> Plan:
         for _ in range(_TRIES):
@@ -700,6 +713,10 @@ def spread_over(kinds: Sequence[Sequence[str]], names: Iterable[str]) -> tuple[s
         if name == blocks[_SEARCHED - 1] or is_in_block(name, blocks[_SEARCHED - 1])
     ]
     return (*names, *more)
+
+
+def _is_within(name: str, owner: str) -> bool:
+    return not owner or name == owner or is_in_block(name, owner)
 
 
 def _joined_behind(plan: Plan, lists: Sequence[Sequence[str]]) -> Plan:

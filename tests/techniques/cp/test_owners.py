@@ -87,6 +87,42 @@ class Joined(Words):
         return x + x.mean(1, keepdim=True)
 
 
+class Placed(Layers):
+    """Makes positions at its entry."""
+
+    def forward(self, x):
+        return super().forward(x + torch.arange(x.shape[1], device=x.device)[:, None].to(x).cos())
+
+
+class Pair(nn.Module):
+    """Runs two that run blocks, and adds to what they return."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.first, self.second = Placed(depth), Layers(depth)
+
+    def forward(self, x):
+        return x + self.second(self.first(x))
+
+
+class Stages(Words):
+    """Modules in a row, each of which runs its own blocks."""
+
+    def make(self, depth):
+        self.lower, self.middle, self.upper = Placed(depth), Pair(1), Placed(depth)
+
+    def run(self, x):
+        return self.upper(self.middle(self.lower(x)).tanh())
+
+
+class Pooled(Stages):
+    """What is between them mixes positions: the stream is joined there."""
+
+    def run(self, x):
+        x = self.lower(x)
+        return self.upper(self.middle(x + x.mean(1, keepdim=True)))
+
+
 class Shifted(InRoot):
     def between(self, x):
         return torch.cat([x[:, :1], x[:, :-1]], 1)
@@ -120,7 +156,7 @@ def loss_of(output, batch):
 SP = {"tensor_parallel": sw.TensorParallel(sequence_parallel=True)}
 
 
-@pytest.mark.quick("lists-remat", "root")
+@pytest.mark.quick("lists-remat", "root", "stages")
 @pytest.mark.parametrize(
     ("model", "layout", "options"),
     [
@@ -129,6 +165,9 @@ SP = {"tensor_parallel": sw.TensorParallel(sequence_parallel=True)}
         pytest.param(InRoot, "cp=2", {}, id="root"),
         pytest.param(InRoot, "cp=2", {"remat": "full"}, id="root-remat"),
         pytest.param(Joined, "cp=2", {}, id="joined"),
+        pytest.param(Stages, "cp=2", {}, id="stages"),
+        pytest.param(Stages, "dp_shard=2,cp=2", {"remat": "full"}, id="stages-remat"),
+        pytest.param(Pooled, "cp=2", {}, id="stages-pooled"),
         pytest.param(Words, "cp=2,tp=2", SP, id="lists-sequence"),
         pytest.param(Words, "cp=2", {"compile": "blocks"}, id="lists-compile", marks=pytest.mark.soak),
         pytest.param(functools.partial(Words, 6), "cp=2", {}, id="many", marks=pytest.mark.soak),

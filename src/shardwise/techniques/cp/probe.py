@@ -227,8 +227,12 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
         return UnsupportedError(
             f"{what} of a {type(module).__name__}",
             why=f"its code around the blocks works with what they return, so it is to run on some positions too, and there {wrong.why}",
-            fix="let that code treat each position by itself: make masks and biases of all positions where the model has all of its tokens, and pass "
-            "them to the blocks; or let the blocks add to the stream themselves; " + _WITHOUT,
+            fix="let that code treat each position by itself: "
+            + ("" if wrong.name else "run the blocks in a module of its own, called once, and ")
+            + "make masks and biases of all positions "
+            + (f"outside of {wrong.name}" if wrong.name else "before it")
+            + ", where the model has all of its tokens, and pass them to it as arguments; or let the blocks add to the stream themselves; "
+            + _WITHOUT,
             name=wrong.name or None,
         )
     if option.fallback == "gather":
