@@ -3998,7 +3998,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "blocks-left-out-of-lists-that-are-unpacked",
         "            return self._searched([])  # its code wants all of them\n",
         "            raise\n",
-        "tests/techniques/cp/test_owners.py -k counted",
+        "tests/techniques/cp/test_proof.py -k wants_all",
         "many blocks in lists of lists, of which some are left out in a search, do not run",
     ),
     Mutant(
@@ -4098,13 +4098,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "    return list(found)\n",
         "tests/parallel/test_copies.py -k one_order",
         "ranks compare copies of other models with each other before a first step, and refuse it by chance",
-    ),
-    Mutant(
-        "other-models-of-an-optimizer-stay-scaled",
-        "        if each.world is not runtime.world:\n            continue\n        if each is not runtime and",
-        "        if each is not runtime:\n            continue\n        if each is not runtime and",
-        "tests/step/test_scaler.py -k 'each_optimizer and dp_shard'",
-        "an optimizer over two models steps the second one by gradients times the loss scale",
     ),
     Mutant(
         "sp-rows-taken-for-whole",
@@ -4236,7 +4229,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "sp-whole-beside-rows-taken",
         "            if any(label.is_whole and x.is_floating_point() for x, label in of_given):\n",
         "            if False:\n",
-        "tests/techniques/tp/test_sequence.py -k 'test_models and condition'",
+        "tests/techniques/tp/test_sequence_proof.py -k what_every_rank_has",
         "a number that all ranks have gets the gradient of one rank's positions",
     ),
     Mutant(
@@ -5208,8 +5201,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "adapter-scale-of-rslora",
-        "math.sqrt(self.rank) if self.rslora else self.rank",
-        "self.rank",
+        "return math.sqrt(rank) if self.rslora else rank",
+        "return rank",
         "tests/techniques/lora/test_adapters.py -k numbers_are_those_of_peft",
         "rsLoRA is scaled as LoRA",
     ),

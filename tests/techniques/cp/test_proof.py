@@ -293,6 +293,25 @@ class Late(nn.Module):
         return x + y
 
 
+class Unpacked(Words):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Late(number, "") for number in range(12))
+
+    def forward(self, input_ids):
+        first, *others, last = self.blocks
+        assert len(others) == 10, "all of its blocks"
+        x = first(self.tokens(input_ids))
+        for block in others:
+            x = block(x)
+        return self.head(last(x))
+
+
+def test_many_blocks_of_which_the_code_wants_all_are_all_run():
+    facts = proof_of(Unpacked())
+    assert facts.output == "rows" and len(facts.cut) == 12
+
+
 @pytest.mark.parametrize("how", ["by its number", "by a buffer", "straight through", "positions", ""])
 def test_many_blocks_are_all_compared(how):
     model = Odd("")
@@ -387,7 +406,8 @@ def test_what_is_behind_a_gate_of_0_is_compared():
             self.layer, self.gate = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.zeros(()))
 
         def forward(self, x):
-            return x + self.layer(x) + self.gate * x.cumsum(1)
+            # Its gradient shows nothing of the sum at first.
+            return x + self.gate * self.layer(x) + self.gate.square() * x.cumsum(1)
 
     model = Odd("")
     model.blocks[1] = Gated()

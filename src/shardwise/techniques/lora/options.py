@@ -172,7 +172,7 @@ class LoRA(Options, frozen=True, kw_only=True):
     @property
     def scale(self) -> float:
         """The factor of the product B A x, of layers that ``ranks`` and ``alphas`` do not mean."""
-        return self.alpha_used / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha_used / self._divisor(self.rank)
 
     @property
     def alpha_used(self) -> float:
@@ -191,7 +191,10 @@ class LoRA(Options, frozen=True, kw_only=True):
     def scale_of(self, name: str) -> float:
         """The factor of its product."""
         rank = self.rank_of(name)
-        return self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank)
+        return self.alpha_of(name) / self._divisor(rank)
+
+    def _divisor(self, rank: int) -> float:
+        return math.sqrt(rank) if self.rslora else rank
 
     def settled(self, classes: Mapping[str, str]) -> "LoRA":
         """The option with ``ranks`` and ``alphas`` that say the same without the classes, and without the names beside a name.
