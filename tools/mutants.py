@@ -5560,7 +5560,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "nf4-first-input-forgotten",
         "        inputs = torch.arange(self.first, self.first + self.num_inputs",
         "        inputs = torch.arange(0, self.num_inputs",
-        "tests/techniques/quantize/test_packed.py -k definition",
+        "tests/techniques/quantize/test_codec.py -k 'parts_of_every_width and few'",
         "blocks of a part of the inputs are counted from the first that is here",
     ),
     Mutant(
