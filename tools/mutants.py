@@ -121,6 +121,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/step/test_edited_gradients.py",
         "gradients that are clipped after the last backward, in the window, are clipped by the norm of one rank's",
     ),
+    Mutant(
+        "adapters-left-out-of-a-conversion",
+        'if job.to == "hf" and (own :=',
+        'if job.to == "" and (own :=',
+        "tests/cli/test_generate.py -k beside_adapters",
+        "a checkpoint of a run with adapters is converted to a directory that transformers opens as the base",
+    ),
+    Mutant(
+        "adapters-left-out-of-a-generation",
+        'if ".lora_" in name), default=None)) is not None:',
+        'if ".lora_" in name), default=None)) == "":',
+        "tests/cli/test_generate.py -k beside_adapters",
+        "a checkpoint of a run with adapters answers as the base",
+    ),
     # ---- dialects: configurations of other systems -------------------------------------------------------------------
     Mutant(
         "import-batch-of-one-rank",

@@ -221,6 +221,20 @@ def test_weights_that_lack_tensors_are_refused(folder, tmp_path, capsys):
     assert "they would be drawn at random" in capsys.readouterr().err
 
 
+def test_weights_beside_adapters_are_not_generated_from_or_converted_as_if_they_were_merged(folder, tmp_path, capsys):
+    """transformers leaves out what it does not know, and answers as the base did: logits were off by 0.84."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    state, low = model.state_dict(), "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    model.save_pretrained(tmp_path / "run", state_dict=state | {low: state["model.norm.weight"].clone()[None]})
+    chat.tokenizer().save_pretrained(tmp_path / "run")
+    for status, *words in ((2, "generate", "run", "--prompt", "a", "--device", "cpu"), (1, "convert", "run", "out")):
+        words[1:] = [str(tmp_path / each) if each in ("run", "out") else each for each in words[1:]]
+        assert cli.main(words) == status
+        assert low in (told := capsys.readouterr().err) and "RUN/adapter" in told
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "out.pt"), "--to", "torch"]) == 0
+
+
 def test_the_weights_of_a_checkpoint_are_compared_with_their_checksums(folder, tmp_path, capsys):
     checkpoint = tmp_path / "step-00000001"
     assert cli.main(["convert", str(folder), str(checkpoint), "--to", "shardwise"]) == 0

@@ -131,7 +131,8 @@ def refuse_data_loader(dataset: Any) -> None:
         raise UsageError(
             "a DataLoader where a dataset goes",
             why="it makes batches in an order of its own, which neither ranks nor a resumed run would share",
-            fix="pass loader.dataset; Loader makes the batches itself (global_batch=, micro_batch=, shuffle=, collate=)",
+            fix="pass loader.dataset; Loader makes the batches itself (global_batch=, micro_batch=, shuffle=, collate=; weights= "
+            "for a WeightedRandomSampler)",
         )
 
 

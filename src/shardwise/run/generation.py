@@ -150,6 +150,13 @@ def _open_hf(folder: Path, dtype: str | None) -> nn.Module:
             why=f"{len(loading['missing_keys'])} tensors are not in its weights, such as {min(loading['missing_keys'])}: they would be drawn at random",
             fix="give the weights that belong to its config.json",
         )
+    if (own := min((name for name in loading["unexpected_keys"] if ".lora_" in name), default=None)) is not None:
+        raise ConfigError(
+            given,
+            why=f"its weights have adapters beside them, such as {own}, which transformers would leave out",
+            fix="generate from the run, whose final weights are merged: shardwise generate RUN; or from the base: shardwise generate BASE "
+            "--adapter RUN/adapter",
+        )
     if not (hasattr(model, "can_generate") and model.can_generate()):
         raise ConfigError(
             given,

@@ -126,6 +126,14 @@ def _planned(job: Conversion, source: Source, num_packed: int) -> _ConversionJob
     home = source.folder or (job.source if job.source.is_dir() else job.source.parent)
     config = config_of(home, job.config) if job.rules else {}
     items, notes = converted_tensors(source, job.rules, config, job.dtype, job.keep)
+    if job.to == "hf" and (own := next((item.name for item in items if ".lora_" in item.name), None)) is not None:
+        raise CheckpointError(
+            f"converting {job.source}, weights with adapters beside them, to a Hugging Face directory",
+            why="transformers would leave the adapters out, and open the model as it was before they were trained",
+            fix="use the run's final weights, which are merged, or merge its adapters into their base: shardwise convert BASE DEST --adapter "
+            "RUN/adapter; a checkpoint alone is loaded into the model, sw.parallelize(..., lora=...), and written by sw.save_weights(model, DEST)",
+            name=own,
+        )
     notes = [*(f"left out: {name}: {why}" for name, why in source.left_out.items()), *notes]
     ties = ties_among(items)
     if ties and job.to != "torch":
