@@ -4009,6 +4009,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "positions that code around the blocks makes are not found, and blocks are blamed for what they are given",
     ),
     Mutant(
+        "cp-block-taken-for-an-owner",
+        "any(b != name and _is_within(b, name) for b in blocks)",
+        "any(_is_within(b, name) for b in blocks)",
+        "tests/techniques/cp/test_owners.py -k is_not_taken",
+        "a block that mixes positions is refused as code around blocks, with a fix that does not help",
+    ),
+    Mutant(
         "blocks-left-out-of-lists-that-are-unpacked",
         "            return self._searched([])  # its code wants all of them\n",
         "            raise\n",

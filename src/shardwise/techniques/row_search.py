@@ -326,7 +326,7 @@ class Search:
                     raise
                 name, owners = self._runs(wrong.name, plan), plan.owners
                 is_other = type(wrong) is not Differs or self.kind is not None or self.extra
-                if is_other or name in owners or not any(_is_within(b, name) for b in blocks):
+                if is_other or name in owners or not any(b != name and _is_within(b, name) for b in blocks):
                     if not owners:
                         raise
                     owner = next((o for o in owners if _is_within(wrong.name, o)), owners[-1])

@@ -188,6 +188,31 @@ def test_code_around_blocks_that_is_not_of_each_position_is_refused(ranks, model
         sw.verify(model, "cp=2", batches=windows(), loss=loss_of, run=ranks.run)
 
 
+class FixedMask(Attention):
+    """A block with a mask of one length: it is not on rows, and runs none itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(17, 17))
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class OfOneLength(Words):
+    def make(self, depth):
+        self.body = nn.Sequential(*(FixedMask() for _ in range(depth)))
+
+
+def test_a_block_is_not_taken_for_what_runs_blocks(ranks):
+    with pytest.raises(sw.ShardwiseError) as caught:
+        sw.verify(OfOneLength, "cp=2", batches=windows(micro=1), loss=loss_of, run=ranks.run)
+    assert "its code around the blocks works" not in str(caught.value)
+    assert "what it computes for a position depends on other positions" in str(caught.value)
+
+
 def described():
     with sw.init("cp=2", device="cpu", timeout_s=30) as world:
         model = sw.parallelize(Words(6), world, example=windows()[0][0])
