@@ -158,9 +158,8 @@ def check_stream(shuffle: bool | None, num_workers: int, micro_tokens: int | Non
         )
 
 
-def refuse_names(dataset: Any, given: str) -> None:
-    """Raises ConfigError for what is asked by names, as a ``DatasetDict`` (its length is the number of its splits) or a table of columns,
-    and for a class in place of a dataset."""
+def refuse_no_dataset(dataset: Any, given: str) -> None:
+    """Raises ConfigError for what has a length and is no dataset: a ``DatasetDict`` (it counts splits), a table of columns, a class."""
     names = [name for name in dataset if isinstance(name, str)] if isinstance(dataset, Mapping) else []
     if names:
         why = "samples are found by number, and these, splits or columns, by name"
@@ -176,7 +175,7 @@ def refuse_names(dataset: Any, given: str) -> None:
 
 
 def length_of(dataset: Any) -> int:
-    refuse_names(dataset, "Loader")
+    refuse_no_dataset(dataset, "Loader")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UsageError(
             f"a dataset of type {type(dataset).__name__} without len() and [i]",

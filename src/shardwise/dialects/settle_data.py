@@ -186,7 +186,7 @@ def _splits_of(data: Any) -> list[Any]:
 def _may_be_packed(facts: Facts) -> bool:
     """Whether the data is of records, which alone are packed, and their attention is not cut over ranks."""
     path = Path(str(facts.get("data.path")))
-    is_records = path.suffix in (".jsonl", ".ndjson", ".parquet") or (not path.suffix and not path.is_file())
+    is_records = path.suffix in (".jsonl", ".ndjson", ".json", ".parquet") or (not path.suffix and not path.is_file())
     return is_records and "cp=" not in str(facts.get("parallel.layout"))
 
 

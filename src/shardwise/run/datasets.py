@@ -16,7 +16,7 @@ from shardwise.config.tokenizer import is_tokens, tokenizer_path
 from shardwise.data.batch import default_collate
 from shardwise.data.corpus import BYTES, TokenFile, TokenWindows, encode, pydoc_text
 from shardwise.data.labels import make_labels
-from shardwise.data.loader_checks import refuse_names
+from shardwise.data.loader_checks import refuse_no_dataset
 from shardwise.data.sft.dataset import SFTDataset
 from shardwise.data.stream import first_of, is_stream
 from shardwise.data.token_cache import Say, TokenCache, cache_of
@@ -116,7 +116,7 @@ def _own(data: Data, build: str) -> RunData:
             fix="end the function with a return: of a dataset, or of a pair of one to train on and one to validate",
         )
     for part in (train, val):
-        refuse_names(part, f"data.build={build!r}")
+        refuse_no_dataset(part, f"data.build={build!r}")
         is_numbered = hasattr(part, "__getitem__") and hasattr(part, "__len__")
         if part is not None and not (is_numbered or is_stream(part)):
             raise ConfigError(

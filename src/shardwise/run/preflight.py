@@ -158,7 +158,7 @@ def _check_data_files(data: Data, origins: Mapping[str, str]) -> None:
 
 def _missing(key: str, path: str, origin: str) -> ConfigError:
     fix = (
-        "give the path of a text, of tokens as .npy or .bin, or of records: a .jsonl or a saved dataset"
+        "give the path of a text, of tokens as .npy or .bin, or of records: a .jsonl, a .json or a saved dataset"
         if key == "path"
         else "give the path of data like that of data.path"
     )

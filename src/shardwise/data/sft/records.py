@@ -93,7 +93,7 @@ def calls_of(message: Mapping[str, Any]) -> Any:
 
 
 def where(path: str | Path, line: int) -> str:
-    """A line of a file, or a row of a dataset, as errors name it; rows count from 0, as those of ``datasets`` do."""
+    """A line of a file, a record of a ``.json``, or a row of a dataset, as errors name it; rows count from 0, as those of ``datasets`` do."""
     word = "row" if is_rows(path) else "record" if str(path).endswith(".json") else "line"
     return f"{word} {line} of {str(path)!r}"
 
@@ -104,7 +104,8 @@ def read_records(
     """The records of a file or a saved dataset, in order; empty lines are passed over.
 
     Args:
-        path: a file in UTF-8, a JSON object in each line, or a list of them in a ``.json``, which is read as a whole; or what :func:`~shardwise.data.sft.saved.open_rows` reads.
+        path: a file in UTF-8, a JSON object in each line, or a list of them in a ``.json``, which is read as a whole; or what
+            :func:`~shardwise.data.sft.saved.open_rows` reads.
         most: only so many lines are read; None: all.
         read: called with the share of the file (0 to 1) that was read, before each record; not for rows of a dataset.
 
@@ -154,9 +155,9 @@ def _objects(
 
 
 def _object(raw: bytes, path: str | Path, line: int) -> dict[str, Any]:
-    fix = "write one JSON object in each line, without line breaks in it" + ", or a list of objects" * str(
-        path
-    ).endswith(".json")
+    fix = "write one JSON object in each line, without line breaks in it"
+    if str(path).endswith(".json"):
+        fix += ", or a list of objects"
     return _checked(_parsed(raw, where(path, line), fix), path, line)
 
 

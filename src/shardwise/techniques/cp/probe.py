@@ -185,6 +185,13 @@ def _methods(option: ContextParallel) -> Sequence[str]:
     return ("ulysses", "gather") if option.method == "auto" else (option.method,)
 
 
+def _masks_outside(owner: str) -> str:
+    """What to do with masks that ``owner``, the module that runs the blocks, makes; the root has nothing outside of it."""
+    if owner:
+        return f"make masks and biases of all positions outside of {owner}"
+    return "run the blocks in a module of its own, called once, and make masks and biases of all positions before it"
+
+
 def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParallel) -> UnsupportedError:
     if wrong.is_kept:
         return UnsupportedError(
@@ -227,12 +234,8 @@ def _refusal(module: nn.Module, what: str, wrong: Differs, option: ContextParall
         return UnsupportedError(
             f"{what} of a {type(module).__name__}",
             why=f"its code around the blocks works with what they return, so it is to run on some positions too, and there {wrong.why}",
-            fix="let that code treat each position by itself: "
-            + ("" if wrong.name else "run the blocks in a module of its own, called once, and ")
-            + "make masks and biases of all positions "
-            + (f"outside of {wrong.name}" if wrong.name else "before it")
-            + ", where the model has all of its tokens, and pass them to it as arguments; or let the blocks add to the stream themselves; "
-            + _WITHOUT,
+            fix=f"let that code treat each position by itself: {_masks_outside(wrong.name)}, where the model has all of its tokens, and pass them to "
+            f"it as arguments; or let the blocks add to the stream themselves; {_WITHOUT}",
             name=wrong.name or None,
         )
     if option.fallback == "gather":
